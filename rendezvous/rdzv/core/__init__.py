@@ -1,0 +1,36 @@
+"""The rules of the rendezvous, and nothing else.
+
+This package is pure: no I/O, no clock, no asyncio, no randomness. A driver hands it a state, a
+command and the time; it answers with the next state, what has happened, and when to ask again.
+The driver then persists the durable half, and only then tells anyone: *decide, persist, publish*.
+
+Two cores live here. `nodes` knows streams, instances and leases, of every node and for all jobs;
+`rendezvous` knows one job. What passes between them are `NodeAway`, `NodeConnected` and
+`NodeLost`, which become `MarkAway`, `MarkBack` and `MarkLost`. A heartbeat concerns `nodes`
+alone.
+
+A job's life, run by run::
+
+    (vacant) --Join--> joining --enough nodes--> running --every node succeeded--> succeeded
+                        ^  |                      |
+                        |  | join_timeout         | a worker fails, a node is lost or leaves,
+                        |  v                      v newcomers are admitted, the store host fails
+                        | failed               stopping --budget spent--> failed
+                        |                         |
+                        +---- everyone stopped ---+      everyone left --> stopped
+
+* A round is *live* from its completion until it ends; it is *settled* once every participant has
+  stopped, and only then is its end charged to a cause, because a dying node's peers fail before
+  the death itself is known.
+* A participant keeps its *seat* until it confirms, by a `Join` or `Leave` that names the round,
+  that none of its workers is left. No round completes while a seat of the last one is held: that
+  is the whole of exclusivity.
+* Every node without workers *waits*, newcomers, spares and survivors alike, and one rule seats.
+
+`step` first applies the command, then state rules until none applies, so that each conclusion is
+written once, wherever it follows from.
+"""
+
+from rdzv.core.rendezvous import Transition, ended_run, restore, step, vacant
+
+__all__ = ["Transition", "ended_run", "restore", "step", "vacant"]

@@ -1,0 +1,156 @@
+"""What may be asked of a rendezvous. Commands are imperative and may be refused.
+
+Every command names the incarnation of the node that speaks, so that its former self is not
+heard, and may be repeated without effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdzv.core.model import LeaveCause, Offer, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """One failed worker as its node reports it: with an age, not a time."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    message: str
+    traceback: str
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Ask for a place in the next round.
+
+    `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
+    fresh join. `new_run` is the uid that a run gets which begins with this join.
+    """
+
+    node_id: str
+    incarnation: int
+    run: str
+    settings: Settings
+    offer: Offer
+    left_round: int | None = None
+    failures: tuple[FailureReport, ...] = ()
+    refuse_reuse: bool = False
+    new_run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Say after a reconnect that workers of `round` run, or are being stopped, on the node."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Report failed workers of `round`; the node has begun to stop the others."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    round: int
+    failures: tuple[FailureReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    """Report that all workers of `round` on the node exited 0."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave the job; the seat is kept until a repetition names the round in `left_round`."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    cause: LeaveCause
+    reason: str
+    left_round: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStuck:
+    """Report workers of `round` that survive SIGKILL."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    round: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStoreHost:
+    """Report that the c10d store of `round` died or was not ready in time."""
+
+    node_id: str
+    incarnation: int
+    run: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkAway:
+    """The node's stream has ended; the nodes core will give it up at `until_ms`."""
+
+    node_id: str
+    incarnation: int
+    until_ms: int
+    firm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MarkBack:
+    """The node is connected again."""
+
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkLost:
+    """The nodes core has given the node up."""
+
+    node_id: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Let time pass; does nothing before the state's own `wake_at_ms`."""
+
+
+Command = (
+    Join
+    | Resume
+    | Fail
+    | Succeed
+    | Leave
+    | ReportStuck
+    | ReportStoreHost
+    | MarkAway
+    | MarkBack
+    | MarkLost
+    | Tick
+)

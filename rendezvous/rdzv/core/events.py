@@ -1,0 +1,164 @@
+"""What has happened in a rendezvous. Events are past tense and were persisted before anyone hears.
+
+Logs, metrics, the event history and what nodes are told all come from these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """A run of the job began with its first join."""
+
+    run: str
+    run_number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node was admitted; it waits for the next round."""
+
+    node_id: str
+    incarnation: int
+    address: str
+    local_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStopped:
+    """No worker of the ended round is left on the node, and it waits for the next."""
+
+    node_id: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSucceeded:
+    """All workers of the node exited 0; it waits at the exit barrier."""
+
+    node_id: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node said that it leaves; its workers are being stopped."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft:
+    """A node left of its own accord, its workers are gone."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWentAway:
+    """A node's stream ended; its place is kept for now."""
+
+    node_id: str
+    for_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCameBack:
+    """A node that was away is connected again."""
+
+    node_id: str
+    after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node was given up."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStuck:
+    """Workers of a node survive SIGKILL; its seat was given away."""
+
+    node_id: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A worker failed."""
+
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class LastCallBegan:
+    """`min_nodes` are at hand: the round completes after last_call_timeout, or when full."""
+
+    nodes: int
+    for_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCompleted:
+    """A round is complete: participants, ranks and meeting place are fixed."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round is over; its participants stop their workers."""
+
+    round: int
+    end: RoundEnd
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettled:
+    """Everyone has stopped; the end of the round is charged to this cause."""
+
+    round: int
+    cause: Cause
+    reason: str
+    restarts: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run is closed and forms no more rounds."""
+
+    run: str
+    ended: Ended
+
+
+Event = (
+    RunBegan
+    | NodeJoined
+    | NodeStopped
+    | NodeSucceeded
+    | NodeLeaving
+    | NodeLeft
+    | NodeWentAway
+    | NodeCameBack
+    | NodeLost
+    | NodeStuck
+    | WorkerFailed
+    | LastCallBegan
+    | RoundCompleted
+    | RoundEnded
+    | RoundSettled
+    | RunEnded
+)

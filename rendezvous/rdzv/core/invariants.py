@@ -1,0 +1,93 @@
+"""What must hold of every state and every step: the guarantees, made executable.
+
+The driver asks before it persists, and every simulation after each step. A violation is a bug of
+ours, never of a caller's.
+"""
+
+from __future__ import annotations
+
+from rdzv.core.model import Membership, Round, State
+
+
+def violations(before: State, after: State) -> list[str]:
+    """Name every guarantee that the step from `before` to `after` would break."""
+    return [
+        *_presence(after),
+        *_durability(before.membership, after.membership),
+        *_new_round(before, after),
+    ]
+
+
+def _presence(state: State) -> list[str]:
+    """Nobody is seated, waiting and stuck at once, and all seats are the round's."""
+    found = []
+    seats, waiting, stuck = set(state.seats), set(state.waiting), set(state.stuck)
+    if seats & waiting or seats & stuck or waiting & stuck:
+        found.append("presence: a node has two places at once")
+    if set(state.away) - seats - waiting - stuck:
+        found.append("presence: a node is away that is not present")
+    round_ = state.membership.round
+    participants = {p.node_id for p in round_.participants} if round_ else set()
+    if seats - participants:
+        found.append("presence: a node holds a seat of a round that it is no participant of")
+    if round_ is not None and seats & set(round_.gone):
+        found.append("presence: a node holds a seat that was given up")
+    if (not state.membership.run or state.membership.ended) and (seats or waiting or stuck):
+        found.append("presence: a node is present in a run that is closed")
+    return found
+
+
+def _durability(before: Membership, after: Membership) -> list[str]:
+    """Rounds never go back, closed stays closed, spent stays spent, announced stays announced."""
+    found = []
+    if after.run_number < before.run_number:
+        found.append("durability: run numbers went back")
+    if after.run != before.run:
+        return found if after.run_number > before.run_number else [*found, "durability: run uid"]
+    if after.next_round < before.next_round:
+        found.append("durability: round numbers went back")
+    if before.ended is not None and after.ended != before.ended:
+        found.append("durability: a closed run changed")
+    if after.restarts[: len(before.restarts)] != before.restarts:
+        found.append("durability: a spent restart was forgotten")
+    if before.round is not None and not _continues(before.round, after.round):
+        found.append("consistency: a completed round changed or was forgotten")
+    return found
+
+
+def _continues(before: Round, after: Round | None) -> bool:
+    """Whether `after` is the same announced round, or a later one once everyone had stopped."""
+    if after is None or after.number < before.number:
+        return False
+    if after.number > before.number:
+        return True
+    return (
+        after.participants == before.participants
+        and (after.master_addr, after.master_port) == (before.master_addr, before.master_port)
+        and after.gone[: len(before.gone)] == before.gone
+        and not (before.end is not None and after.end is None)
+    )
+
+
+def _new_round(before: State, after: State) -> list[str]:
+    """A round completes within bounds, with exact ranks, and never beside another."""
+    round_ = after.membership.round
+    old = before.membership.round
+    if round_ is None or (old is not None and old.number == round_.number):
+        return []
+    if before.membership.run == after.membership.run and after.membership.run == "":
+        return ["consistency: a round without a run"]
+    found = []
+    settings, nodes = after.membership.settings, len(round_.participants)
+    if not settings.min_nodes <= nodes <= settings.max_nodes:
+        found.append(f"barrier: {nodes} nodes, {settings.min_nodes}:{settings.max_nodes} asked")
+    if len({p.node_id for p in round_.participants}) != nodes:
+        found.append("consistency: a node takes part twice")
+    rank_first = 0
+    for participant in round_.participants:
+        if participant.rank_first != rank_first:
+            found.append(f"consistency: ranks of {participant.node_id} do not tile")
+        rank_first += participant.offer.local_world_size
+    if old is not None and before.membership.run == after.membership.run and len(before.seats) > 1:
+        found.append("exclusivity: a round completed while others of the last had not stopped")
+    return found

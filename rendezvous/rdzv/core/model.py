@@ -1,0 +1,346 @@
+"""The values of one job: what is durable, and what each server rebuilds for itself.
+
+`Membership` is what must survive a crash of the server; it is written before anything that
+follows from it is announced. `State` adds what is learned anew after every start: who is
+connected, who waits, which timers run. Everything is frozen, so a refused command has changed
+nothing and a transition can be dropped whole.
+
+Times are `now_ms` values of the driver's clock (milliseconds, monotonic within one server and
+anchored to Unix time at its start, so that a durable time can be shown to people).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ScaleUp(StrEnum):
+    """When newcomers may end a running round."""
+
+    EAGER = "eager"
+    ON_RESTART = "on-restart"
+
+
+class Cause(StrEnum):
+    """Why a round ended; what its end is charged to."""
+
+    WORKER_FAILURE = "worker failure"
+    NODE_LOST = "node lost"
+    NODE_LEFT = "node left"
+    NODES_JOINED = "nodes joined"
+    STORE_HOST = "store host"
+    START_FAILED = "start failed"
+
+
+class LeaveCause(StrEnum):
+    """Why a node leaves of its own accord."""
+
+    SIGNAL = "signal"
+    START_FAILED = "start failed"
+    TIMEOUT = "timeout"
+
+
+class Result(StrEnum):
+    """How a run ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class JobState(StrEnum):
+    """What a job is doing; derived from its state, never stored beside it."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class NodeState(StrEnum):
+    """What a node is within a job; derived, never stored."""
+
+    SEATED = "seated"
+    WAITING = "waiting"
+    SPARE = "spare"
+    STOPPING = "stopping"
+    AWAY = "away"
+    LOST = "lost"
+    SUCCEEDED = "succeeded"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all nodes of a job agree on, as launched. Names and defaults are torchrun's."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int = 0
+    join_timeout_ms: int = 600_000
+    last_call_timeout_ms: int = 30_000
+    scale_up: ScaleUp = ScaleUp.EAGER
+    restart_window_ms: int = 0
+    """Restarts older than this no longer count against `max_restarts`; 0: all count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The server's own timings; the same for every job of one server."""
+
+    gather_quiet_ms: int = 1_000
+    """Newcomers are let in when none has come for so long, ..."""
+    gather_ms: int = 10_000
+    """... or so long after the first of them."""
+    reconnect_grace_ms: int = 250
+    """How long a seat is kept for a node whose stream ended, once the round has ended."""
+    takeover_grace_ms: int = 30_000
+    """After a start of the server: how long nobody is given up unheard."""
+    stop_margin_ms: int = 20_000
+    """What a node may take to stop its workers, beyond its own shutdown_timeout."""
+    flap_window_ms: int = 600_000
+    """Losses within this time count together."""
+    flap_hold_ms: int = 60_000
+    """How long a node lost twice may not end a running round; doubles with each loss."""
+    store_backoff_ms: int = 500
+    """Wait before the next round after a store host failed; doubles each time in a row."""
+    store_backoff_max_ms: int = 30_000
+    root_cause_window_ms: int = 500
+    """Failures within this time of the earliest are shown together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one node brings to a job; it may differ from node to node."""
+
+    address: str
+    local_world_size: int = 1
+    role: str = "default"
+    topology: str = ""
+    host_name: str = ""
+    """A name of the machine that others can use; empty if there is none."""
+    machine: str = ""
+    """Which machine (network namespace) the node is on."""
+    store_port: int = 0
+    can_host_store: bool = False
+    shutdown_timeout_ms: int = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A node's place in one round. Its GROUP_RANK is its index in `Round.participants`."""
+
+    node_id: str
+    incarnation: int
+    offer: Offer
+    rank_first: int
+    role_rank_first: int
+    role_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker that failed, at the server's time."""
+
+    node_id: str
+    address: str
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    message: str
+    traceback: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """How a round ended. The charge is settled when every participant has stopped."""
+
+    cause: Cause
+    reason: str
+    at_ms: int
+    broken: bool
+    """The collectives broke, so that no SIGTERM handler can do its work."""
+    failures: tuple[Failure, ...] = ()
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A complete round: who took part, with which ranks, where they met."""
+
+    number: int
+    participants: tuple[Participant, ...]
+    master_addr: str
+    master_port: int
+    use_agent_store: bool
+    restarts: int
+    at_ms: int
+    gone: tuple[str, ...] = ()
+    """Participants whose seat was given up: lost, left, or stuck."""
+    end: RoundEnd | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of all nodes."""
+        return sum(p.offer.local_world_size for p in self.participants)
+
+    @property
+    def live(self) -> bool:
+        """Whether its workers may run on."""
+        return self.end is None
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A node that was lost, or left."""
+
+    node_id: str
+    state: NodeState
+    reason: str
+    at_ms: int
+    address: str
+    local_world_size: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run was closed."""
+
+    result: Result
+    reason: str
+    at_ms: int
+    retry_sensible: bool = False
+    failures: tuple[Failure, ...] = ()
+    """The root cause first, then those beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """What is remembered of an earlier run: enough to tell a latecomer how it ended."""
+
+    run: str
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The durable half of a job. Nothing that follows from it is announced before it is stored."""
+
+    rdzv_id: str
+    run: str
+    """Uid of the present or last run."""
+    run_number: int
+    settings: Settings
+    began_at_ms: int
+    round: Round | None = None
+    """The latest round that was completed, live or ended."""
+    next_round: int = 0
+    """Number of the next round to complete; never goes back within a run."""
+    restarts: tuple[int, ...] = ()
+    """When each restart was spent, in this run."""
+    store_failures: int = 0
+    """Store hosts that failed in a row."""
+    last_failures: tuple[Failure, ...] = ()
+    """The last worker failure of this run, root cause first."""
+    departures: tuple[Departure, ...] = ()
+    """The latest losses and leaves, oldest first; bounded."""
+    ended: Ended | None = None
+    earlier: tuple[EndedRun, ...] = ()
+    """The latest runs before this one, oldest first; bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A participant whose workers may still run, or that waits at the exit barrier."""
+
+    incarnation: int
+    since_ms: int
+    succeeded: bool = False
+    leaving: str = ""
+    """Why it leaves, once it has said so; it keeps its seat until its workers are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A node without workers that wants a place in the next round."""
+
+    incarnation: int
+    offer: Offer
+    since_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """The node's stream has ended; its place is kept for now."""
+
+    since_ms: int
+    until_ms: int
+    """When the nodes core will give it up; shown to people."""
+    firm: bool
+    """Its return is announced or was never heard to fail: nothing shortens the wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Workers that survive SIGKILL: the seat is given away, the node is not seated."""
+
+    incarnation: int
+    pids: tuple[int, ...]
+    since_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One job as a server sees it: the durable membership and what is learned anew.
+
+    A present node is in exactly one of `seats`, `waiting` and `stuck`; `away` marks those of
+    them whose stream has ended.
+    """
+
+    membership: Membership
+    tuning: Tuning = field(default_factory=Tuning)
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    waiting: Mapping[str, Waiting] = field(default_factory=dict)
+    stuck: Mapping[str, Stuck] = field(default_factory=dict)
+    away: Mapping[str, Away] = field(default_factory=dict)
+    short_since_ms: int | None = None
+    """Since when fewer than `min_nodes` are at hand while no round is live."""
+    enough_since_ms: int | None = None
+    """Since when at least `min_nodes` wait while no round is live."""
+    regained: bool = False
+    """`min_nodes` were regained after a round, so newcomers are gathered."""
+    newest_ms: int = 0
+    """When the latest newcomer came."""
+    loopback_machine: str = ""
+    """The machine of a node that only its own machine can reach, if there may be one."""
+    stop_deadline_ms: int | None = None
+    """When a participant that has not stopped is given up."""
+    last_leave: LeaveCause | None = None
+    """Why the last node to go left of its own accord; None if it was lost."""
+
+    def present(self, node_id: str) -> bool:
+        """Whether the node is in this job now, away or not."""
+        return node_id in self.seats or node_id in self.waiting or node_id in self.stuck
+
+    @property
+    def anybody(self) -> bool:
+        """Whether any node is in this job now."""
+        return bool(self.seats or self.waiting or self.stuck)
+
+    def incarnation(self, node_id: str) -> int | None:
+        """Return the incarnation that speaks for a present node."""
+        held = self.seats.get(node_id) or self.waiting.get(node_id) or self.stuck.get(node_id)
+        return held.incarnation if held else None
+
+    @property
+    def ready(self) -> int:
+        """How many waiting nodes can be told of a round now."""
+        return len(self.waiting) - sum(1 for node_id in self.away if node_id in self.waiting)

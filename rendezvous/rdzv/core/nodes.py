@@ -1,0 +1,401 @@
+"""The nodes across all jobs: streams, instances, incarnations and leases.
+
+A node is *connected* while its stream is open, *away* from the stream's end until its return or
+its deadline, and then *lost*. What that means for a job is the rendezvous' business. Two kinds
+of agent differ in one thing: the workers of a foreground agent die with it, so its absence is
+worth only `reconnect_grace_ms`; a daemon's workers live on, so it is worth a lease.
+
+Silence that the server could not hear proves nothing: after a take-over (`Expect`) or a pause of
+the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over.
+
+One node_id, one speaker: a new instance takes over only once the old one's stream has ended.
+Incarnations number the instances; the leadership is their high half, so they never go back, also
+when a server starts without memory of the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rdzv.errors import NodeSupersededError, RendezvousConnectionError
+
+_COUNTER_BITS = 32
+
+
+class AgentKind(StrEnum):
+    """Whether workers die with their agent."""
+
+    FOREGROUND = "foreground"
+    DAEMON = "daemon"
+
+
+@dataclass(frozen=True, slots=True)
+class NodesTuning:
+    """The timings of the nodes core."""
+
+    lease_ms: int = 5_000
+    """Lease of a node while there are at most `lease_nodes` of them."""
+    lease_nodes: int = 1_000
+    lease_max_ms: int = 30_000
+    """Lease of a node when there are `lease_nodes_max` or more."""
+    lease_nodes_max: int = 10_000
+    heartbeats_per_lease: int = 3
+    reconnect_grace_ms: int = 250
+    takeover_grace_ms: int = 30_000
+
+    def lease_for(self, nodes: int) -> int:
+        """Return the lease, in ms, that suits so many nodes.
+
+        >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
+        [5000, 5000, 17500, 30000]
+        """
+        above = min(max(nodes - self.lease_nodes, 0), self.lease_nodes_max - self.lease_nodes)
+        span = max(self.lease_nodes_max - self.lease_nodes, 1)
+        return self.lease_ms + (self.lease_max_ms - self.lease_ms) * above // span
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What the server knows of one node."""
+
+    node_id: str
+    instance: str
+    """Empty while the node is only expected."""
+    incarnation: int
+    kind: AgentKind
+    address: str
+    pid: int
+    stream: int | None
+    """Number of its open stream; None while it is away."""
+    since_ms: int
+    """When it connected, or went away."""
+    heard_ms: int
+    lease_ms: int
+    until_ms: int = 0
+    """While away: when it is given up."""
+    firm: bool = False
+    """While away: the wait is a promise, which nothing shortens."""
+
+    @property
+    def expires_at_ms(self) -> int:
+        """When the node is lost if nothing is heard of it."""
+        return self.until_ms if self.stream is None else self.heard_ms + self.lease_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """All nodes of one server."""
+
+    leadership: int
+    tuning: NodesTuning = field(default_factory=NodesTuning)
+    records: Mapping[str, NodeRecord] = field(default_factory=dict)
+    counter: int = 0
+    wake_at_ms: int | None = None
+
+
+# ------------------------------------------------------------------ commands
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a stream. `incarnation` is what this instance was given before, 0 if nothing."""
+
+    node_id: str
+    instance: str
+    kind: AgentKind
+    address: str
+    pid: int
+    stream: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """These nodes have said something since the last `Hear`."""
+
+    node_ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """A stream has ended. An end that is no news (a newer stream is open) changes nothing."""
+
+    node_id: str
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAway:
+    """The agent goes away on purpose and is back within `deadline_ms` from now."""
+
+    node_id: str
+    stream: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """After a take-over: this incarnation holds a seat, and has not been heard yet."""
+
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The server itself could not hear for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Let time pass."""
+
+
+NodesCommand = Connect | Hear | Disconnect | PlanAway | Expect | Pause | Tick
+
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConnected:
+    """A stream is open. `replaced` is the incarnation that another instance had before."""
+
+    node_id: str
+    incarnation: int
+    lease_ms: int
+    replaced: int | None
+    stale_stream: int | None
+    """A stream of the same instance that has not been seen to end, and is to be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAway:
+    """A node's stream ended; it is given up at `until_ms`."""
+
+    node_id: str
+    incarnation: int
+    until_ms: int
+    firm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node was given up. Its stream, if it is still open, is to be closed."""
+
+    node_id: str
+    incarnation: int
+    reason: str
+    stream: int | None
+
+
+NodesEvent = NodeConnected | NodeAway | NodeLost
+
+
+@dataclass(frozen=True, slots=True)
+class NodesTransition:
+    """The next state, what happened, and when to tick at the latest."""
+
+    nodes: Nodes
+    events: tuple[NodesEvent, ...] = ()
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When the next tick is due; None: never."""
+        return self.nodes.wake_at_ms
+
+
+def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
+    """Apply one command. Refused commands raise and have changed nothing.
+
+    Raises:
+        NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
+        RendezvousConnectionError: the node_id may be in use by an instance that has not been
+            heard since this server took over; to be tried again.
+
+    """
+    match command:
+        case Connect():
+            return _connect(nodes, command, now_ms)
+        case Hear():
+            return _hear(nodes, command, now_ms)
+        case Disconnect():
+            return _disconnect(nodes, command, now_ms)
+        case PlanAway():
+            return _plan_away(nodes, command, now_ms)
+        case Expect():
+            return _expect(nodes, command, now_ms)
+        case Pause():
+            return _pause(nodes, now_ms)
+        case Tick():
+            return _tick(nodes, now_ms)
+
+
+def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
+    old = nodes.records.get(command.node_id)
+    _refuse_usurper(nodes, old, command, now_ms)
+    same = old is not None and _same_instance(old, command)
+    counter = nodes.counter + (0 if same else 1)
+    incarnation = old.incarnation if old and same else (nodes.leadership << _COUNTER_BITS) + counter
+    lease_ms = nodes.tuning.lease_for(len(nodes.records) + (0 if old else 1))
+    record = NodeRecord(
+        node_id=command.node_id,
+        instance=command.instance,
+        incarnation=incarnation,
+        kind=command.kind,
+        address=command.address,
+        pid=command.pid,
+        stream=command.stream,
+        since_ms=now_ms,
+        heard_ms=now_ms,
+        lease_ms=lease_ms,
+    )
+    connected = NodeConnected(
+        node_id=command.node_id,
+        incarnation=incarnation,
+        lease_ms=lease_ms,
+        replaced=None if same or old is None else old.incarnation,
+        stale_stream=old.stream if old else None,
+    )
+    return NodesTransition(_put(replace(nodes, counter=counter), record), (connected,))
+
+
+def _same_instance(old: NodeRecord, command: Connect) -> bool:
+    if old.instance:
+        return old.instance == command.instance
+    return old.incarnation == command.incarnation
+
+
+def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
+    """Refuse an instance that is not the one in charge of this node_id."""
+    if old is None or _same_instance(old, command):
+        return
+    if 0 < command.incarnation < old.incarnation:
+        raise NodeSupersededError(
+            f"node_id {command.node_id} was taken over by {_who(old)}; this instance is "
+            "superseded and must stop its workers"
+        )
+    if old.stream is not None and now_ms < old.expires_at_ms:
+        age_s = (now_ms - old.since_ms) / 1000
+        raise NodeSupersededError(
+            f"node_id {command.node_id} is in use by {_who(old)} since {age_s:.0f} s ago; "
+            "give this node another --node-id, or stop the other one"
+        )
+    if not old.instance and now_ms < old.until_ms:
+        wait_s = (old.until_ms - now_ms) / 1000
+        raise RendezvousConnectionError(
+            f"node_id {command.node_id} holds a seat and was not heard since this server took "
+            f"over; another instance is let in after {wait_s:.0f} s"
+        )
+
+
+def _who(record: NodeRecord) -> str:
+    return f"{record.address} pid {record.pid}"
+
+
+def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
+    heard = {
+        node_id: replace(record, heard_ms=now_ms)
+        for node_id in command.node_ids
+        if (record := nodes.records.get(node_id)) is not None and record.stream is not None
+    }
+    return NodesTransition(replace(nodes, records={**nodes.records, **heard}))
+
+
+def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransition:
+    old = nodes.records.get(command.node_id)
+    if old is None or old.stream != command.stream:
+        return NodesTransition(nodes)
+    grace_ms = nodes.tuning.reconnect_grace_ms if old.kind is AgentKind.FOREGROUND else old.lease_ms
+    announced = old.firm and old.until_ms > now_ms
+    until_ms = old.until_ms if announced else now_ms + grace_ms
+    record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=announced)
+    return NodesTransition(_put(nodes, record), (_away(record),))
+
+
+def _away(record: NodeRecord) -> NodeAway:
+    return NodeAway(record.node_id, record.incarnation, record.until_ms, record.firm)
+
+
+def _plan_away(nodes: Nodes, command: PlanAway, now_ms: int) -> NodesTransition:
+    old = nodes.records.get(command.node_id)
+    if old is None or old.stream != command.stream:
+        return NodesTransition(nodes)
+    return NodesTransition(
+        _put(nodes, replace(old, until_ms=now_ms + command.deadline_ms, firm=True))
+    )
+
+
+def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
+    old = nodes.records.get(command.node_id)
+    if old is not None and (old.instance or old.incarnation >= command.incarnation):
+        return NodesTransition(nodes)
+    record = NodeRecord(
+        node_id=command.node_id,
+        instance="",
+        incarnation=command.incarnation,
+        kind=AgentKind.DAEMON,
+        address="",
+        pid=0,
+        stream=None,
+        since_ms=now_ms,
+        heard_ms=now_ms,
+        lease_ms=nodes.tuning.lease_ms,
+        until_ms=now_ms + nodes.tuning.takeover_grace_ms,
+        firm=True,
+    )
+    return NodesTransition(_put(nodes, record))
+
+
+def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
+    """Renew every lease, and give those away the time that a take-over gives."""
+    grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
+    records: dict[str, NodeRecord] = {}
+    events: list[NodeAway] = []
+    for record in nodes.records.values():
+        if record.stream is not None:
+            records[record.node_id] = replace(record, heard_ms=now_ms)
+        else:
+            until_ms = max(record.until_ms, grace_until_ms)
+            waited_for = replace(record, until_ms=until_ms, firm=True)
+            records[record.node_id] = waited_for
+            events.append(_away(waited_for))
+    paused = replace(nodes, records=records)
+    return NodesTransition(replace(paused, wake_at_ms=_next_expiry(paused)), tuple(events))
+
+
+def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
+    if nodes.wake_at_ms is None or now_ms < nodes.wake_at_ms:
+        return NodesTransition(nodes)
+    lost = [record for record in nodes.records.values() if record.expires_at_ms <= now_ms]
+    gone = {record.node_id for record in lost}
+    left = replace(
+        nodes, records={n: record for n, record in nodes.records.items() if n not in gone}
+    )
+    events = tuple(
+        NodeLost(record.node_id, record.incarnation, _why_lost(record, now_ms), record.stream)
+        for record in lost
+    )
+    return NodesTransition(replace(left, wake_at_ms=_next_expiry(left)), events)
+
+
+def _why_lost(record: NodeRecord, now_ms: int) -> str:
+    if record.stream is not None:
+        return f"lease ran out: nothing heard for {(now_ms - record.heard_ms) / 1000:.1f} s"
+    away_s = (now_ms - record.since_ms) / 1000
+    if not record.instance:
+        return f"did not reconnect within {away_s:.0f} s of this server's take-over"
+    return f"its stream ended and it did not come back within {away_s:.2g} s"
+
+
+def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
+    """Store one record; the next tick moves forward if need be, and back only in a tick."""
+    due_ms = record.expires_at_ms
+    wake_at_ms = due_ms if nodes.wake_at_ms is None else min(nodes.wake_at_ms, due_ms)
+    return replace(nodes, records={**nodes.records, record.node_id: record}, wake_at_ms=wake_at_ms)
+
+
+def _next_expiry(nodes: Nodes) -> int | None:
+    return min((record.expires_at_ms for record in nodes.records.values()), default=None)

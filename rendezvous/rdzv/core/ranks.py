@@ -1,0 +1,93 @@
+"""Who sits where once a round completes: GROUP_RANK, RANK and ROLE_RANK."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rdzv.core.model import Participant, Waiting
+
+
+def assign_seats(
+    prior: Sequence[Participant], candidates: Mapping[str, Waiting], max_nodes: int
+) -> tuple[Participant, ...]:
+    """Seat at most `max_nodes` candidates, in GROUP_RANK order, and give them their ranks.
+
+    Survivors of the round before keep their GROUP_RANK. Lost seats, in GROUP_RANK order, each
+    take the best spare: same local world size, then same topology label, then longest waiting,
+    then node id. Seats that stay unfilled close up; what room is left goes to those who waited
+    longest. Where there are more survivors than seats, the highest GROUP_RANKs go.
+
+    Without a round before, nodes are ordered by topology label, then node id. The result depends
+    on nothing else: two servers given the same round agree.
+
+    RANKs are prefix sums of local world sizes, so they move only where sizes differ.
+
+    >>> from rdzv.core.model import Offer
+    >>> def node(size, rack="", since=0): return Waiting(1, Offer("h", size, topology=rack), since)
+    >>> first = assign_seats((), {"n2": node(8), "n1": node(8), "n3": node(4)}, 3)
+    >>> [(p.node_id, p.rank_first) for p in first]
+    [('n1', 0), ('n2', 8), ('n3', 16)]
+    >>> again = assign_seats(first, {"n1": node(8), "n3": node(4), "n7": node(4), "n8": node(8)}, 3)
+    >>> [(p.node_id, p.rank_first) for p in again]
+    [('n1', 0), ('n8', 8), ('n3', 16)]
+    """
+    seats: list[str | None] = [p.node_id if p.node_id in candidates else None for p in prior]
+    survivors = [node_id for node_id in seats if node_id is not None]
+    seated_before = frozenset(survivors)
+    spares = {n: waiting for n, waiting in candidates.items() if n not in seated_before}
+    room = max_nodes - len(survivors)
+    if room <= 0:
+        return _with_ranks(survivors[:max_nodes], candidates)
+    for group_rank, holder in enumerate(seats):
+        if holder is None and room and spares:
+            seats[group_rank] = best = _best_spare(spares, prior[group_rank])
+            del spares[best]
+            room -= 1
+    seated = [node_id for node_id in seats if node_id is not None]
+    return _with_ranks(seated + _growth(spares, room), candidates)
+
+
+def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
+    def badness(node_id: str) -> tuple[bool, bool, int, str]:
+        spare = spares[node_id]
+        return (
+            spare.offer.local_world_size != lost.offer.local_world_size,
+            spare.offer.topology != lost.offer.topology,
+            spare.since_ms,
+            node_id,
+        )
+
+    return min(spares, key=badness)
+
+
+def _growth(spares: Mapping[str, Waiting], room: int) -> list[str]:
+    """Choose the longest waiting for the room that is left; order them by place, then name."""
+    chosen = sorted(spares, key=lambda n: (spares[n].since_ms, n))[:room]
+    return sorted(chosen, key=lambda n: (spares[n].offer.topology, n))
+
+
+def _with_ranks(order: Sequence[str], candidates: Mapping[str, Waiting]) -> tuple[Participant, ...]:
+    role_world_sizes: Counter[str] = Counter()
+    for node_id in order:
+        offer = candidates[node_id].offer
+        role_world_sizes[offer.role] += offer.local_world_size
+    rank_first = 0
+    role_rank_first: Counter[str] = Counter()
+    participants: list[Participant] = []
+    for node_id in order:
+        waiting = candidates[node_id]
+        role = waiting.offer.role
+        participants.append(
+            Participant(
+                node_id=node_id,
+                incarnation=waiting.incarnation,
+                offer=waiting.offer,
+                rank_first=rank_first,
+                role_rank_first=role_rank_first[role],
+                role_world_size=role_world_sizes[role],
+            )
+        )
+        rank_first += waiting.offer.local_world_size
+        role_rank_first[role] += waiting.offer.local_world_size
+    return tuple(participants)

@@ -1,0 +1,1025 @@
+"""One job's rendezvous: command rules, then state rules to a fixed point.
+
+`step()` is a pure function from a state, a command and the time to the next state and what has
+happened. A command rule records what was said; the state rules then draw every conclusion that
+holds (release seats, settle the charge, complete a round, ...), one at a time, until none applies.
+Time enters only through `now_ms`; `Transition.wake_at_ms` says when a rule may next apply without
+any command. The package's docstring tells the story of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from typing import TypeVar
+
+from rdzv.core.commands import (
+    Command,
+    Fail,
+    FailureReport,
+    Join,
+    Leave,
+    MarkAway,
+    MarkBack,
+    MarkLost,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Succeed,
+    Tick,
+)
+from rdzv.core.events import (
+    Event,
+    LastCallBegan,
+    NodeCameBack,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunBegan,
+    RunEnded,
+    WorkerFailed,
+)
+from rdzv.core.model import (
+    Away,
+    Cause,
+    Departure,
+    Ended,
+    EndedRun,
+    Failure,
+    LeaveCause,
+    Membership,
+    NodeState,
+    Offer,
+    Participant,
+    Result,
+    Round,
+    RoundEnd,
+    ScaleUp,
+    Seat,
+    Settings,
+    State,
+    Stuck,
+    Tuning,
+    Waiting,
+)
+from rdzv.core.ranks import assign_seats
+from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
+from rdzv.errors import (
+    InvalidRequestError,
+    NodeSupersededError,
+    RendezvousClosedError,
+    SettingsMismatchError,
+    UnknownNodeError,
+)
+
+MAX_DEPARTURES = 64
+"""How many losses and leaves a job remembers."""
+MAX_EARLIER_RUNS = 16
+"""How many earlier runs a job remembers the end of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The next state, what happened, and when to tick at the latest."""
+
+    state: State
+    events: tuple[Event, ...] = ()
+    wake_at_ms: int | None = None
+
+
+def vacant(rdzv_id: str, tuning: Tuning) -> State:
+    """Return the state of a job that nobody has joined yet. It is never stored."""
+    nobody = Membership(rdzv_id, run="", run_number=0, settings=Settings(1, 1), began_at_ms=0)
+    return State(nobody, tuning)
+
+
+def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
+    """Rebuild a job after a load: whoever held a seat still holds it, and is waited for.
+
+    Who waited without a seat is forgotten; such nodes say so again when they reconnect.
+    """
+    state = State(membership, tuning)
+    if membership.ended is not None or not membership.run:
+        return state
+    round_ = membership.round
+    if round_ is None or (round_.end is not None and round_.end.settled):
+        return replace(state, short_since_ms=now_ms)
+    held = [p for p in round_.participants if p.node_id not in round_.gone]
+    until_ms = now_ms + tuning.takeover_grace_ms
+    return replace(
+        state,
+        seats={p.node_id: Seat(p.incarnation, now_ms) for p in held},
+        away={p.node_id: Away(now_ms, until_ms, firm=True) for p in held},
+        stop_deadline_ms=None if round_.live else until_ms + _longest_stop_ms(round_, tuning),
+    )
+
+
+def ended_run(state: State, run: str) -> Ended | None:
+    """Return how the run of this uid ended, if whoever carries it must hear that it did.
+
+    A run that is not known beside one that is present was superseded; None for the present run,
+    for a fresh node (empty `run`), and where no run is known to compare with.
+    """
+    membership = state.membership
+    if not run or not membership.run:
+        return None
+    if run == membership.run:
+        return membership.ended
+    for earlier in membership.earlier:
+        if earlier.run == run:
+            return earlier.ended
+    reason = f"run {run} is not known here; the present run of {membership.rdzv_id} is another"
+    return Ended(Result.STOPPED, reason, membership.began_at_ms)
+
+
+def step(state: State, command: Command, now_ms: int) -> Transition:
+    """Apply one command and draw every conclusion from it.
+
+    Guarantees: the same state, command and time give the same transition; a command that is
+    repeated at once changes nothing; a `Tick` before `wake_at_ms` changes nothing.
+
+    Raises:
+        InvalidRequestError: the node could not be reached by the others as it is.
+        SettingsMismatchError: the job was launched with other settings.
+        RendezvousClosedError: the run has ended, and this node may not begin another.
+        NodeSupersededError: a newer incarnation speaks for this node.
+        UnknownNodeError: a running node belongs to a job that is not known.
+
+    """
+    work = _Step(state, now_ms)
+    _apply(work, command)
+    while any(rule(work) for rule in _STATE_RULES):
+        pass
+    return Transition(work.state, tuple(work.events), _wake_at_ms(work.state, now_ms))
+
+
+@dataclass(slots=True)
+class _Step:
+    """The state in the making. Only `step` sees it change."""
+
+    state: State
+    now_ms: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def membership(self) -> Membership:
+        return self.state.membership
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a run that is not closed."""
+        return bool(self.membership.run) and self.membership.ended is None
+
+    def put(
+        self,
+        *,
+        seats: Mapping[str, Seat] | None = None,
+        waiting: Mapping[str, Waiting] | None = None,
+        stuck: Mapping[str, Stuck] | None = None,
+        away: Mapping[str, Away] | None = None,
+    ) -> None:
+        """Replace who is present."""
+        self.state = replace(
+            self.state,
+            seats=self.state.seats if seats is None else seats,
+            waiting=self.state.waiting if waiting is None else waiting,
+            stuck=self.state.stuck if stuck is None else stuck,
+            away=self.state.away if away is None else away,
+        )
+
+    def store(self, membership: Membership) -> None:
+        """Replace the durable half."""
+        self.state = replace(self.state, membership=membership)
+
+    def store_round(self, round_: Round) -> None:
+        self.store(replace(self.membership, round=round_))
+
+
+_V = TypeVar("_V")
+
+
+def _without(mapping: Mapping[str, _V], key: str) -> dict[str, _V]:
+    return {k: v for k, v in mapping.items() if k != key}
+
+
+# =================================================================== command rules
+
+
+def _apply(work: _Step, command: Command) -> None:
+    match command:
+        case Join():
+            _join(work, command)
+        case Resume():
+            _resume(work, command)
+        case Tick():
+            pass
+        case _:
+            held = work.state.incarnation(command.node_id)
+            if work.open and held == command.incarnation:
+                _apply_to_present(work, command)
+
+
+def _apply_to_present(
+    work: _Step,
+    command: Fail
+    | Succeed
+    | Leave
+    | ReportStuck
+    | ReportStoreHost
+    | MarkAway
+    | MarkBack
+    | MarkLost,
+) -> None:
+    """Apply what concerns a node that is present, in the incarnation that holds its place."""
+    match command:
+        case MarkAway():
+            _mark_away(work, command)
+        case MarkBack():
+            _mark_back(work, command.node_id)
+        case MarkLost():
+            _give_up(work, command.node_id, command.reason)
+        case _ if command.run != work.membership.run:
+            pass
+        case Fail():
+            _fail(work, command)
+        case Succeed():
+            _succeed(work, command)
+        case Leave():
+            _leave(work, command)
+        case ReportStuck():
+            _report_stuck(work, command)
+        case ReportStoreHost():
+            _report_store_host(work, command)
+
+
+def _join(work: _Step, command: Join) -> None:
+    node_id, round_ = command.node_id, work.membership.round
+    held = work.state.incarnation(node_id)
+    if held is None:
+        _admit(work, command)
+        return
+    _check_speaker(work, command)
+    if command.run:
+        _check_run(work, command)
+    waits = node_id in work.state.waiting
+    if not waits and round_ is not None and command.left_round == round_.number:
+        _confirm_stopped(work, command, round_)
+    elif held != command.incarnation:
+        _give_up(work, node_id, "a new instance of the node took its place")
+        _admit(work, command)
+    elif waits:
+        _wait(work, command, work.state.waiting[node_id].since_ms)
+
+
+def _check_speaker(work: _Step, command: Join | Resume) -> None:
+    held = work.state.incarnation(command.node_id)
+    if held is not None and command.incarnation < held:
+        raise NodeSupersededError(
+            f"a newer instance of node_id {command.node_id} has taken its place in "
+            f"{work.membership.rdzv_id}; this one is superseded and must stop its workers"
+        )
+
+
+def _check_run(work: _Step, command: Join | Resume) -> None:
+    ended = ended_run(work.state, command.run)
+    if ended is not None:
+        raise RendezvousClosedError(
+            f"run {command.run} of {work.membership.rdzv_id} has ended: {ended.reason}"
+        )
+
+
+def _admit(work: _Step, command: Join) -> None:
+    """Admit a node that is not present, into this run or, if need be, a new one."""
+    if command.run and work.membership.run:
+        _check_run(work, command)
+    if not work.open:
+        _begin_run(work, command)
+    elif command.settings != work.membership.settings:
+        if work.state.anybody:
+            raise _settings_mismatch(work.membership, command)
+        _close(
+            work, Result.STOPPED, "everyone was gone, and it was launched anew with other settings"
+        )
+        _begin_run(work, command)
+    _check_reachable(work, command)
+    if command.left_round is not None and command.left_round >= work.membership.next_round:
+        work.store(replace(work.membership, next_round=command.left_round + 1))
+    _wait(work, command, work.now_ms)
+    offer = command.offer
+    work.state = replace(work.state, newest_ms=work.now_ms, last_leave=None)
+    work.events.append(
+        NodeJoined(command.node_id, command.incarnation, offer.address, offer.local_world_size)
+    )
+
+
+def _begin_run(work: _Step, command: Join) -> None:
+    old = work.membership
+    if old.ended is not None and command.refuse_reuse:
+        raise RendezvousClosedError(
+            f"the last run of {old.rdzv_id} has {old.ended.result} ({old.ended.reason}) and "
+            "reuse=false was given; choose another --rdzv-id"
+        )
+    ended = EndedRun(old.run, old.ended) if old.ended else None
+    membership = Membership(
+        rdzv_id=old.rdzv_id,
+        run=command.run or command.new_run,
+        run_number=old.run_number + 1,
+        settings=command.settings,
+        began_at_ms=work.now_ms,
+        earlier=(*old.earlier, *([ended] if ended else []))[-MAX_EARLIER_RUNS:],
+    )
+    reason = "the first of this job"
+    if ended:
+        reason = f"the last one has {ended.ended.result}: {ended.ended.reason}"
+    elif command.run:
+        reason = "the server had no memory of it"
+    work.state = State(membership, work.state.tuning)
+    work.events.append(RunBegan(membership.run, membership.run_number, reason))
+
+
+def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
+    theirs, ours = command.settings, membership.settings
+    differences = [
+        f"{name} is {getattr(theirs, name)} here and {getattr(ours, name)} in the job"
+        for name in Settings.__dataclass_fields__
+        if getattr(theirs, name) != getattr(ours, name)
+    ]
+    return SettingsMismatchError(
+        f"{command.node_id} can not join {membership.rdzv_id}: {'; '.join(differences)}. "
+        "Launch all nodes of a job alike, or choose another --rdzv-id"
+    )
+
+
+def _check_reachable(work: _Step, command: Join) -> None:
+    """Refuse a node that only its own machine can reach beside one that is elsewhere."""
+    offer = command.offer
+    if _only_local(offer):
+        elsewhere = [n for n, there in _offers(work.state) if there.machine != offer.machine]
+        if elsewhere:
+            raise _unreachable(command.node_id, offer, elsewhere[0])
+        work.state = replace(work.state, loopback_machine=offer.machine)
+    elif work.state.loopback_machine not in ("", offer.machine):
+        for node_id, there in _offers(work.state):
+            if _only_local(there):
+                raise _unreachable(node_id, there, command.node_id)
+
+
+def _offers(state: State) -> Iterable[tuple[str, Offer]]:
+    for node_id, waiting in state.waiting.items():
+        yield node_id, waiting.offer
+    for participant in state.membership.round.participants if state.membership.round else ():
+        if participant.node_id in state.seats:
+            yield participant.node_id, participant.offer
+
+
+def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{node_id} offers the address {offer.address}, which {other} on another machine can not "
+        f"reach; start {node_id} with --local-addr=ADDRESS, or let it reach the server by another "
+        "address than loopback"
+    )
+
+
+def _only_local(offer: Offer) -> bool:
+    return _is_loopback(offer.address) and not offer.host_name
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _wait(work: _Step, command: Join, since_ms: int) -> None:
+    """Put a node among those that wait; it is connected, and speaks for itself from now on."""
+    waiting = Waiting(command.incarnation, command.offer, since_ms)
+    if work.state.waiting.get(command.node_id) != waiting:
+        work.put(waiting={**work.state.waiting, command.node_id: waiting})
+    _mark_back(work, command.node_id)
+
+
+def _confirm_stopped(work: _Step, command: Join, round_: Round) -> None:
+    """No worker of the round is left on the node: its seat is free, and it waits for the next."""
+    failures = _failures(work, command.node_id, round_, command.failures)
+    leaving = False
+    if command.node_id in work.state.seats:
+        leaving = bool(work.state.seats[command.node_id].leaving)
+        if round_.live and failures:
+            _end_by_failure(work, failures)
+        elif round_.live:
+            reason = f"{command.node_id} stopped its workers"
+            _end_round(work, Cause.NODE_LEFT, reason, broken=False)
+        else:
+            _add_failures(work, failures)
+    if leaving:
+        return
+    work.put(
+        seats=_without(work.state.seats, command.node_id),
+        stuck=_without(work.state.stuck, command.node_id),
+    )
+    _wait(work, command, work.now_ms)
+    work.events.append(NodeStopped(command.node_id, round_.number))
+
+
+def _resume(work: _Step, command: Resume) -> None:
+    """Hand a seat to the incarnation that speaks for its workers now."""
+    if not work.membership.run:
+        raise UnknownNodeError(
+            f"{work.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
+            f"round {command.round} of it"
+        )
+    _check_run(work, command)
+    _check_speaker(work, command)
+    seat = work.state.seats.get(command.node_id)
+    round_ = work.membership.round
+    if seat is None or round_ is None or command.round != round_.number:
+        return
+    if seat.incarnation != command.incarnation:
+        moved = replace(seat, incarnation=command.incarnation)
+        work.put(seats={**work.state.seats, command.node_id: moved})
+    _mark_back(work, command.node_id)
+
+
+def _fail(work: _Step, command: Fail) -> None:
+    round_ = work.membership.round
+    if round_ is None or round_.number != command.round or command.node_id not in work.state.seats:
+        return
+    failures = _failures(work, command.node_id, round_, command.failures)
+    if round_.live:
+        _end_by_failure(work, failures)
+    else:
+        _add_failures(work, failures)
+
+
+def _failures(
+    work: _Step, node_id: str, round_: Round, reports: Iterable[FailureReport]
+) -> tuple[Failure, ...]:
+    """Turn reports into failures at the server's time."""
+    address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")
+    return tuple(
+        Failure(
+            node_id=node_id,
+            address=address,
+            local_rank=report.local_rank,
+            rank=report.rank,
+            pid=report.pid,
+            exit_code=report.exit_code,
+            signal=report.signal,
+            message=report.message,
+            traceback=report.traceback,
+            at_ms=work.now_ms - report.age_ms,
+        )
+        for report in reports
+    )
+
+
+def _end_by_failure(work: _Step, failures: tuple[Failure, ...]) -> None:
+    first = root_cause(failures, work.state.tuning.root_cause_window_ms)
+    reason = f"worker failure: {describe_failure(first[0])}" if first else "worker failure"
+    _end_round(work, Cause.WORKER_FAILURE, reason, broken=True)
+    _add_failures(work, failures)
+
+
+def _add_failures(work: _Step, failures: tuple[Failure, ...]) -> None:
+    """Note failures of the ended round, as long as its charge is not settled."""
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled or not failures:
+        return
+    kept = keep_earliest((*round_.end.failures, *failures))
+    if kept == round_.end.failures:
+        return
+    known = {(f.node_id, f.local_rank) for f in round_.end.failures}
+    work.store_round(replace(round_, end=replace(round_.end, failures=kept)))
+    work.events += [
+        WorkerFailed(round_.number, f) for f in kept if (f.node_id, f.local_rank) not in known
+    ]
+
+
+def _succeed(work: _Step, command: Succeed) -> None:
+    round_ = work.membership.round
+    seat = work.state.seats.get(command.node_id)
+    if round_ is None or round_.number != command.round or not round_.live or seat is None:
+        return
+    if not seat.succeeded:
+        done = replace(seat, succeeded=True, since_ms=work.now_ms)
+        work.put(seats={**work.state.seats, command.node_id: done})
+        work.events.append(NodeSucceeded(command.node_id, round_.number))
+
+
+def _leave(work: _Step, command: Leave) -> None:
+    """A node without workers goes at once; one with workers keeps its seat until they are gone."""
+    round_ = work.membership.round
+    seat = work.state.seats.get(command.node_id)
+    if seat is None or round_ is None:
+        _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
+        return
+    if round_.live and not seat.succeeded:
+        cause = Cause.START_FAILED if command.cause is LeaveCause.START_FAILED else Cause.NODE_LEFT
+        _end_round(work, cause, f"{command.node_id} leaves: {command.reason}", broken=False)
+    if not seat.succeeded and not seat.leaving:
+        _charge_instead(work, Cause.NODE_LEFT, f"{command.node_id} leaves: {command.reason}")
+    if seat.succeeded or command.left_round == round_.number:
+        _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
+    elif not seat.leaving:
+        leaving = replace(seat, leaving=command.reason)
+        work.put(seats={**work.state.seats, command.node_id: leaving})
+        work.events.append(NodeLeaving(command.node_id, command.reason))
+
+
+def _report_stuck(work: _Step, command: ReportStuck) -> None:
+    """Give the seat away; the node is not seated again until it says that the workers are gone."""
+    round_ = work.membership.round
+    seat = work.state.seats.get(command.node_id)
+    if round_ is None or round_.number != command.round or seat is None:
+        return
+    pids = ", ".join(str(pid) for pid in command.pids)
+    reason = f"workers survive SIGKILL (pid {pids})"
+    if round_.live:
+        _end_round(work, Cause.WORKER_FAILURE, f"{command.node_id}: {reason}", broken=True)
+    _leave_seat(work, command.node_id)
+    stuck = Stuck(command.incarnation, command.pids, work.now_ms)
+    work.put(stuck={**work.state.stuck, command.node_id: stuck})
+    work.events.append(NodeStuck(command.node_id, round_.number, reason))
+
+
+def _report_store_host(work: _Step, command: ReportStoreHost) -> None:
+    round_ = work.membership.round
+    if (
+        round_ is not None
+        and round_.live
+        and round_.number == command.round
+        and round_.participants[0].node_id == command.node_id
+    ):
+        reason = f"the store host on {command.node_id} failed: {command.reason}"
+        _end_round(work, Cause.STORE_HOST, reason, broken=True)
+
+
+def _mark_away(work: _Step, command: MarkAway) -> None:
+    since_ms = work.now_ms
+    if command.node_id in work.state.away:
+        since_ms = work.state.away[command.node_id].since_ms
+    else:
+        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
+    away = Away(since_ms, command.until_ms, command.firm)
+    work.put(away={**work.state.away, command.node_id: away})
+
+
+def _mark_back(work: _Step, node_id: str) -> None:
+    away = work.state.away.get(node_id)
+    if away is not None:
+        work.put(away=_without(work.state.away, node_id))
+        work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+
+
+def _give_up(work: _Step, node_id: str, reason: str) -> None:
+    """A node is lost. What its loss means for a live or unsettled round follows at once."""
+    seat = work.state.seats.get(node_id)
+    if seat is not None and seat.leaving:
+        _depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
+        return
+    if seat is not None and not seat.succeeded:
+        text = f"{node_id} was lost: {reason}"
+        _end_round(work, Cause.NODE_LOST, text, broken=True)
+        _charge_instead(work, Cause.NODE_LOST, text)
+    _depart(work, node_id, NodeState.LOST, reason, None)
+
+
+def _depart(
+    work: _Step, node_id: str, how: NodeState, reason: str, cause: LeaveCause | None
+) -> None:
+    """Take a node out of the job and remember why."""
+    offer = _offer_of(work.state, node_id)
+    _leave_seat(work, node_id)
+    work.put(
+        waiting=_without(work.state.waiting, node_id),
+        stuck=_without(work.state.stuck, node_id),
+        away=_without(work.state.away, node_id),
+    )
+    departure = Departure(
+        node_id, how, reason, work.now_ms, offer.address, offer.local_world_size, offer.role
+    )
+    departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
+    work.store(replace(work.membership, departures=departures))
+    work.state = replace(work.state, last_leave=cause)
+    event = NodeLost(node_id, reason) if how is NodeState.LOST else NodeLeft(node_id, reason)
+    work.events.append(event)
+
+
+def _offer_of(state: State, node_id: str) -> Offer:
+    if node_id in state.waiting:
+        return state.waiting[node_id].offer
+    round_ = state.membership.round
+    for participant in round_.participants if round_ else ():
+        if participant.node_id == node_id:
+            return participant.offer
+    return Offer(address="")
+
+
+def _leave_seat(work: _Step, node_id: str) -> None:
+    round_ = work.membership.round
+    if node_id in work.state.seats and round_ is not None:
+        work.put(seats=_without(work.state.seats, node_id))
+        work.store_round(replace(round_, gone=(*round_.gone, node_id)))
+
+
+def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool) -> None:
+    """End the live round, if there is one: everybody stops."""
+    round_ = work.membership.round
+    if round_ is None or not round_.live:
+        return
+    end = RoundEnd(cause, reason, work.now_ms, broken)
+    failures = work.membership.store_failures + 1 if cause is Cause.STORE_HOST else 0
+    work.store(replace(work.membership, round=replace(round_, end=end), store_failures=failures))
+    work.state = replace(
+        work.state,
+        stop_deadline_ms=work.now_ms + _longest_stop_ms(round_, work.state.tuning),
+    )
+    work.events.append(RoundEnded(round_.number, end))
+
+
+def _longest_stop_ms(round_: Round, tuning: Tuning) -> int:
+    longest_ms = max(p.offer.shutdown_timeout_ms for p in round_.participants)
+    return longest_ms + tuning.stop_margin_ms
+
+
+_EXCUSES = (Cause.NODE_LEFT, Cause.NODE_LOST)
+"""What a worker failure may turn out to follow from, in rising order of weight."""
+
+
+def _charge_instead(work: _Step, cause: Cause, reason: str) -> None:
+    """Charge an ended round to a departure that turned up before everybody had stopped.
+
+    When a node's processes die, its peers' collectives fail within milliseconds, often before
+    the loss itself is known.
+    """
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled:
+        return
+    weight = {Cause.WORKER_FAILURE: -1} | {c: i for i, c in enumerate(_EXCUSES)}
+    if weight.get(round_.end.cause, len(weight)) < weight[cause]:
+        work.store_round(replace(round_, end=replace(round_.end, cause=cause, reason=reason)))
+
+
+# =================================================================== state rules
+#
+# Each looks at the state alone, changes one thing and says so, or says False.
+
+
+def _release_away_seats(work: _Step) -> bool:
+    """Once a round has ended, a node that is away is waited for only `reconnect_grace_ms`."""
+    for node_id, due_ms in _away_seats_due(work.state):
+        if work.now_ms >= due_ms:
+            grace_s = work.state.tuning.reconnect_grace_ms / 1000
+            reason = f"away when the round ended, and not back within {grace_s:g} s"
+            _give_up(work, node_id, reason)
+            return True
+    return False
+
+
+def _away_seats_due(state: State) -> Iterable[tuple[str, int]]:
+    """Name the away nodes that hold up the end of a round, and when each is given up."""
+    round_ = state.membership.round
+    if round_ is None or round_.end is None:
+        return
+    for node_id, away in state.away.items():
+        if node_id in state.seats and not away.firm:
+            since_ms = max(away.since_ms, round_.end.at_ms)
+            yield node_id, since_ms + state.tuning.reconnect_grace_ms
+
+
+def _release_unstopped_seats(work: _Step) -> bool:
+    """A node that does not stop its workers within all its deadlines is given up."""
+    deadline_ms = work.state.stop_deadline_ms
+    if deadline_ms is None or work.now_ms < deadline_ms:
+        return False
+    for node_id in work.state.seats:
+        _give_up(work, node_id, "it did not stop its workers in time")
+        return True
+    return False
+
+
+def _settle_charge(work: _Step) -> bool:
+    """When everyone has stopped, charge the end of the round to its cause."""
+    round_ = work.membership.round
+    if not work.open or round_ is None or round_.end is None or round_.end.settled:
+        return False
+    if work.state.seats:
+        return False
+    end = replace(round_.end, settled=True)
+    spent = work.membership.restarts
+    max_restarts = work.membership.settings.max_restarts
+    failures: tuple[Failure, ...] = ()
+    budget_left = True
+    if end.cause is Cause.WORKER_FAILURE:
+        failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
+        end = replace(end, reason=_failure_reason(end, failures))
+        budget_left = _restarts_that_count(work) < max_restarts
+        spent = (*spent, work.now_ms) if budget_left else spent
+    work.store(
+        replace(
+            work.membership,
+            round=replace(round_, end=end),
+            restarts=spent,
+            last_failures=failures or work.membership.last_failures,
+        )
+    )
+    work.state = replace(work.state, stop_deadline_ms=None)
+    work.events.append(RoundSettled(round_.number, end.cause, end.reason, len(spent), max_restarts))
+    if not budget_left:
+        reason = f"{end.reason}; restarts spent: {len(spent)} of {max_restarts}"
+        _close(work, Result.FAILED, reason, failures=failures)
+    return True
+
+
+def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
+    return f"worker failure: {describe_failure(failures[0])}" if failures else end.reason
+
+
+def _restarts_that_count(work: _Step) -> int:
+    window_ms = work.membership.settings.restart_window_ms
+    return sum(
+        1 for at_ms in work.membership.restarts if not window_ms or work.now_ms - at_ms < window_ms
+    )
+
+
+def _succeed_run(work: _Step) -> bool:
+    """The job has succeeded when every participant has, whether it is still there or not."""
+    round_ = work.membership.round
+    if not work.open or round_ is None or not round_.live:
+        return False
+    if not all(seat.succeeded for seat in work.state.seats.values()):
+        return False
+    nodes = len(round_.participants)
+    _close(work, Result.SUCCEEDED, f"all workers of all {nodes} nodes exited 0")
+    return True
+
+
+def _count_ready(work: _Step) -> bool:
+    """Note since when there are too few nodes for a round, or enough."""
+    state, settings = work.state, work.membership.settings
+    if not _forming(work):
+        if state.enough_since_ms is None and state.short_since_ms is None:
+            return False
+        work.state = replace(state, enough_since_ms=None, short_since_ms=None, regained=False)
+        return True
+    ready = state.ready
+    enough = ready >= settings.min_nodes
+    short = ready + len(state.seats) < settings.min_nodes
+    if enough and state.enough_since_ms is None:
+        regained = state.short_since_ms is not None and work.membership.round is not None
+        work.state = replace(
+            state, enough_since_ms=work.now_ms, short_since_ms=None, regained=regained
+        )
+        if work.membership.round is None and ready < settings.max_nodes:
+            work.events.append(LastCallBegan(ready, settings.last_call_timeout_ms))
+        return True
+    if not enough and state.enough_since_ms is not None:
+        work.state = replace(state, enough_since_ms=None)
+        return True
+    if short != (state.short_since_ms is not None) and not enough:
+        work.state = replace(state, short_since_ms=work.now_ms if short else None)
+        return True
+    return False
+
+
+def _forming(work: _Step) -> bool:
+    """Whether the run is open and has no live round."""
+    round_ = work.membership.round
+    return work.open and (round_ is None or not round_.live)
+
+
+def _complete_round(work: _Step) -> bool:
+    """Complete a round once everyone has stopped and its time has come."""
+    due_ms = completion_due_ms(work.state) if _forming(work) else None
+    if due_ms is None or work.now_ms < due_ms:
+        return False
+    state, membership = work.state, work.membership
+    ready = {n: w for n, w in state.waiting.items() if n not in state.away}
+    prior = membership.round.participants if membership.round else ()
+    participants = assign_seats(prior, ready, membership.settings.max_nodes)
+    first = participants[0].offer
+    round_ = Round(
+        number=membership.next_round,
+        participants=participants,
+        master_addr=_master_addr(participants),
+        master_port=first.store_port,
+        use_agent_store=first.can_host_store,
+        restarts=len(membership.restarts),
+        at_ms=work.now_ms,
+    )
+    work.store(replace(membership, round=round_, next_round=round_.number + 1))
+    seated = {p.node_id for p in participants}
+    work.put(
+        seats={p.node_id: Seat(p.incarnation, work.now_ms) for p in participants},
+        waiting={n: w for n, w in state.waiting.items() if n not in seated},
+    )
+    work.events.append(RoundCompleted(round_))
+    return True
+
+
+def completion_due_ms(state: State) -> int | None:
+    """When the next round completes if nothing changes; None while it can not."""
+    membership, settings, tuning = state.membership, state.membership.settings, state.tuning
+    round_, enough_ms = membership.round, state.enough_since_ms
+    if state.seats or enough_ms is None or _awaits_survivor(state):
+        return None
+    earliest_ms = 0
+    if membership.store_failures and round_ and round_.end:
+        backoff_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
+        earliest_ms = round_.end.at_ms + min(backoff_ms, tuning.store_backoff_max_ms)
+    if state.ready >= settings.max_nodes:
+        return max(enough_ms, earliest_ms)
+    if round_ is None:
+        return enough_ms + settings.last_call_timeout_ms
+    if state.regained:
+        quiet_ms = state.newest_ms + tuning.gather_quiet_ms
+        gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
+        return max(gathered_ms, earliest_ms)
+    return max(enough_ms, earliest_ms)
+
+
+def _awaits_survivor(state: State) -> bool:
+    """Whether a participant that has stopped is away for a moment, and is to be waited for."""
+    round_ = state.membership.round
+    if round_ is None or not state.away:
+        return False
+    away = {node_id for node_id in state.away if node_id in state.waiting}
+    return any(p.node_id in away for p in round_.participants) if away else False
+
+
+def _master_addr(participants: tuple[Participant, ...]) -> str:
+    """Choose the address at which all participants reach GROUP_RANK 0."""
+    offer = participants[0].offer
+    elsewhere = any(p.offer.machine != offer.machine for p in participants)
+    return offer.host_name if elsewhere and _is_loopback(offer.address) else offer.address
+
+
+def _admit_newcomers(work: _Step) -> bool:
+    """End a running round for nodes that wait, once they fill it or no more of them come."""
+    due_ms = newcomers_due_ms(work.state, work.now_ms) if work.open else None
+    if due_ms is None or work.now_ms < due_ms:
+        return False
+    newcomers = _newcomers(work.state, work.now_ms)
+    names = ", ".join(newcomers[:8]) + (" ..." if len(newcomers) > 8 else "")
+    _end_round(work, Cause.NODES_JOINED, f"joined: {names}", broken=False)
+    return True
+
+
+def _free_seats(state: State) -> int:
+    """Count the seats for which newcomers may end the running round."""
+    round_, settings = state.membership.round, state.membership.settings
+    if round_ is None or not round_.live or settings.scale_up is not ScaleUp.EAGER:
+        return 0
+    if not state.waiting or any(seat.succeeded for seat in state.seats.values()):
+        return 0
+    return settings.max_nodes - len(state.seats)
+
+
+def newcomers_due_ms(state: State, now_ms: int) -> int | None:
+    """When the newcomers at hand end the running round if no more come."""
+    free = _free_seats(state)
+    newcomers = _newcomers(state, now_ms) if free > 0 else []
+    if not newcomers:
+        return None
+    since = [state.waiting[node_id].since_ms for node_id in newcomers]
+    if len(newcomers) >= free:
+        return max(since)
+    return min(max(since) + state.tuning.gather_quiet_ms, min(since) + state.tuning.gather_ms)
+
+
+def _newcomers(state: State, now_ms: int) -> list[str]:
+    """Name the waiting nodes that may end a running round."""
+    return [
+        node_id
+        for node_id in state.waiting
+        if node_id not in state.away and held_until_ms(state, node_id, now_ms) <= now_ms
+    ]
+
+
+def held_until_ms(state: State, node_id: str, now_ms: int) -> int:
+    """Say until when a flapping node may not end a running round; 0 if it does not flap.
+
+    A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
+    twice as long with each further loss.
+    """
+    window_ms = state.tuning.flap_window_ms
+    losses = [
+        departure.at_ms
+        for departure in state.membership.departures
+        if departure.node_id == node_id
+        and departure.state is NodeState.LOST
+        and now_ms - departure.at_ms < window_ms
+    ]
+    if len(losses) < 2:
+        return 0
+    return losses[-1] + (state.tuning.flap_hold_ms << min(len(losses) - 2, 16))
+
+
+def _time_out_joining(work: _Step) -> bool:
+    """Fail a run that had too few nodes for `join_timeout`."""
+    since_ms, settings = work.state.short_since_ms, work.membership.settings
+    if since_ms is None or work.state.seats or not _forming(work):
+        return False
+    if work.now_ms < since_ms + settings.join_timeout_ms:
+        return False
+    here = ", ".join(work.state.waiting) or "nobody"
+    reason = (
+        f"join timeout: {settings.join_timeout_ms / 1000:g} s passed with {work.state.ready} of "
+        f"{settings.min_nodes}:{settings.max_nodes} nodes; there: {here}{_missing(work.state)}"
+    )
+    _close(work, Result.FAILED, reason, retry_sensible=True)
+    return True
+
+
+def _missing(state: State) -> str:
+    """Name those of the last round who are not there, and why."""
+    last = {d.node_id: d for d in state.membership.departures}
+    missing = [
+        f"{departure.node_id} {departure.state} ({departure.reason})"
+        for node_id, departure in last.items()
+        if not state.present(node_id)
+    ]
+    return f"; not there: {', '.join(missing[-8:])}" if missing else ""
+
+
+def _close_when_all_left(work: _Step) -> bool:
+    """When the last node has left of its own accord, the run is over."""
+    cause = work.state.last_leave
+    if not work.open or cause is None or work.state.anybody:
+        return False
+    reason = work.membership.departures[-1].reason
+    if cause is LeaveCause.START_FAILED:
+        _close(work, Result.FAILED, f"no node could start its workers: {reason}")
+    elif cause is LeaveCause.TIMEOUT:
+        _close(work, Result.FAILED, reason, retry_sensible=True)
+    else:
+        _close(work, Result.STOPPED, f"all nodes left: {reason}")
+    return True
+
+
+def _close(
+    work: _Step,
+    result: Result,
+    reason: str,
+    *,
+    retry_sensible: bool = False,
+    failures: tuple[Failure, ...] = (),
+) -> None:
+    """Close the run: it forms no more rounds, and nobody is in it any more."""
+    ended = Ended(result, reason, work.now_ms, retry_sensible, failures)
+    work.state = State(replace(work.membership, ended=ended), work.state.tuning)
+    work.events.append(RunEnded(work.membership.run, ended))
+
+
+_STATE_RULES: tuple[Callable[[_Step], bool], ...] = (
+    _release_away_seats,
+    _release_unstopped_seats,
+    _succeed_run,
+    _settle_charge,
+    _close_when_all_left,
+    _count_ready,
+    _complete_round,
+    _admit_newcomers,
+    _time_out_joining,
+)
+
+
+def _wake_at_ms(state: State, now_ms: int) -> int | None:
+    """When a state rule may next apply without a command."""
+    membership = state.membership
+    if not membership.run or membership.ended is not None:
+        return None
+    due: list[int | None] = [due_ms for _, due_ms in _away_seats_due(state)]
+    if state.seats:
+        due.append(state.stop_deadline_ms)
+    if membership.round is None or not membership.round.live:
+        due.append(completion_due_ms(state))
+    if state.short_since_ms is not None and not state.seats:
+        due.append(state.short_since_ms + membership.settings.join_timeout_ms)
+    due.append(_next_newcomers_ms(state, now_ms))
+    return min((due_ms for due_ms in due if due_ms is not None), default=None)
+
+
+def _next_newcomers_ms(state: State, now_ms: int) -> int | None:
+    """When newcomers end the running round, or the first of those held back may."""
+    if _free_seats(state) <= 0:
+        return None
+    holds = [
+        held_until_ms(state, node_id, now_ms)
+        for node_id in state.waiting
+        if node_id not in state.away
+    ]
+    due = [newcomers_due_ms(state, now_ms), *(hold for hold in holds if hold > now_ms)]
+    return min((due_ms for due_ms in due if due_ms is not None), default=None)

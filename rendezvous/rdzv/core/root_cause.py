@@ -1,0 +1,75 @@
+"""Which of many failures was the first, when the others followed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rdzv.core.model import Failure
+
+MAX_FAILURES = 64
+"""How many failures of one round are kept; the earliest ones."""
+
+_CONNECTION_ERRORS = (
+    "connection reset",
+    "connection closed",
+    "connection refused",
+    "connection timed out",
+    "broken pipe",
+    "socket closed",
+    "socket timeout",
+    "recvbytes",
+    "sendbytes",
+    "nccl communicator was aborted",
+    "nccl remote",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "distnetworkerror",
+    "disterror",
+    "distbackenderror",
+    "diststoreerror",
+    "no route to host",
+)
+
+
+def is_connection_error(failure: Failure) -> bool:
+    """Say whether a worker failed because another one was no longer there."""
+    text = f"{failure.message}\n{failure.traceback}".lower()
+    return any(mark in text for mark in _CONNECTION_ERRORS)
+
+
+def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
+    """Order the failures within `window_ms` of the earliest, the root cause first.
+
+    A failure with a traceback that is no connection error wins; then come those that say nothing
+    (killed by a signal, or no error file), then connection errors, which follow from another
+    failure; within each, the earliest.
+    """
+    by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
+    if not by_time:
+        return ()
+    earliest_ms = by_time[0].at_ms
+    together = [f for f in by_time if f.at_ms - earliest_ms <= window_ms]
+    return tuple(sorted(together, key=lambda f: (_tier(f), f.at_ms)))
+
+
+def _tier(failure: Failure) -> int:
+    if is_connection_error(failure):
+        return 2
+    return 0 if failure.traceback else 1
+
+
+def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Keep one failure a worker, the earliest `MAX_FAILURES` of all."""
+    by_worker: dict[tuple[str, int], Failure] = {}
+    for failure in failures:
+        by_worker.setdefault((failure.node_id, failure.local_rank), failure)
+    return tuple(sorted(by_worker.values(), key=lambda f: f.at_ms)[:MAX_FAILURES])
+
+
+def describe_failure(failure: Failure) -> str:
+    """Say in one line which worker failed, and how."""
+    how = f"exit code {failure.exit_code}"
+    if failure.signal is not None:
+        how = f"signal {failure.signal}"
+    text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}: {how}"
+    return f"{text}: {failure.message}" if failure.message else text

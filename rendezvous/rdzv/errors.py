@@ -1,0 +1,134 @@
+"""The error table: what can go wrong between a node, an operator and the server.
+
+Two questions are answered for each error: *is it definite* (nothing has happened, for sure) and
+*what should the caller do*. The server's door turns an error into its gRPC status and puts its
+code into the trailing metadata; the client's door turns it back, so nobody parses a message.
+
+The names that `torch.distributed.elastic.rendezvous.api` has are kept.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+ERROR_CODE_METADATA_KEY = "rdzv-error"
+"""Trailing metadata key under which an error's code travels."""
+
+
+class RendezvousError(Exception):
+    """Base of all errors that cross a module boundary here."""
+
+    code: ClassVar[str] = "RendezvousError"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    definite: ClassVar[bool] = True
+
+
+class InvalidRequestError(RendezvousError):
+    """The request makes no sense: a bug or a bad configuration. The caller stops."""
+
+    code = "InvalidRequestError"
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class SettingsMismatchError(RendezvousError):
+    """Nodes of one job were launched with different settings. The caller stops."""
+
+    code = "SettingsMismatchError"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class RendezvousClosedError(RendezvousError):
+    """The run has ended and forms no more rounds. The caller stops, cleanly."""
+
+    code = "RendezvousClosedError"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class NodeSupersededError(RendezvousError):
+    """Another instance speaks for this node_id. The caller stops its workers and exits."""
+
+    code = "NodeSupersededError"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class UnknownNodeError(RendezvousError):
+    """The server does not know this node. The caller says hello again; workers go on."""
+
+    code = "UnknownNodeError"
+    grpc_status = "NOT_FOUND"
+
+
+class UnknownJobError(RendezvousError):
+    """The server knows no job of this name. The caller corrects it."""
+
+    code = "UnknownJobError"
+    grpc_status = "NOT_FOUND"
+
+
+class StaleRoundError(RendezvousError):
+    """The request is about a round that is over. The caller hears the present one."""
+
+    code = "StaleRoundError"
+    grpc_status = "ABORTED"
+
+
+class LimitExceededError(RendezvousError):
+    """A bound of the server is reached. The caller backs off."""
+
+    code = "LimitExceededError"
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class RendezvousConnectionError(RendezvousError):
+    """Network or store failed, and the request may or may not have happened.
+
+    The caller sends the same request again.
+    """
+
+    code = "RendezvousConnectionError"
+    grpc_status = "UNAVAILABLE"
+    definite = False
+
+
+class RendezvousStateError(RendezvousError):
+    """Stored state can not be read. The server stops; an operator is needed."""
+
+    code = "RendezvousStateError"
+    grpc_status = "DATA_LOSS"
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """A deadline of the caller's own has passed; never sent over the wire."""
+
+    code = "RendezvousTimeoutError"
+    grpc_status = "DEADLINE_EXCEEDED"
+    definite = False
+
+
+class InvariantError(RendezvousError):
+    """A transition would break an invariant: a bug of ours. Nothing was persisted."""
+
+    code = "InvariantError"
+    grpc_status = "INTERNAL"
+
+
+def _table(*errors: type[RendezvousError]) -> dict[str, type[RendezvousError]]:
+    return {error.code: error for error in errors}
+
+
+ERRORS = _table(
+    InvalidRequestError,
+    SettingsMismatchError,
+    RendezvousClosedError,
+    NodeSupersededError,
+    UnknownNodeError,
+    UnknownJobError,
+    StaleRoundError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    InvariantError,
+    RendezvousError,
+)
+"""Every error by its code."""
