@@ -42,10 +42,10 @@ def _durability(before: Membership, after: Membership) -> list[str]:
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")
-    if after.run != before.run:
-        return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if after.next_round < before.next_round:
         found.append("durability: round numbers went back")
+    if after.run != before.run:
+        return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if before.ended is not None and after.ended != before.ended:
         found.append("durability: a closed run changed")
     if after.restarts[: len(before.restarts)] != before.restarts:

@@ -243,7 +243,7 @@ class Membership:
     round: Round | None = None
     """The latest round that was completed, live or ended."""
     next_round: int = 0
-    """Number of the next round to complete; never goes back within a run."""
+    """Number of the next round to complete; never goes back, also from one run to the next."""
     restarts: tuple[int, ...] = ()
     """When each restart was spent, in this run."""
     store_failures: int = 0

@@ -335,6 +335,7 @@ def _begin_run(work: _Step, command: Join) -> None:
         run_number=old.run_number + 1,
         settings=command.settings,
         began_at_ms=work.now_ms,
+        next_round=old.next_round,
         earlier=(*old.earlier, *([ended] if ended else []))[-MAX_EARLIER_RUNS:],
     )
     reason = "the first of this job"

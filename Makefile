@@ -1,0 +1,85 @@
+# Everything runs from a fresh clone: each target makes the virtual environment that it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+READY := $(VENV)/.ready
+PROTO_VENV := .venv-proto
+PROTO_BIN := $(PROTO_VENV)/bin
+PROTO_READY := $(PROTO_VENV)/.ready
+PROTOS := proto/rdzv/v1/rdzv.proto
+
+.PHONY: help
+help:  ## show what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
+
+.PHONY: setup
+setup: $(READY)  ## make .venv and install everything into it
+
+# torch is pinned in pyproject.toml, so that pip takes a build of known size.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "rdzv needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (torch among others; minutes on a fresh machine) ..."
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+.PHONY: demo
+demo: $(READY)  ## a real training that survives a killed worker, a lost node and a new one
+	@$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: check unit  ## everything that CI runs, in under ten minutes
+	@$(BIN)/python -m pytest tests -q --durations=5
+
+.PHONY: unit
+unit: $(READY)  ## the quick tests: ten seconds, no processes but their own
+	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q
+
+.PHONY: integration
+integration: $(READY)  ## real processes, real gRPC, kill -9
+	@$(BIN)/python -m pytest tests/integration -q --durations=10
+
+.PHONY: check
+check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+.PHONY: format
+format: $(READY)  ## let ruff put the code in order
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# Code that a new protoc generates is refused by older protobuf runtimes, not the reverse; so the
+# generator is old, pinned, and lives apart.
+$(PROTO_READY): Makefile
+	@test -x $(PROTO_BIN)/python || $(PYTHON) -m venv $(PROTO_VENV)
+	@$(PROTO_BIN)/pip --disable-pip-version-check install --quiet \
+	  grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<81'
+	@touch $@
+
+define generate
+	@$(PROTO_BIN)/python -m grpc_tools.protoc -Iproto \
+	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	  $(PROTOS)
+endef
+
+.PHONY: proto
+proto: $(PROTO_READY)  ## generate the Python code of the protocol
+	$(call generate,proto)
+
+.PHONY: proto-check
+proto-check: $(PROTO_READY)
+	@rm -rf build/proto && mkdir -p build/proto
+	$(call generate,build/proto)
+	@diff -r -x '*.proto' -x __pycache__ build/proto/rdzv/v1 proto/rdzv/v1 \
+	  || { echo "the generated code is not current; run: make proto"; exit 1; }
+
+.PHONY: clean
+clean:  ## remove everything that was made here
+	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,18 @@
+"""The agent's rules: one job on one node, without I/O and without a clock.
+
+::
+
+    joining --RoundCompleted--> running --all exited 0--> succeeded --Closed--> (exit)
+       ^                          |                           |
+       |                          | a worker failed,          | the round ended
+       |                          | the round ended           v
+       +---- workers gone ---- stopping <---------------------+
+
+A signal to the agent leads from anywhere to *leaving*, and from there, once the workers are gone,
+to the exit. What the driver is told to do never needs an answer: everything that comes of it is
+an event.
+"""
+
+from rdzv.agent.core.machine import Transition, begin, step
+
+__all__ = ["Transition", "begin", "step"]

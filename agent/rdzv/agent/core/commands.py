@@ -1,0 +1,107 @@
+"""What the agent's driver is to do. None of it blocks, all of it may be done again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdzv.agent.core.model import Assignment, Leaving, Outcome, WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class SayJoin:
+    """Ask for a place in the next round; the driver adds the offer, with a fresh store port."""
+
+    run: str
+    left_round: int | None
+    failures: tuple[WorkerFailure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SayFailed:
+    """Report failed workers."""
+
+    run: str
+    round: int
+    failures: tuple[WorkerFailure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaySucceeded:
+    """Report that all workers exited 0."""
+
+    run: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class SayLeave:
+    """Say that the node leaves; with `left_round`, that its workers are gone."""
+
+    run: str
+    leaving: Leaving
+    left_round: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SayStuck:
+    """Report workers that survive SIGKILL."""
+
+    run: str
+    round: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SayStoreHostFailed:
+    """Report that the round's store is not served."""
+
+    run: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start the local worker group, and the round's store host if this node serves it."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """End every process of the round: the signal, then SIGKILL after `grace_ms`.
+
+    Without `signum`, the runner's usual SIGTERM.
+    """
+
+    round: int
+    grace_ms: int
+    signum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopStoreHost:
+    """End the round's store host."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """It is over for this node: tell the user, and exit."""
+
+    outcome: Outcome
+
+
+Command = (
+    SayJoin
+    | SayFailed
+    | SaySucceeded
+    | SayLeave
+    | SayStuck
+    | SayStoreHostFailed
+    | StartWorkers
+    | StopWorkers
+    | StopStoreHost
+    | Exit
+)

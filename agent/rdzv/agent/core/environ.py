@@ -1,0 +1,61 @@
+"""The environment of each worker: torchrun's, variable by variable.
+
+Source: `torch/distributed/elastic/agent/server/local_elastic_agent.py` (`_start_workers`) and
+`torch/distributed/run.py` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rdzv.agent.core.model import Assignment
+
+
+def worker_environ(
+    base: Mapping[str, str],
+    assignment: Assignment,
+    *,
+    rdzv_id: str,
+    role: str,
+    local_rank: int,
+    local_world_size: int,
+    error_file: str,
+) -> dict[str, str]:
+    """Return the complete environment of one worker.
+
+    `base` is the agent's own. Beyond torchrun's variables a worker gets RDZV_ROUND, which grows
+    with every round of a run (TORCHELASTIC_RESTART_COUNT counts only failures).
+    """
+    environ = dict(base)
+    environ.update(
+        LOCAL_RANK=str(local_rank),
+        RANK=str(assignment.rank_first + local_rank),
+        GROUP_RANK=str(assignment.group_rank),
+        ROLE_RANK=str(assignment.role_rank_first + local_rank),
+        ROLE_NAME=role,
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        WORLD_SIZE=str(assignment.world_size),
+        GROUP_WORLD_SIZE=str(assignment.group_world_size),
+        ROLE_WORLD_SIZE=str(assignment.role_world_size),
+        MASTER_ADDR=assignment.master_addr,
+        MASTER_PORT=str(assignment.master_port),
+        TORCHELASTIC_RESTART_COUNT=str(assignment.restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(assignment.max_restarts),
+        TORCHELASTIC_RUN_ID=rdzv_id,
+        TORCHELASTIC_USE_AGENT_STORE=str(assignment.use_agent_store),
+        TORCHELASTIC_ERROR_FILE=error_file,
+        RDZV_ROUND=str(assignment.round),
+    )
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if local_world_size > 1:
+        environ.setdefault("OMP_NUM_THREADS", "1")
+    return environ
+
+
+def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """Replace `${local_rank}` in a worker's arguments.
+
+    >>> substitute_local_rank(("--device=${local_rank}",), 3)
+    ('--device=3',)
+    """
+    return tuple(arg.replace("${local_rank}", str(local_rank)) for arg in args)

@@ -1,0 +1,429 @@
+"""One job on one node: from what has happened to what is to be done.
+
+`step()` is pure. What it says to the server needs no answer: after a reconnect the node's
+`Belief` (the state itself) is told in full, so a message lost with its stream is not missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rdzv.agent.core.commands import (
+    Command,
+    Exit,
+    SayFailed,
+    SayJoin,
+    SayLeave,
+    SayStoreHostFailed,
+    SayStuck,
+    SaySucceeded,
+    StartWorkers,
+    StopStoreHost,
+    StopWorkers,
+)
+from rdzv.agent.core.events import (
+    Event,
+    Joined,
+    Refused,
+    RoundCompleted,
+    RoundEnded,
+    RunClosed,
+    RunnerLost,
+    ServerConnected,
+    ServerLost,
+    Signalled,
+    StartFailed,
+    StoreHostExited,
+    StoreHostReady,
+    Ticked,
+    WorkerExited,
+    WorkersGone,
+    WorkersStuck,
+)
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    Outcome,
+    Phase,
+    WorkerFailure,
+)
+from rdzv.core.model import LeaveCause, Result
+
+EXIT_SUCCESS = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TRY_AGAIN = 75
+"""Trying again is sensible: no server, or the join timed out."""
+
+_NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
+"""While these last, the round may need its store: here, or on the other nodes."""
+
+_OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
+"""Refusals that end running workers too: they state that the node has no place any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The next state, what to do, in order, and when to tick at the latest."""
+
+    state: AgentState
+    commands: tuple[Command, ...] = ()
+    wake_at_ms: int | None = None
+
+
+def begin(job: Job, now_ms: int) -> AgentState:
+    """Return the state of an agent that is about to join."""
+    return AgentState(job, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
+
+
+def step(state: AgentState, event: Event, now_ms: int) -> Transition:
+    """Take note of one event and decide what follows from it.
+
+    Guarantees: workers of a round are started once, and only when those of the round before are
+    gone; running workers are stopped only by their own failure, a signal to this agent, or a
+    positive statement of the server about this very run and round; once ended, nothing more is
+    done.
+    """
+    work = _Step(state, now_ms)
+    if state.phase is not Phase.ENDED:
+        _apply(work, event)
+        _check_deadlines(work)
+    return Transition(work.state, tuple(work.commands), _wake_at_ms(work.state))
+
+
+@dataclass(slots=True)
+class _Step:
+    """The state in the making. Only `step` sees it change."""
+
+    state: AgentState
+    now_ms: int
+    commands: list[Command] = field(default_factory=list)
+
+    def do(self, command: Command) -> None:
+        self.commands.append(command)
+
+
+def _apply(work: _Step, event: Event) -> None:
+    match event:
+        case ServerConnected():
+            _note_server_found(work)
+        case ServerLost():
+            _note_server_lost(work)
+        case Joined():
+            if work.state.phase is Phase.JOINING:
+                work.state = replace(work.state, run=event.run)
+        case RoundCompleted():
+            _start(work, event.assignment)
+        case RoundEnded():
+            _end_round(work, event)
+        case RunClosed():
+            _close(work, event)
+        case Refused():
+            _accept_refusal(work, event)
+        case WorkerExited() | WorkersGone() | WorkersStuck() | StartFailed():
+            _apply_to_workers(work, event)
+        case StoreHostReady():
+            if _is_current(work.state, event.round):
+                work.state = replace(work.state, store_host_due_ms=None)
+        case StoreHostExited():
+            if _is_current(work.state, event.round):
+                _fail_store_host(work, event.reason)
+        case RunnerLost():
+            _lose_runner(work, event)
+        case Signalled():
+            _leave_by_signal(work, event)
+        case Ticked():
+            pass
+
+
+# ------------------------------------------------------------------ the server's word
+
+
+def _note_server_found(work: _Step) -> None:
+    """Repeat what no belief tells: whatever was said before may be lost with its stream."""
+    state = work.state
+    work.state = replace(state, disconnected_since_ms=None)
+    if state.store_host_failed and state.phase in _NEEDS_STORE:
+        assert state.assignment is not None
+        work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
+
+
+def _note_server_lost(work: _Step) -> None:
+    if work.state.disconnected_since_ms is None:
+        work.state = replace(work.state, disconnected_since_ms=work.now_ms)
+
+
+def _start(work: _Step, assignment: Assignment) -> None:
+    """Start the workers of a round that is new to this node."""
+    state = work.state
+    stale = state.left_round is not None and assignment.round <= state.left_round
+    if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
+        return
+    due_ms = work.now_ms + state.job.store_host_timeout_ms
+    work.state = replace(
+        state,
+        phase=Phase.RUNNING,
+        run=assignment.run,
+        assignment=assignment,
+        alive=frozenset(range(state.job.local_world_size)),
+        workers_gone=False,
+        failures=(),
+        stopping_since_ms=None,
+        store_host_due_ms=due_ms if assignment.hosts_store else None,
+        store_host_failed="",
+    )
+    work.do(StartWorkers(assignment))
+
+
+def _end_round(work: _Step, event: RoundEnded) -> None:
+    """Stop the workers of the round; a node whose workers have succeeded has none to stop."""
+    if event.run != work.state.run or not _is_current(work.state, event.round):
+        return
+    if work.state.phase is Phase.RUNNING:
+        job = work.state.job
+        _stop(work, job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms)
+    elif work.state.phase is Phase.SUCCEEDED:
+        work.state = replace(work.state, phase=Phase.STOPPING)
+        if work.state.workers_gone:
+            _conclude(work)
+
+
+def _close(work: _Step, event: RunClosed) -> None:
+    if event.run != work.state.run:
+        return
+    if event.result is Result.SUCCEEDED:
+        exit_code = EXIT_SUCCESS
+    else:
+        exit_code = EXIT_TRY_AGAIN if event.retry_sensible else EXIT_FAILED
+    text = f"the job has {event.result}: {event.reason}"
+    if event.result is Result.STOPPED:
+        text = f"the job was stopped: {event.reason}"
+    _finish(work, Outcome(exit_code, text, event.failures, event.result))
+
+
+def _accept_refusal(work: _Step, event: Refused) -> None:
+    """A refusal is final for who wants a place: nothing that this agent repeats will change it.
+
+    Workers go on unless it says that there is no place for them; once they are gone, the node
+    asks again, and hears it then.
+    """
+    if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:
+        return
+    never_ran = work.state.assignment is None
+    wrong_launch = never_ran and event.code != "RendezvousClosedError"
+    _finish(work, Outcome(EXIT_USAGE if wrong_launch else EXIT_FAILED, event.message))
+
+
+# ------------------------------------------------------------------ the workers
+
+
+def _apply_to_workers(
+    work: _Step, event: WorkerExited | WorkersGone | WorkersStuck | StartFailed
+) -> None:
+    if not _is_current(work.state, event.round) or work.state.workers_gone:
+        return
+    match event:
+        case WorkerExited():
+            _note_exit(work, event)
+        case WorkersGone():
+            work.state = replace(
+                work.state, workers_gone=True, alive=frozenset(), idle_since_ms=work.now_ms
+            )
+            if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
+                _conclude(work)
+        case WorkersStuck():
+            work.do(SayStuck(work.state.run, event.round, event.pids))
+        case StartFailed():
+            leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
+            _leave(work, leaving, grace_ms=0, signum=None)
+
+
+def _is_current(state: AgentState, round_: int) -> bool:
+    """Whether this is the round whose workers this node has, or had last."""
+    return state.assignment is not None and state.assignment.round == round_
+
+
+def _note_exit(work: _Step, event: WorkerExited) -> None:
+    state = work.state
+    if event.local_rank not in state.alive:
+        return
+    work.state = replace(state, alive=state.alive - {event.local_rank})
+    if event.exit_code != 0:
+        _note_failure(work, event)
+    elif state.phase is Phase.RUNNING and not work.state.alive:
+        _succeed(work)
+
+
+def _note_failure(work: _Step, event: WorkerExited) -> None:
+    """A worker that fails by itself is a failure; one that the agent has stopped is none."""
+    state, failed_at_ms = work.state, work.now_ms - event.age_ms
+    if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:
+        return
+    assignment = state.assignment
+    failure = WorkerFailure(
+        local_rank=event.local_rank,
+        rank=event.local_rank + (assignment.rank_first if assignment else 0),
+        pid=event.pid,
+        exit_code=event.exit_code,
+        signal=event.signal,
+        message=event.message,
+        traceback=event.traceback,
+        at_ms=failed_at_ms,
+    )
+    work.state = replace(state, failures=(*state.failures, failure))
+    if state.phase is Phase.RUNNING:
+        work.do(SayFailed(state.run, event.round, work.state.failures))
+        _stop(work, state.job.failure_stop_timeout_ms)
+
+
+def _succeed(work: _Step) -> None:
+    """All workers exited 0: sweep what they left behind, and wait at the exit barrier."""
+    state = work.state
+    assert state.assignment is not None
+    work.state = replace(state, phase=Phase.SUCCEEDED)
+    work.do(SaySucceeded(state.run, state.assignment.round))
+    work.do(StopWorkers(state.assignment.round, 0))
+
+
+def _stop(work: _Step, grace_ms: int, signum: int | None = None) -> None:
+    """End the workers; what follows, follows when they are gone."""
+    state = work.state
+    assert state.assignment is not None
+    phase = Phase.LEAVING if state.phase is Phase.LEAVING else Phase.STOPPING
+    since_ms = work.now_ms if state.stopping_since_ms is None else state.stopping_since_ms
+    work.state = replace(state, phase=phase, stopping_since_ms=since_ms)
+    work.do(StopWorkers(state.assignment.round, grace_ms, signum))
+
+
+def _fail_store_host(work: _Step, reason: str) -> None:
+    """Have the round ended: without its store no worker can be added to it or leave it well."""
+    state = work.state
+    if state.phase in _NEEDS_STORE and not state.store_host_failed:
+        assert state.assignment is not None
+        work.state = replace(state, store_host_due_ms=None, store_host_failed=reason)
+        work.do(SayStoreHostFailed(state.run, state.assignment.round, reason))
+
+
+def _lose_runner(work: _Step, event: RunnerLost) -> None:
+    """The runner's workers died with it. Without one, this node can not go on."""
+    leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
+    work.state = replace(work.state, workers_gone=True, alive=frozenset())
+    if work.state.leaving is None:
+        _leave(work, leaving, grace_ms=0, signum=None)
+    else:
+        _conclude(work)
+
+
+# ------------------------------------------------------------------ the end
+
+
+def _leave_by_signal(work: _Step, event: Signalled) -> None:
+    """Leave in order; a second signal cuts the grace short."""
+    if work.state.leaving is not None or work.state.outcome is not None:
+        if not work.state.workers_gone:
+            _stop(work, 0, event.signum)
+        return
+    reason = f"its agent received {event.name}"
+    leaving = Leaving(LeaveCause.SIGNAL, reason, 128 + event.signum)
+    _leave(work, leaving, work.state.job.shutdown_timeout_ms, event.signum)
+
+
+def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
+    """Say so at once, so that the others need not wait; go when the workers are gone."""
+    if work.state.leaving is not None:
+        return
+    had_workers = not work.state.workers_gone
+    work.state = replace(work.state, leaving=leaving, phase=Phase.LEAVING)
+    if had_workers:
+        work.do(SayLeave(work.state.run, leaving, None))
+        _stop(work, grace_ms, signum)
+    else:
+        _conclude(work)
+
+
+def _finish(work: _Step, outcome: Outcome) -> None:
+    """Nothing is left to do but to end what workers there are."""
+    if work.state.outcome is None:
+        work.state = replace(work.state, outcome=outcome)
+    if work.state.workers_gone:
+        _conclude(work)
+    elif work.state.phase is Phase.RUNNING:
+        _stop(work, work.state.job.shutdown_timeout_ms)
+
+
+def _conclude(work: _Step) -> None:
+    """No worker is left: join again, or end."""
+    state = work.state
+    round_ = state.assignment.round if state.assignment else None
+    if round_ is not None:
+        work.do(StopStoreHost(round_))
+    if state.leaving is not None:
+        work.do(SayLeave(state.run, state.leaving, round_))
+        outcome = Outcome(state.leaving.exit_code, state.leaving.reason)
+        _exit(work, state.outcome or outcome)
+    elif state.outcome is not None:
+        _exit(work, state.outcome)
+    else:
+        work.state = replace(
+            state,
+            phase=Phase.JOINING,
+            left_round=round_,
+            store_host_due_ms=None,
+        )
+        work.do(SayJoin(state.run, round_, state.failures))
+
+
+def _exit(work: _Step, outcome: Outcome) -> None:
+    work.state = replace(work.state, phase=Phase.ENDED, outcome=outcome)
+    work.do(Exit(outcome))
+
+
+# ------------------------------------------------------------------ deadlines
+
+
+def _check_deadlines(work: _Step) -> None:
+    state = work.state
+    due_ms = _store_host_due_ms(state)
+    if due_ms is not None and work.now_ms >= due_ms:
+        _fail_store_host(work, f"not ready within {state.job.store_host_timeout_ms / 1000:g} s")
+    due_ms = _server_due_ms(work.state)
+    if due_ms is not None and work.now_ms >= due_ms:
+        _finish(work, _without_server(work.state))
+
+
+def _store_host_due_ms(state: AgentState) -> int | None:
+    """When a store host that is not ready has failed, for as long as somebody may need it."""
+    return state.store_host_due_ms if state.phase in _NEEDS_STORE else None
+
+
+def _server_due_ms(state: AgentState) -> int | None:
+    """When a node without workers gives up on a server that is away."""
+    since_ms = state.disconnected_since_ms
+    if since_ms is None or not state.workers_gone or state.phase is Phase.ENDED:
+        return None
+    if state.assignment is None:
+        return since_ms + state.job.settings.join_timeout_ms
+    return max(since_ms, state.idle_since_ms) + state.job.server_timeout_ms
+
+
+def _without_server(state: AgentState) -> Outcome:
+    """Judge by this node's own workers, since nobody else says anything."""
+    if state.assignment is None:
+        seconds = state.job.settings.join_timeout_ms / 1000
+        return Outcome(EXIT_TRY_AGAIN, f"no rendezvous server answered within {seconds:g} s")
+    seconds = state.job.server_timeout_ms / 1000
+    text = f"no server for {seconds:g} s; judging by this node's own workers"
+    if state.phase is Phase.SUCCEEDED:
+        return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
+    if state.failures:
+        return Outcome(EXIT_FAILED, f"{text}: {state.failures[0].message}")
+    return Outcome(EXIT_TRY_AGAIN, f"{text}: they were stopped for a new round that never came")
+
+
+def _wake_at_ms(state: AgentState) -> int | None:
+    if state.phase is Phase.ENDED:
+        return None
+    due = (_store_host_due_ms(state), _server_due_ms(state))
+    return min((due_ms for due_ms in due if due_ms is not None), default=None)

@@ -1,0 +1,141 @@
+"""The values of the agent core: one job on one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rdzv.core.model import LeaveCause, Result, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the decisions about a job need to know of its launch."""
+
+    rdzv_id: str
+    node_id: str
+    settings: Settings
+    local_world_size: int
+    shutdown_timeout_ms: int = 30_000
+    """Between the signal to end and SIGKILL, for workers that can still save."""
+    failure_stop_timeout_ms: int = 5_000
+    """The same after a failure or loss: no handler does its work inside a broken collective."""
+    server_timeout_ms: int = 600_000
+    """How long a node without workers waits for a server that is away."""
+    store_host_timeout_ms: int = 60_000
+    """How long the store host may take to get ready."""
+
+
+class Phase(StrEnum):
+    """What the node is doing for the job."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """This node's line of a complete round: all it needs to start its workers."""
+
+    run: str
+    round: int
+    group_rank: int
+    group_world_size: int
+    rank_first: int
+    world_size: int
+    role_rank_first: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    use_agent_store: bool
+    restarts: int
+    max_restarts: int
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether this node serves the round's c10d store."""
+        return self.use_agent_store and self.group_rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """One of this node's workers that failed, at the agent's own time."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    message: str
+    traceback: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """A failed worker of any node, as the server tells of it."""
+
+    node_id: str
+    address: str
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Why the node leaves the job, and what its agent exits with."""
+
+    cause: LeaveCause
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended for this node: what to exit with, and what to tell the user."""
+
+    exit_code: int
+    text: str
+    failures: tuple[NodeFailure, ...] = ()
+    result: Result | None = None
+    """The job's result, where it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """One job on one node."""
+
+    job: Job
+    phase: Phase = Phase.JOINING
+    run: str = ""
+    assignment: Assignment | None = None
+    """The last round that this node took part in."""
+    left_round: int | None = None
+    """The round whose workers are gone from this node."""
+    alive: frozenset[int] = frozenset()
+    """LOCAL_RANKs of the workers that have not exited."""
+    workers_gone: bool = True
+    """Whether the runner has confirmed that no process of the round is left."""
+    failures: tuple[WorkerFailure, ...] = ()
+    """Failures of the last round on this node."""
+    stopping_since_ms: int | None = None
+    """When the workers of the last round were first told to end; None: they were not."""
+    store_host_due_ms: int | None = None
+    """When the store host must be ready; None: it is, or none is needed."""
+    store_host_failed: str = ""
+    disconnected_since_ms: int | None = 0
+    """Since when there is no server; None while there is one."""
+    idle_since_ms: int = 0
+    """Since when there are no workers on this node."""
+    leaving: Leaving | None = None
+    outcome: Outcome | None = None
+    """Set once nothing but the end of the workers is waited for."""

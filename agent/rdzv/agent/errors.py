@@ -1,0 +1,95 @@
+"""Error files: what a worker that failed has left about it.
+
+The format is torchelastic's (`torch/distributed/elastic/multiprocessing/errors`), so `@record`
+works unchanged: `{"message": {"message": "Type: text", "extraInfo": {"py_callstack": "...",
+"timestamp": "<seconds>"}}}`, or `{"message": "text", "timestamp": seconds}`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_MESSAGE_CHARS = 2_000
+MAX_TRACEBACK_CHARS = 16_000
+MAX_FILE_BYTES = 4 << 20
+
+NO_ERROR_FILE = (
+    "no error file; decorate the script's main function with "
+    "torch.distributed.elastic.multiprocessing.errors.record to see its traceback here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerError:
+    """What is known of why a worker failed."""
+
+    message: str
+    traceback: str
+    age_ms: int
+    """How long ago it failed: by the error file's time if there is one, else now."""
+
+
+def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
+    """Explain an exit by the worker's error file, or in words if there is none.
+
+    Never raises: a file that can not be read is itself the message.
+    """
+    try:
+        stat = path.stat()
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return WorkerError(_without_error_file(signum, pid), "", 0)
+    except OSError as error:
+        return WorkerError(f"the error file can not be read: {error}", "", 0)
+    age_ms = max(round((time.time() - stat.st_mtime) * 1000), 0)
+    message, traceback = _parse(text)
+    if not message:
+        message = _without_error_file(signum, pid)
+    return WorkerError(
+        message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
+    )
+
+
+def _parse(text: str) -> tuple[str, str]:
+    try:
+        document = json.loads(text)
+        body = document["message"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"the error file is not torchelastic's JSON: {text[:200]!r}", ""
+    if isinstance(body, dict):
+        extra = body.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else ""
+        return str(body.get("message") or ""), str(callstack or "")
+    return str(body or ""), ""
+
+
+def _without_error_file(signum: int | None, pid: int) -> str:
+    return NO_ERROR_FILE if signum is None else f"received {signal_name(signum)} (pid {pid})"
+
+
+def describe_exit(exit_code: int | None, signum: int | None) -> str:
+    """Say how a process ended.
+
+    >>> describe_exit(1, None), describe_exit(None, 9)
+    ('exit code 1', 'signal 9 (SIGKILL)')
+    """
+    return (
+        f"exit code {exit_code}" if signum is None else f"signal {signum} ({signal_name(signum)})"
+    )
+
+
+def signal_name(signum: int) -> str:
+    """Name a signal.
+
+    >>> signal_name(9)
+    'SIGKILL'
+    """
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

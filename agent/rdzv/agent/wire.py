@@ -1,0 +1,260 @@
+"""Messages of the stream <-> values of the agent core. The agent's only sight of protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rdzv.agent.core import commands, events
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    NodeFailure,
+    Phase,
+    WorkerFailure,
+)
+from rdzv.core.model import Cause, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.v1 import rdzv_pb2 as pb
+
+PROTOCOL_VERSION = 1
+
+_PHASES = {
+    Phase.JOINING: pb.Belief.JOINING,
+    Phase.RUNNING: pb.Belief.RUNNING,
+    Phase.STOPPING: pb.Belief.STOPPING,
+    Phase.SUCCEEDED: pb.Belief.SUCCEEDED,
+    Phase.LEAVING: pb.Belief.LEAVING,
+}
+_SCALE_UPS = {ScaleUp.EAGER: pb.SCALE_UP_EAGER, ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART}
+_LEAVE_CAUSES = {
+    LeaveCause.SIGNAL: pb.Leave.SIGNAL,
+    LeaveCause.START_FAILED: pb.Leave.START_FAILED,
+    LeaveCause.TIMEOUT: pb.Leave.TIMEOUT,
+}
+_CAUSES = {
+    pb.WORKER_FAILURE: Cause.WORKER_FAILURE,
+    pb.NODE_LOST: Cause.NODE_LOST,
+    pb.NODE_LEFT: Cause.NODE_LEFT,
+    pb.NODES_JOINED: Cause.NODES_JOINED,
+    pb.STORE_HOST: Cause.STORE_HOST,
+    pb.START_FAILED: Cause.START_FAILED,
+}
+_RESULTS = {
+    pb.RESULT_SUCCEEDED: Result.SUCCEEDED,
+    pb.RESULT_FAILED: Result.FAILED,
+    pb.RESULT_STOPPED: Result.STOPPED,
+}
+
+
+def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) -> pb.Belief:
+    """Say all that this node believes about its job."""
+    believed = pb.Belief(
+        phase=_PHASES[state.phase],
+        join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse),
+        failures=_failures(state.failures, now_ms),
+    )
+    if state.assignment is not None:
+        believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment))
+    if state.leaving is not None:
+        left_round = state.left_round if state.workers_gone else None
+        leave = commands.SayLeave(state.run, state.leaving, left_round)
+        believed.leave.CopyFrom(_leave(leave, state.job.rdzv_id))
+    return believed
+
+
+def _rejoin(state: AgentState) -> commands.SayJoin:
+    if state.phase is not Phase.JOINING:
+        return commands.SayJoin(state.run, None, ())
+    return commands.SayJoin(state.run, state.left_round, state.failures)
+
+
+def join(
+    say: commands.SayJoin, state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool
+) -> pb.Join:
+    """Ask for a place, with what this node brings."""
+    return pb.Join(
+        rdzv_id=state.job.rdzv_id,
+        run=say.run,
+        settings=_settings(state.job.settings),
+        offer=pb.Offer(
+            address=offer.address,
+            host_name=offer.host_name,
+            machine=offer.machine,
+            local_world_size=offer.local_world_size,
+            role=offer.role,
+            topology=offer.topology,
+            store_port=offer.store_port,
+            can_host_store=offer.can_host_store,
+            shutdown_timeout_ms=offer.shutdown_timeout_ms,
+        ),
+        left_round=say.left_round,
+        failures=_failures(say.failures, now_ms),
+        refuse_reuse=refuse_reuse,
+    )
+
+
+def _settings(settings: Settings) -> pb.Settings:
+    return pb.Settings(
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        max_restarts=settings.max_restarts,
+        join_timeout_ms=settings.join_timeout_ms,
+        last_call_timeout_ms=settings.last_call_timeout_ms,
+        scale_up=_SCALE_UPS[settings.scale_up],
+        restart_window_ms=settings.restart_window_ms,
+    )
+
+
+def _round(rdzv_id: str, assignment: Assignment) -> pb.RoundCompleted:
+    return pb.RoundCompleted(
+        rdzv_id=rdzv_id,
+        run=assignment.run,
+        round=assignment.round,
+        group_rank=assignment.group_rank,
+        group_world_size=assignment.group_world_size,
+        rank_first=assignment.rank_first,
+        world_size=assignment.world_size,
+        role_rank_first=assignment.role_rank_first,
+        role_world_size=assignment.role_world_size,
+        master_addr=assignment.master_addr,
+        master_port=assignment.master_port,
+        use_agent_store=assignment.use_agent_store,
+        restarts=assignment.restarts,
+        max_restarts=assignment.max_restarts,
+    )
+
+
+def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerFailure]:
+    return [
+        pb.WorkerFailure(
+            local_rank=failure.local_rank,
+            rank=failure.rank,
+            pid=failure.pid,
+            exit_code=failure.exit_code,
+            signal=failure.signal,
+            message=_text(failure.message),
+            traceback=_text(failure.traceback),
+            age_ms=max(now_ms - failure.at_ms, 0),
+        )
+        for failure in failures
+    ]
+
+
+def _text(text: str) -> str:
+    """Make text that can be sent: names of files may have bytes that are no characters."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _leave(say: commands.SayLeave, rdzv_id: str) -> pb.Leave:
+    return pb.Leave(
+        rdzv_id=rdzv_id,
+        run=say.run,
+        cause=_LEAVE_CAUSES[say.leaving.cause],
+        reason=_text(say.leaving.reason),
+        left_round=say.left_round,
+    )
+
+
+def report(
+    say: commands.SayFailed
+    | commands.SaySucceeded
+    | commands.SayLeave
+    | commands.SayStuck
+    | commands.SayStoreHostFailed,
+    rdzv_id: str,
+    now_ms: int,
+) -> pb.NodeMessage:
+    """Turn what the core says about its workers into a message."""
+    match say:
+        case commands.SayFailed():
+            return pb.NodeMessage(
+                failed=pb.Failed(
+                    rdzv_id=rdzv_id,
+                    run=say.run,
+                    round=say.round,
+                    failures=_failures(say.failures, now_ms),
+                )
+            )
+        case commands.SaySucceeded():
+            return pb.NodeMessage(
+                succeeded=pb.Succeeded(rdzv_id=rdzv_id, run=say.run, round=say.round)
+            )
+        case commands.SayLeave():
+            return pb.NodeMessage(leave=_leave(say, rdzv_id))
+        case commands.SayStuck():
+            return pb.NodeMessage(
+                stuck=pb.Stuck(rdzv_id=rdzv_id, run=say.run, round=say.round, pids=say.pids)
+            )
+        case commands.SayStoreHostFailed():
+            return pb.NodeMessage(
+                store_host_failed=pb.StoreHostFailed(
+                    rdzv_id=rdzv_id, run=say.run, round=say.round, reason=_text(say.reason)
+                )
+            )
+
+
+def rdzv_id_of(message: pb.ServerMessage) -> str:
+    """Return the job that a message is about; empty if it concerns the node."""
+    body = message.WhichOneof("body")
+    return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
+
+
+def event(message: pb.ServerMessage) -> events.Event | None:
+    """Turn a message about a job into an event; None for one that is only for people."""
+    match message.WhichOneof("body"):
+        case "joined":
+            return events.Joined(message.joined.run, message.joined.run_number)
+        case "round_completed":
+            return events.RoundCompleted(_assignment(message.round_completed))
+        case "round_ended":
+            ended = message.round_ended
+            cause = _CAUSES.get(ended.cause, Cause.NODE_LEFT)
+            return events.RoundEnded(ended.run, ended.round, cause, ended.reason, ended.broken)
+        case "closed":
+            return _closed(message.closed)
+        case "refused":
+            return events.Refused(message.refused.code, message.refused.message)
+        case _:
+            return None
+
+
+def _assignment(line: pb.RoundCompleted) -> Assignment:
+    return Assignment(
+        run=line.run,
+        round=line.round,
+        group_rank=line.group_rank,
+        group_world_size=line.group_world_size,
+        rank_first=line.rank_first,
+        world_size=line.world_size,
+        role_rank_first=line.role_rank_first,
+        role_world_size=line.role_world_size,
+        master_addr=line.master_addr,
+        master_port=line.master_port,
+        use_agent_store=line.use_agent_store,
+        restarts=line.restarts,
+        max_restarts=line.max_restarts,
+    )
+
+
+def _closed(closed: pb.Closed) -> events.RunClosed:
+    return events.RunClosed(
+        run=closed.run,
+        result=_RESULTS.get(closed.result, Result.FAILED),
+        reason=closed.reason,
+        retry_sensible=closed.retry_sensible,
+        failures=tuple(_node_failure(failure) for failure in closed.root_cause.failures),
+    )
+
+
+def _node_failure(told: pb.NodeFailure) -> NodeFailure:
+    failure = told.failure
+    return NodeFailure(
+        node_id=told.node_id,
+        address=told.address,
+        local_rank=failure.local_rank,
+        rank=failure.rank,
+        pid=failure.pid,
+        exit_code=failure.exit_code if failure.HasField("exit_code") else None,
+        signal=failure.signal if failure.HasField("signal") else None,
+        message=failure.message,
+        traceback=failure.traceback,
+    )

@@ -1,0 +1,249 @@
+"""The command line of rdzvctl: options, commands, exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import click
+
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+
+if TYPE_CHECKING:
+    from rdzv.client import ControlClient
+
+_PROGRAM = "rdzvctl"
+# Repeated from rdzv.client, whose import would slow down --help.
+_DEFAULT_SERVER = "127.0.0.1:29400"
+_DEFAULT_TIMEOUT_S = 5.0
+
+_OK = 0
+_REFUSED = 1
+_USAGE = 2
+_UNREACHABLE = 75
+_INTERRUPTED = 130
+
+_EPILOG = """\b
+Exit codes:
+  0   ok
+  1   what was asked for is not there, or the server refused
+  2   the command line is wrong
+  75  the server can not be reached; the same command may succeed later
+"""
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    # gRPC's own log lines say on stderr, less clearly, what the error says.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for stream in (sys.stdout, sys.stderr):
+        # What the locale can not write is shown escaped rather than ending the program.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; every error is one line on stderr.
+
+    A command returns what is to be printed; --help and the like print it, and return a code.
+    """
+    try:
+        result = rdzvctl.main(list(arguments), prog_name=_PROGRAM, standalone_mode=False)
+        if isinstance(result, str):
+            # Not in the command: click would take a closed pipe for a failure.
+            click.echo(result)
+            sys.stdout.flush()
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else _PROGRAM
+        return _complain(f"{error.format_message().rstrip('.')}; see {command} --help", _USAGE)
+    except RendezvousConnectionError as error:
+        return _complain(str(error), _UNREACHABLE)
+    except RendezvousError as error:
+        return _complain(str(error), _REFUSED)
+    except click.Abort:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return _OK  # The reader, say `head`, has seen enough.
+    except OSError as error:
+        _drop_output()
+        return _complain(f"can not write the output: {error.strerror}", _REFUSED)
+    return result if isinstance(result, int) else _OK
+
+
+def _complain(message: str, exit_code: int) -> int:
+    from rdzv.ctl.layout import harmless
+
+    click.echo(f"{_PROGRAM}: {harmless(message)}", err=True)
+    return exit_code
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter's exit does not fail on it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+# ------------------------------------------------------------------------------------ options
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """What was said before the name of the command; None where nothing was."""
+
+    server: str | None
+    timeout_s: float | None
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the options that are understood after the name of a command as well as before."""
+    server = click.option(
+        "--server",
+        metavar="HOST:PORT",
+        help=f"The rdzvd to ask; else RDZV_SERVER, else {_DEFAULT_SERVER}.",
+    )
+    timeout = click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True, max=86_400),
+        metavar="SECONDS",
+        help=f"How long to wait for an answer; {_DEFAULT_TIMEOUT_S:g} if not given.",
+    )
+    return server(timeout(command))
+
+
+_output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="text for people, json for programs.",
+)
+
+
+@contextmanager
+def _client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
+    """Open a client to the server that the command line means; errors that leave name it.
+
+    An endpoint or a timeout that makes no sense is an error of the command line.
+    """
+    from rdzv.client import ControlClient, parse_endpoint
+
+    context = click.get_current_context()
+    before = context.find_object(_Connection) or _Connection(None, None)
+    named = server or before.server
+    try:
+        endpoint = parse_endpoint(named or _DEFAULT_SERVER)
+        client = ControlClient(endpoint, timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    with client:
+        try:
+            yield client
+        except RendezvousError as error:
+            raise type(error)(_with_server(str(error), str(endpoint), named)) from error
+
+
+def _with_server(message: str, endpoint: str, named: str | None) -> str:
+    """Say which server was asked: at night, often not the one that was meant."""
+    if named is None:
+        return f"{message} ({endpoint} is the default; --server or RDZV_SERVER names another)"
+    return message if endpoint in message else f"{message} (asked {endpoint})"
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+@click.group(
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@_connection_options
+@click.version_option(package_name="rdzv", message=f"{_PROGRAM} %(version)s")
+@click.pass_context
+def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
+    """Show what the jobs of an rdzvd do, and why."""
+    context.obj = _Connection(server or os.environ.get("RDZV_SERVER") or None, timeout_s)
+    if context.invoked_subcommand is None:
+        raise click.UsageError("a command is missing", context)
+
+
+@rdzvctl.command("status")
+@click.argument("job")
+@click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
+@_output_option
+@_connection_options
+def _status(
+    job: str, everything: bool, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show what JOB does, and why.
+
+    JOB is its rdzv_id. Of a job that has ended, the last run is shown. Nodes beyond 40 and long
+    tracebacks are abbreviated, nodes that are not seated first.
+    """
+    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.status(job)
+    if output == "json":
+        return as_json.status(found)
+    return as_text.status(found, page_for(sys.stdout), everything=everything)
+
+
+@rdzvctl.command("list")
+@_output_option
+@_connection_options
+def _list(output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show every job, one line each."""
+    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.jobs()
+    if output == "json":
+        return as_json.jobs(found)
+    return as_text.jobs(str(client.server), found, page_for(sys.stdout))
+
+
+@rdzvctl.command("events")
+@click.argument("job")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Only the newest N events.",
+)
+@_output_option
+@_connection_options
+def _events(
+    job: str, limit: int | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show what has happened to JOB, oldest first.
+
+    JOB is its rdzv_id. Times are local ones of this machine.
+    """
+    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.events(job, limit or 0)
+    if output == "json":
+        return as_json.events(job, found)
+    return as_text.events(job, found, page_for(sys.stdout))
+
+
+if __name__ == "__main__":
+    main()

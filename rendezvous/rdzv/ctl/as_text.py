@@ -1,0 +1,289 @@
+"""What people read: the job and its reason first, the failure last, next to the prompt."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Sequence
+
+from rdzv.client import Event, JobStatus, JobSummary, LastFailure, NodeStatus, WorkerFailure
+from rdzv.ctl.layout import Cell, Page, duration
+
+_MOST_NODES = 40
+_MOST_FAILURES = 10
+_MOST_TRACEBACK_LINES = 60
+
+_UNKNOWN = "-"
+_ENDED = ("succeeded", "failed", "stopped")
+
+_STATE_STYLES = {
+    "joining": "yellow",
+    "running": "green",
+    "failed": "red",
+    "stopped": "yellow",
+    "seated": "green",
+    "waiting": "yellow",
+    "stopping": "yellow",
+    "away": "yellow",
+    "lost": "red",
+    "succeeded": "green",
+}
+
+_EVENT_STYLES = {
+    "WorkerFailed": "red",
+    "NodeLost": "red",
+    "NodeStuck": "red",
+    "NodeWentAway": "yellow",
+    "RoundEnded": "yellow",
+    "RoundCompleted": "green",
+}
+
+_BY_CONCERN = ("lost", "away", "stopping", "waiting", "left", "spare", "succeeded", "seated")
+"""Node states, those that are looked for at night first."""
+
+
+def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
+    """Show one job: what it does and why, its nodes, its last failure.
+
+    Long lists and tracebacks are abbreviated, and say so, unless `everything` is asked for.
+    """
+    lines = [_headline(job, page)]
+    lines += page.sentence(job.reason or "(the server gives no reason)")
+    lines += ["", *_facts(job, page)]
+    if job.nodes:
+        lines += ["", *_nodes(job, page, everything)]
+    if job.last_failure:
+        lines += ["", *_last_failure(job.last_failure, page, everything)]
+    return "\n".join(lines)
+
+
+def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
+    """Show one line a job."""
+    if not summaries:
+        return f"no jobs at {server}"
+    header = ("JOB", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
+    rows = [
+        (
+            Cell(job.rdzv_id),
+            _state(job.state),
+            Cell(duration(job.state_age_ms)),
+            Cell(f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"),
+            _number(job.world_size),
+            _number(job.round),
+            Cell(f"{job.restarts} of {job.max_restarts}"),
+            Cell(job.reason or ""),
+        )
+        for job in summaries
+    ]
+    expendable = ("ROUND", "WORLD_SIZE", "RESTARTS")
+    return "\n".join(page.table(header, rows, expendable=expendable, one_line=True))
+
+
+def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
+    """Show a job's history, oldest first."""
+    if not history:
+        return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
+    rows = [
+        (
+            Cell(page.at(event.unix_ms)),
+            Cell(event.name, _EVENT_STYLES.get(event.name, "")),
+            Cell(event.text),
+        )
+        for event in history
+    ]
+    return "\n".join(page.table(("TIME", "EVENT", "TEXT"), rows))
+
+
+# ------------------------------------------------------------------------------------ one job
+
+
+def _headline(job: JobStatus, page: Page) -> str:
+    age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
+    since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
+    return page.line(Cell(job.rdzv_id, "bold"), _state(job.state), Cell(since))
+
+
+def _facts(job: JobStatus, page: Page) -> list[str]:
+    facts = (
+        ("run", Cell(_run(job))),
+        ("round", Cell(_round(job))),
+        ("nodes", Cell(_node_counts(job))),
+        ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
+        ("restarts", _restarts(job)),
+        ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
+    )
+    return [line for label, value in facts for line in page.fact(label, value)]
+
+
+def _run(job: JobStatus) -> str:
+    number = _UNKNOWN if job.run_number is None else str(job.run_number)
+    return f"{number} (uid {job.run or _UNKNOWN}), began {duration(job.run_age_ms)} ago"
+
+
+def _round(job: JobStatus) -> str:
+    if job.round is None:
+        return "none is complete yet"
+    if job.last_end is None:
+        return str(job.round)
+    # The reason of a job that stops quotes how the round ended.
+    said = job.last_end in (job.reason or "")
+    return f"{job.round}, ended" + ("" if said else f": {job.last_end}")
+
+
+def _of_round(value: str, job: JobStatus) -> str:
+    """Say of which round a value is, unless it is of the one that runs."""
+    if job.state == "running" or value == _UNKNOWN or job.round is None:
+        return value
+    return f"{value} in round {job.round}"
+
+
+def _node_counts(job: JobStatus) -> str:
+    counts = Counter(node.state for node in job.nodes)
+    # Of a running job the seated ones come first; a state of a newer server comes last.
+    known = [state for state in reversed(_BY_CONCERN) if state in counts]
+    states = known + [state for state in counts if state not in known]
+    have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
+    return f"{have}; min:max is {job.min_nodes}:{job.max_nodes}"
+
+
+def _restarts(job: JobStatus) -> Cell:
+    if job.max_restarts == 0:
+        return Cell("none allowed (max_restarts is 0)")
+    spent = f"{job.restarts} of {job.max_restarts} spent"
+    if job.restarts < job.max_restarts:
+        return Cell(spent)
+    return Cell(f"{spent}, none left", "yellow")
+
+
+def _master(job: JobStatus) -> str:
+    if job.master_addr is None:
+        return _UNKNOWN
+    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    return f"{host}:{job.master_port or _UNKNOWN}"
+
+
+# ------------------------------------------------------------------------------------ its nodes
+
+
+def _nodes(job: JobStatus, page: Page, everything: bool) -> list[str]:
+    nodes = list(job.nodes)
+    if len(nodes) > _MOST_NODES and not everything:
+        nodes = sorted(nodes, key=_concern)[:_MOST_NODES]
+    # One role for all is torchrun's default and says nothing.
+    roles = {node.role for node in job.nodes}
+    header = ("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "WORKERS", "ROLE", "ADDRESS", "WHY")
+    rows = [_node_row(node, job, with_role=len(roles) > 1) for node in nodes]
+    lines = page.table(header, rows, expendable=("ADDRESS", "WORKERS", "ROLE"))
+    if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
+        states = ", ".join(f"{number} {state}" for state, number in left_out.items())
+        note = f"... and {left_out.total()} nodes more ({states}); --all shows them"
+        lines.append(page.line(Cell(note, "dim")))
+    return lines
+
+
+def _concern(node: NodeStatus) -> int:
+    """Order nodes for an abbreviated table; a state of a newer server is of concern."""
+    return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
+
+
+def _node_row(node: NodeStatus, job: JobStatus, *, with_role: bool) -> tuple[Cell, ...]:
+    return (
+        _number(node.group_rank),
+        Cell(node.node_id),
+        _state(node.state),
+        Cell(duration(node.state_age_ms)),
+        Cell(_ranks(node)),
+        _number(node.local_world_size),
+        Cell(node.role or _UNKNOWN) if with_role else Cell(""),
+        Cell(node.address or _UNKNOWN),
+        Cell(_node_reason(node, job)),
+    )
+
+
+def _ranks(node: NodeStatus) -> str:
+    if node.rank_first is None:
+        return _UNKNOWN
+    rank_last = node.rank_first + (node.local_world_size or 1) - 1
+    return f"{node.rank_first}..{rank_last}" if rank_last > node.rank_first else str(rank_last)
+
+
+def _node_reason(node: NodeStatus, job: JobStatus) -> str:
+    """Say why a node is not seated; what stands at the top already is not said once a node."""
+    if node.reason and node.reason in (job.reason, job.last_end):
+        return "as above"
+    return node.reason or ""
+
+
+# ------------------------------------------------------------------------------------ its failure
+
+
+def _last_failure(failure: LastFailure, page: Page, everything: bool) -> list[str]:
+    cause, others = failure.root_cause, failure.others
+    when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
+    lines = [page.line(Cell(f"last failure{when}", "bold"))]
+    lines += page.fact("who", Cell(_who(cause)))
+    lines += page.fact("how", Cell(_how(cause), "red"))
+    if cause.message:
+        lines += page.fact("message", Cell(cause.message))
+    if cause.traceback:
+        last = None if everything else _MOST_TRACEBACK_LINES
+        lines += ["", *page.block(cause.traceback, indent=4, last=last)]
+    if others:
+        lines += ["", *_failed_too(others, page, everything)]
+    return lines
+
+
+def _who(failure: WorkerFailure) -> str:
+    host = f"{failure.node_id} ({failure.address})" if failure.address else failure.node_id
+    pid = "" if failure.pid is None else f", pid {failure.pid}"
+    return f"RANK {failure.rank} on {host}, LOCAL_RANK {failure.local_rank}{pid}"
+
+
+def _how(failure: WorkerFailure) -> str:
+    """Say how a worker ended.
+
+    >>> _how(WorkerFailure("n1", None, 0, 0, None, None, 9, None, None))
+    'signal 9 (SIGKILL)'
+    """
+    if failure.signal is not None:
+        return f"signal {failure.signal}{_signal_name(failure.signal)}"
+    if failure.exit_code is not None:
+        return f"exit code {failure.exit_code}"
+    return "how it ended is not known"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f" ({signal.Signals(number).name})"
+    except ValueError:  # A real-time signal between the named ones.
+        return ""
+
+
+def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -> list[str]:
+    shown = others if everything else others[:_MOST_FAILURES]
+    rows = [
+        (
+            Cell(str(other.rank)),
+            Cell(other.node_id),
+            Cell(str(other.local_rank)),
+            Cell(_how(other)),
+            Cell(other.message or ""),
+        )
+        for other in shown
+    ]
+    lines = [page.line(Cell("failed within half a second of it", "bold"))]
+    lines += page.table(
+        ("RANK", "NODE", "LOCAL_RANK", "HOW", "MESSAGE"), rows, one_line=not everything
+    )
+    if len(shown) < len(others):
+        note = f"... and {len(others) - len(shown)} more; --all shows them"
+        lines.append(page.line(Cell(note, "dim")))
+    return lines
+
+
+def _state(state: str) -> Cell:
+    return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
+
+
+def _number(number: int | None) -> Cell:
+    return Cell(_UNKNOWN if number is None else str(number))

@@ -1,0 +1,239 @@
+"""Lines for a terminal or a pipe: widths, colours, and texts made harmless.
+
+Every text is taken as hostile: a traceback may hold what retitles a terminal, clears it or types
+into it. Whatever comes out of a `Page` has no control character but its own colours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+import time
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
+from typing import TextIO
+
+import click
+
+_GAP = "  "
+_LABEL_WIDTH = 15
+_NARROWEST = 28
+"""Free text that would be wrapped to less than this beside a row goes below the row."""
+_SHORTEST = 40
+"""Columns that are expendable make room for so much of a free text that is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text and its style: the name of a colour, `bold`, `dim`, or nothing."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What lines are laid out for. `width` is None where nothing is wrapped: a pipe, a file."""
+
+    width: int | None
+    colour: bool
+    now_s: float
+    zone: tzinfo | None = None
+    """The zone of all times; None is that of the machine."""
+
+    def line(self, *cells: Cell) -> str:
+        """Put texts beside each other."""
+        return _GAP.join(self._paint(cell) for cell in cells if cell.text)
+
+    def sentence(self, text: str) -> list[str]:
+        """Wrap a text to the page."""
+        return self._wrapped(Cell(text), "", 0)
+
+    def fact(self, label: str, value: Cell) -> list[str]:
+        """Put a value beside its label."""
+        name = self._paint(Cell(f"  {label}".ljust(_LABEL_WIDTH), "dim"))
+        return self._wrapped(value, name, _LABEL_WIDTH)
+
+    def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
+        """Indent a text of many lines, as it is; with `last`, no more than so many of its end."""
+        lines = text.splitlines()
+        left_out = max(len(lines) - last, 0) if last is not None else 0
+        note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
+        shown = [self._paint(note)] if left_out else []
+        shown += [harmless(line.expandtabs()) for line in lines[left_out:]]
+        return [" " * indent + line if line else "" for line in shown]
+
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[Cell]],
+        *,
+        expendable: Sequence[str] = (),
+        one_line: bool = False,
+    ) -> list[str]:
+        """Align rows under a header; the last column is free text and takes the room that is left.
+
+        Columns without any text are left out, and so are `expendable` ones, in that order, until
+        the rest fits. Free text is wrapped; with `one_line` it is cut.
+        """
+        *columns, texts = (
+            _Column(name, cells)
+            for name, cells in zip(header, zip(*rows, strict=True), strict=True)
+        )
+        reserved = _SHORTEST if one_line and texts.filled else 0
+        fixed = [column for column in columns if column.filled]
+        fixed = self._fitting(fixed, expendable, reserved)
+        left = [self._row([column.head for column in fixed], fixed)]
+        left += [self._row(cells, fixed) for cells in zip(*(c.cells for c in fixed), strict=True)]
+        free = (texts.head, *texts.cells) if texts.filled else (Cell(""),) * len(left)
+        taken = sum(column.width + len(_GAP) for column in fixed)
+        return [
+            line
+            for row, text in zip(left, free, strict=True)
+            for line in self._with_text(row, text, taken, one_line)
+        ]
+
+    def at(self, unix_ms: int) -> str:
+        """Write a point in time to the millisecond."""
+        moment = self._moment(unix_ms / 1000)
+        return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
+
+    def ago(self, age_ms: int) -> str:
+        """Write when it was, so long ago: the time of day, with the date unless it is today's."""
+        moment, now = self._moment(self.now_s - age_ms / 1000), self._moment(self.now_s)
+        if moment is None or now is None:
+            return "?"
+        return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
+
+    def _moment(self, unix_s: float) -> datetime | None:
+        """Return a local time; None for a number that is none."""
+        try:
+            return datetime.fromtimestamp(unix_s, self.zone)
+        except (OverflowError, ValueError, OSError):
+            return None
+
+    def _paint(self, cell: Cell) -> str:
+        text = harmless(cell.text)
+        if not self.colour or not cell.style:
+            return text
+        if cell.style in ("bold", "dim"):
+            return click.style(text, **{cell.style: True})
+        return click.style(text, fg=cell.style)
+
+    def _wrapped(self, cell: Cell, first: str, indent: int) -> list[str]:
+        """Wrap a text that starts after `first`, which is as wide as `indent`."""
+        lines = [harmless(cell.text)]
+        if self.width is not None:
+            room = max(self.width - indent, 8)
+            # Host names have hyphens, and half a word can not be copied.
+            lines = textwrap.wrap(
+                lines[0], room, break_long_words=False, break_on_hyphens=False
+            ) or [""]
+        painted = [self._paint(Cell(line, cell.style)) for line in lines]
+        return [first + painted[0], *(" " * indent + line for line in painted[1:])]
+
+    def _fitting(
+        self, columns: list[_Column], expendable: Sequence[str], reserved: int
+    ) -> list[_Column]:
+        for name in expendable:
+            taken = sum(column.width + len(_GAP) for column in columns)
+            if self.width is None or taken + reserved <= self.width:
+                break
+            columns = [column for column in columns if column.head.text != name]
+        return columns
+
+    def _row(self, cells: Sequence[Cell], columns: Sequence[_Column]) -> str:
+        """Pad cells to their columns, each with a gap after it."""
+        return "".join(
+            self._paint(cell) + " " * (column.width - _width(cell.text)) + _GAP
+            for cell, column in zip(cells, columns, strict=True)
+        )
+
+    def _with_text(self, row: str, text: Cell, taken: int, one_line: bool) -> list[str]:
+        if not text.text:
+            return [row.rstrip()]
+        if self.width is None:
+            return [row + self._paint(text)]
+        room = self.width - taken
+        if one_line:
+            return [row + self._paint(Cell(_cut(harmless(text.text), room), text.style))]
+        if room >= min(_NARROWEST, _width(text.text)):
+            return self._wrapped(text, row, taken)
+        return [row.rstrip(), *self._wrapped(text, " " * 4, 4)]
+
+
+def page_for(stream: TextIO) -> Page:
+    """Return the page for a stream: as wide as its terminal, coloured unless NO_COLOR is set."""
+    terminal = stream.isatty()
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return Page(
+        width=shutil.get_terminal_size().columns if terminal else None,
+        colour=terminal and not plain,
+        now_s=time.time(),
+    )
+
+
+def harmless(text: str) -> str:
+    r"""Show what a terminal would obey, or what hides or turns text around, as its escape.
+
+    >>> print(harmless("\x1b[2J gone\n"))
+    \x1b[2J gone\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def duration(ms: int) -> str:
+    """Write a duration for people.
+
+    >>> [duration(ms) for ms in (240, 59_000, 125_000, 7_260_000, 180_000_000)]
+    ['0.2 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
+    """
+    if ms < 10_000:
+        return f"{ms / 1000:.1f} s"
+    seconds = ms // 1000
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    if seconds < 86_400:
+        return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+    return f"{seconds // 86_400} d {seconds % 86_400 // 3600} h"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One column of a table."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def head(self) -> Cell:
+        return Cell(self.name, "bold")
+
+    @property
+    def filled(self) -> bool:
+        return any(cell.text for cell in self.cells)
+
+    @property
+    def width(self) -> int:
+        return max(_width(cell.text) for cell in (self.head, *self.cells))
+
+
+def _width(text: str) -> int:
+    """Return how many places a text takes: two for each wide character, as in Chinese."""
+    shown = harmless(text)
+    if shown.isascii():
+        return len(shown)
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in shown)
+
+
+def _cut(text: str, room: int) -> str:
+    """Shorten a text to its room, which shows."""
+    room = max(room, 2)
+    return text if len(text) <= room else text[: room - 1] + "…"

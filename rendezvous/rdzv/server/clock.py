@@ -1,0 +1,158 @@
+"""The one clock of the process: all times and all timers of a server come from here.
+
+It is monotonic, so no leap or correction of the wall clock ever moves a deadline, and anchored to
+Unix time at its start, so that a durable time can be shown to people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Cancellable(Protocol):
+    """A call that is to come."""
+
+    def cancel(self) -> None:
+        """Take it back; harmless once it has been made."""
+        ...
+
+
+class Clock(Protocol):
+    """What the driver asks of a clock. Tests hand in one that they move by hand."""
+
+    def now_ms(self) -> int:
+        """Return the time in milliseconds; it never goes back."""
+        ...
+
+    def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:
+        """Call back from the event loop at `at_ms`, or soon after if that has passed."""
+        ...
+
+
+class MonotonicClock:
+    """The real clock."""
+
+    def __init__(self) -> None:
+        self._anchor_ns = time.time_ns() - time.monotonic_ns()
+
+    def now_ms(self) -> int:
+        """Return the time in milliseconds, Unix time as it was when the server started."""
+        return (self._anchor_ns + time.monotonic_ns()) // 1_000_000
+
+    def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call back from the running event loop at `at_ms`."""
+        # now_ms() rounds down: without the one on top, a timer could fire before its time.
+        delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
+        return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+class Timer:
+    """One timer that is armed anew after each step; it calls back with the time it was due."""
+
+    def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._callback = callback
+        self._pending: Cancellable | None = None
+        self._due_ms: int | None = None
+
+    @property
+    def due_ms(self) -> int | None:
+        """When it will call; None: not at all."""
+        return self._due_ms
+
+    def arm(self, at_ms: int | None) -> None:
+        """Be called at `at_ms` and at no other time; None: not at all."""
+        if at_ms == self._due_ms:
+            return
+        self.cancel()
+        if at_ms is not None:
+            self._due_ms = at_ms
+            self._pending = self._clock.call_at(at_ms, self._fire)
+
+    def arm_by(self, at_ms: int) -> None:
+        """Be called at `at_ms` at the latest."""
+        self.arm(at_ms if self._due_ms is None else min(self._due_ms, at_ms))
+
+    def cancel(self) -> None:
+        """Be called no more."""
+        if self._pending is not None:
+            self._pending.cancel()
+        self._pending = self._due_ms = None
+
+    def _fire(self) -> None:
+        due_ms = self._due_ms
+        self._pending = self._due_ms = None
+        if due_ms is not None:
+            self._callback(due_ms)
+
+
+class LoopWatch:
+    """Notices when the event loop was held up, so that what came in meanwhile is read first.
+
+    Of all timers that are late the earliest fires first, and each asks `late` before it acts:
+    so a pause is known before any deadline that passed in it is acted upon.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        on_pause: Callable[[int], None],
+        *,
+        every_ms: int,
+        deaf_after_ms: int,
+        settle_ms: int,
+    ) -> None:
+        self._clock = clock
+        self._on_pause = on_pause
+        self._every_ms = every_ms
+        self._deaf_after_ms = deaf_after_ms
+        self._settle_ms = settle_ms
+        self._timer = Timer(clock, self._look)
+        self._listened_ms = 0
+        self.settled_ms = 0
+        """Until when what came in during the last pause is being read."""
+
+    def start(self) -> None:
+        """Begin to watch the running event loop."""
+        self._timer.arm(self._clock.now_ms() + self._every_ms)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._timer.cancel()
+
+    def late(self, due_ms: int) -> bool:
+        """Say whether a timer that was due at `due_ms` must wait until `settled_ms`."""
+        now_ms = self._clock.now_ms()
+        if now_ms - due_ms > self._deaf_after_ms and now_ms >= self.settled_ms:
+            self.settled_ms = now_ms + self._settle_ms
+            self._listened_ms = max(self._listened_ms, due_ms)
+            self._on_pause(now_ms - due_ms)
+        return now_ms < self.settled_ms
+
+    def listened_until_ms(self) -> int:
+        """Return the time up to which the server could hear: now, but for pauses.
+
+        After a pause it stands still until what came in meanwhile is read. Whoever decides by this
+        time draws no conclusion from a deadline that passed unheard.
+        """
+        due_ms = self._timer.due_ms
+        if due_ms is None or not self.late(due_ms):
+            self._listened_ms = self._clock.now_ms()
+        return self._listened_ms
+
+    def _look(self, due_ms: int) -> None:
+        self.late(due_ms)
+        self.start()
+
+
+async def sleep_ms(clock: Clock, for_ms: int) -> None:
+    """Sleep by the given clock."""
+    woken = asyncio.Event()
+    call = clock.call_at(clock.now_ms() + for_ms, woken.set)
+    try:
+        await woken.wait()
+    finally:
+        call.cancel()

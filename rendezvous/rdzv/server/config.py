@@ -1,0 +1,191 @@
+"""Every knob and every limit of rdzvd, with its unit, its default and the reason for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from rdzv.core.model import Tuning
+from rdzv.core.nodes import NodesTuning
+from rdzv.errors import InvalidRequestError
+from rdzv.stores.base import HISTORY_ROWS
+
+PROTOCOL_VERSION = 1
+"""The protocol that this server speaks."""
+OLDEST_PROTOCOL_VERSION = max(PROTOCOL_VERSION - 1, 1)
+"""The oldest that it accepts: one back, so that servers may be upgraded before agents."""
+
+DEFAULT_PORT = 29_400
+"""The port of torchrun's own c10d rendezvous, so that firewalls need not change."""
+
+MINUTE_MS = 60_000
+DAY_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what is accepted and kept, so that no caller can exhaust the server."""
+
+    # What a caller may send.
+    name_chars: int = 128
+    """rdzv_id and node_id: long enough for a pod's full name; they become names of folders."""
+    uid_chars: int = 64
+    """instance and run: random ids, a UUID is 36."""
+    address_chars: int = 255
+    """The longest DNS name."""
+    label_chars: int = 255
+    """role, topology, machine, versions."""
+    reason_chars: int = 1_000
+    """A sentence for people; longer ones are cut."""
+    traceback_chars: int = 16_384
+    """Tracebacks are stored with the job; longer ones lose their beginning."""
+    failures: int = 64
+    """Failed workers in one report; the earliest are kept, as in the core."""
+    pids: int = 64
+    """Stuck processes in one report; the others are dropped, for one is reason enough."""
+    message_bytes: int = 4 * 1024 * 1024
+    """One message on the wire; gRPC's own default. A hello with 64 jobs is far below."""
+    nodes_per_job: int = 10_000
+    """max_nodes: the largest job that the server is measured with."""
+    local_world_size: int = 4_096
+    """Workers of one node."""
+    restarts: int = 1_000_000
+    """max_restarts: more than can be spent."""
+    timeout_ms: int = 30 * DAY_MS
+    """Any timeout of a job, and any age: a month is longer than any launch waits."""
+    away_ms: int = 60 * MINUTE_MS
+    """Away(deadline): an upgrade of a node takes minutes; its seat is kept no longer."""
+
+    # What is kept for callers.
+    jobs: int = 10_000
+    """Jobs with somebody in them, or with a round that is not settled."""
+    nodes: int = 20_000
+    """Nodes, connected or away: twice the largest job."""
+    beliefs: int = 256
+    """Jobs of one node in its hello."""
+    outbox: int = 1_024
+    """Messages that wait for one slow reader before its stream is closed."""
+    inbox: int = 1_024
+    """Messages of one node that wait while the store is away, before its stream is closed."""
+    history_rows: int = HISTORY_ROWS
+    """Rows of history of one job; see `stores.base`."""
+    history_default: int = 200
+    """Rows that ListEvents returns when none are asked for."""
+    pending_rows: int = 256
+    """Rows of history that wait for the next commit of their job before they get their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The driver's own times; those of the cores are in `Tuning` and `NodesTuning`."""
+
+    hello_timeout_ms: int = 10_000
+    """A stream that says nothing is closed after this, for nobody else would notice it."""
+    hear_every_ms: int = 1_000
+    """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
+    watch_every_ms: int = 250
+    """How often the loop looks whether it was held up."""
+    deaf_after_ms: int = 500
+    """A loop that was late by more than this could not hear: silence proves nothing."""
+    settle_ms: int = 1_000
+    """After such a pause, what has come in is read before any deadline counts."""
+    store_retry_ms: int = 1_000
+    """How often a store that is away is tried again."""
+    stop_grace_ms: int = 500
+    """What open streams get to end when the server stops."""
+    ping_interval_ms: int = 10_000
+    """HTTP/2 pings to a silent peer; the heartbeats of the streams are faster and lead."""
+    ping_timeout_ms: int = 10_000
+    """An unanswered ping ends the connection after this; gRPC's default is a minute."""
+    min_ping_interval_ms: int = 300
+    """Clients may ping this often, else gRPC ends them with "Too many pings"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Listen:
+        """Read HOST:PORT; an IPv6 host stands in brackets.
+
+        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
+        (Listen(host='127.0.0.1', port=29400), '[::1]:0')
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isascii() or not port.isdigit():
+            raise InvalidRequestError(f"{text!r} is not HOST:PORT; give, for example, {_EXAMPLE}")
+        if int(port) > 65_535:
+            raise InvalidRequestError(f"port {port} of {text!r} is above 65535; give 0 to 65535")
+        bracketed = host.startswith("[") and host.endswith("]")
+        if ":" in host and not bracketed:
+            raise InvalidRequestError(
+                f"{text!r} has an IPv6 address without brackets; give [{host}]:{port}"
+            )
+        return cls(host[1:-1] if bracketed else host, int(port))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+_EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def default_data_dir() -> Path:
+    """Return where data lives if nobody says otherwise.
+
+    systemd's `$STATE_DIRECTORY` if it is set, `/var/lib/rdzv` for root, else
+    `$XDG_STATE_HOME/rdzv`, which is `~/.local/state/rdzv`.
+    """
+    if state_directory := os.environ.get("STATE_DIRECTORY"):
+        return Path(state_directory.split(":", maxsplit=1)[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib/rdzv")
+    state_home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state_home).expanduser() / "rdzv"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that one rdzvd was started with."""
+
+    listen: Listen
+    data_dir: Path
+    store: str = "sqlite"
+    insecure: bool = False
+    log_level: str = "info"
+    log_format: str = "human"
+    limits: Limits = field(default_factory=Limits)
+    timings: Timings = field(default_factory=Timings)
+    tuning: Tuning = field(default_factory=Tuning)
+    nodes_tuning: NodesTuning = field(default_factory=NodesTuning)
+
+    def check(self) -> None:
+        """Refuse what would be unsafe.
+
+        Raises:
+            InvalidRequestError: it would listen beyond this machine without being told to.
+
+        """
+        if not self.listen.loopback and not self.insecure:
+            raise InvalidRequestError(
+                f"{self.listen} can be reached from other machines, and nothing here is encrypted "
+                f"or authenticated yet; listen on loopback ({_EXAMPLE}), or say --insecure if "
+                "everyone who can reach this port may run and end jobs"
+            )

@@ -1,0 +1,195 @@
+"""Events as lines: the log and the history use the same words, so they can not disagree."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from rdzv.core.events import (
+    Event,
+    LastCallBegan,
+    NodeCameBack,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunBegan,
+    RunEnded,
+    WorkerFailed,
+)
+from rdzv.core.model import Result, Round
+from rdzv.core.root_cause import describe_failure
+from rdzv.stores.base import Record
+
+LISTED_NODES = 8
+"""How many nodes one line names."""
+
+log = logging.getLogger("rdzv.events")
+
+
+def describe(event: Event) -> str:
+    """Say in one line what happened. The job's name is the reader's to put before it.
+
+    >>> from rdzv.core.events import NodeLost
+    >>> describe(NodeLost("n7", "lease ran out: nothing heard for 5.0 s"))
+    'n7 was lost: lease ran out: nothing heard for 5.0 s'
+    """
+    return _one_line(_describe(event))
+
+
+def _describe(event: Event) -> str:
+    match event:
+        case RunBegan():
+            return f"run {event.run_number} ({event.run}) began: {event.reason}"
+        case NodeJoined():
+            workers = _count(event.local_world_size, "worker")
+            return f"{event.node_id} joined from {event.address} with {workers}"
+        case NodeStopped():
+            return f"{event.node_id} stopped its workers of round {event.round}"
+        case NodeSucceeded():
+            return f"{event.node_id} succeeded in round {event.round}"
+        case NodeLeaving():
+            return f"{event.node_id} leaves: {event.reason}"
+        case NodeLeft():
+            return f"{event.node_id} left: {event.reason}"
+        case NodeWentAway():
+            return f"{event.node_id} is away, its place is kept for {_seconds(event.for_ms)}"
+        case NodeCameBack():
+            return f"{event.node_id} is back after {_seconds(event.after_ms)}"
+        case NodeLost():
+            return f"{event.node_id} was lost: {event.reason}"
+        case NodeStuck():
+            return f"{event.node_id} is stuck in round {event.round}: {event.reason}"
+        case WorkerFailed():
+            return f"worker failed in round {event.round}: {describe_failure(event.failure)}"
+        case LastCallBegan():
+            nodes = _count(event.nodes, "node")
+            return f"last call: {nodes} at hand, more may come for {_seconds(event.for_ms)}"
+        case RoundCompleted():
+            return _describe_round(event.round)
+        case RoundEnded():
+            return f"round {event.round} ended ({event.end.cause}): {event.end.reason}"
+        case RoundSettled():
+            return (
+                f"round {event.round} is charged to {event.cause}: {event.reason}; restarts "
+                f"spent: {event.restarts} of {event.max_restarts}"
+            )
+        case RunEnded():
+            return f"run {event.run} {event.ended.result}: {event.ended.reason}"
+
+
+def _describe_round(round_: Round) -> str:
+    places = [
+        f"{p.node_id}={_ranks(p.rank_first, p.offer.local_world_size)}"
+        for p in round_.participants[:LISTED_NODES]
+    ]
+    more = len(round_.participants) - len(places)
+    listed = " ".join(places) + (f" and {_count(more, 'more node')}" if more else "")
+    return (
+        f"round {round_.number} complete: {listed}, world_size {round_.world_size}, "
+        f"MASTER {_host_port(round_.master_addr, round_.master_port)}"
+    )
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"{first}..{first + count - 1}" if count > 1 else str(first)
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _seconds(ms: int) -> str:
+    return f"{ms / 1000:.3g} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _one_line(text: str) -> str:
+    """Keep what nodes say from forging lines of the log, or moving a terminal's cursor."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+# ------------------------------------------------------------------ history and log
+
+
+def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Record, ...]:
+    """Turn events into rows of history; `run` is that of events which do not name one."""
+    return tuple(
+        Record(
+            unix_ms=now_ms,
+            rdzv_id=rdzv_id,
+            run=getattr(event, "run", run),
+            name=type(event).__name__,
+            text=describe(event),
+        )
+        for event in events
+    )
+
+
+def publish(rows: Sequence[Record], events: Sequence[Event]) -> None:
+    """Write one line to the log for each event."""
+    for row, event in zip(rows, events, strict=True):
+        extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
+        log.log(_level(event), "%s: %s", row.rdzv_id, row.text, extra=extra)
+
+
+def _level(event: Event) -> int:
+    match event:
+        case NodeLost() | NodeStuck() | WorkerFailed():
+            return logging.WARNING
+        case RunEnded(ended=ended) if ended.result is Result.FAILED:
+            return logging.ERROR
+        case _:
+            return logging.INFO
+
+
+class HumanFormatter(logging.Formatter):
+    """`12:00:01.250 INFO  job-7: n1 joined ...`: for eyes; the journal adds the date."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one record as a line, with its traceback below if there is one."""
+        at = datetime.fromtimestamp(record.created).astimezone()
+        text = f"{at:%H:%M:%S}.{int(record.msecs):03d} {record.levelname:<7} {record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, for machines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write one record as a JSON object."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for key in ("rdzv_id", "run", "event"):
+            if hasattr(record, key):
+                line[key] = getattr(record, key)
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logging(level: str, log_format: str) -> None:
+    """Log to stderr, which is where services and people look; stdout is for the ready line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

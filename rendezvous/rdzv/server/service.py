@@ -1,0 +1,296 @@
+"""The gRPC services: Rendezvous for nodes, Control for operators, health and reflection.
+
+An error leaves here as its status from the error table, with its code in the trailing metadata;
+what goes wrong about one job of a node is told to it in the stream, which stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rdzv.core.commands import Command
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from rdzv.server import wire
+from rdzv.server.clock import Clock
+from rdzv.server.config import Config, Limits, Listen, Timings
+from rdzv.server.driver import Driver
+from rdzv.server.messages import Belief, Refused
+from rdzv.server.streams import Stream
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
+AnyContext = grpc.aio.ServicerContext[Any, Any]
+Inbox = asyncio.Queue[tuple[str, Command]]
+
+log = logging.getLogger("rdzv.service")
+
+SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
+
+
+def server_version() -> str:
+    """Return the version of the installed program."""
+    return metadata.version("rdzv")
+
+
+async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
+    """End a call with an error of the table."""
+    await context.abort(
+        grpc.StatusCode[error.grpc_status],
+        str(error),
+        trailing_metadata=((ERROR_CODE_METADATA_KEY, error.code),),
+    )
+
+
+class RendezvousService(pb_grpc.RendezvousServicer):
+    """The stream of one node, for all its jobs."""
+
+    def __init__(self, driver: Driver, clock: Clock, config: Config) -> None:
+        self._driver = driver
+        self._clock = clock
+        self._limits = config.limits
+        self._timings = config.timings
+        self._version = server_version()
+
+    # The generated stub knows handlers that yield; this one reads and writes at once.
+    async def Attach(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: object, context: Context
+    ) -> None:
+        """Serve one node until either side ends the stream."""
+        try:
+            message = await self._first_message(context)
+            stream = self._driver.attach(wire.hello_of(message, self._limits))
+        except RendezvousError as error:
+            await _abort(context, error)
+        try:
+            end = await self._serve(stream, message.beliefs, context)
+        finally:
+            # Also when the node died, for then this call is cancelled.
+            self._driver.detach(stream)
+        if end is not None:
+            log.info("the stream of %s is closed: %s", stream.node_id, end)
+            await _abort(context, end)
+
+    async def _first_message(self, context: Context) -> pb.Hello:
+        timeout_s = self._timings.hello_timeout_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await context.read()
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+            ) from None
+        if not isinstance(message, pb.NodeMessage) or message.WhichOneof("body") != "hello":
+            raise InvalidRequestError("the first message of a stream must be a hello")
+        return message.hello
+
+    async def _serve(
+        self, stream: Stream, beliefs: Iterable[pb.Belief], context: Context
+    ) -> RendezvousError | None:
+        inbox = Inbox(self._limits.inbox)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._read(stream, inbox, context)),
+                tasks.create_task(self._obey(stream, beliefs, inbox)),
+                tasks.create_task(self._write(stream, context)),
+            ]
+            end = await stream.ended()
+            for task in running:
+                task.cancel()
+        return end
+
+    async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
+        """Take in what the node says; it is heard at once, even while the store is away."""
+        while isinstance(message := await context.read(), pb.NodeMessage):
+            self._driver.heard(stream)
+            try:
+                self._take(message, stream, inbox)
+            except InvalidRequestError as error:
+                stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+        # The stream's end is no goodbye: see the contract.
+        stream.close()
+
+    def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
+        match message.WhichOneof("body"):
+            case "heartbeat":
+                pass
+            case "away":
+                deadline_ms = wire.away_ms_of(message.away, self._limits)
+                self._driver.plan_away(stream, deadline_ms)
+            case _:
+                speaker = wire.Speaker(stream.node_id, stream.incarnation)
+                self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
+
+    def _queue(self, said: tuple[str, Command], stream: Stream, inbox: Inbox) -> None:
+        try:
+            inbox.put_nowait(said)
+        except asyncio.QueueFull:
+            stream.close(
+                LimitExceededError(
+                    f"{inbox.maxsize} messages of {stream.node_id} wait to be decided; the stream "
+                    "is closed: say hello again with what you believe"
+                )
+            )
+
+    async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
+        """Decide what the node says, in its order, beginning with what it believes."""
+        await self._driver.greet(stream, self._beliefs(stream, beliefs))
+        while True:
+            rdzv_id, command = await inbox.get()
+            await self._driver.hear(stream, rdzv_id, command)
+
+    def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
+        speaker = wire.Speaker(stream.node_id, stream.incarnation)
+        for message in messages:
+            try:
+                yield wire.belief_of(message, speaker, self._limits)
+            except InvalidRequestError as error:
+                # One bad job must not keep the others of this node from being heard.
+                stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+
+    async def _write(self, stream: Stream, context: Context) -> None:
+        while True:
+            told = await stream.next()
+            message = wire.server_message(
+                told, self._driver.leadership, self._version, self._clock.now_ms()
+            )
+            await context.write(message)
+
+
+class ControlService(pb_grpc.ControlServicer):
+    """Answers operators."""
+
+    def __init__(self, driver: Driver, clock: Clock, limits: Limits) -> None:
+        self._driver = driver
+        self._clock = clock
+        self._limits = limits
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Show one job."""
+        try:
+            view = await self._driver.status(wire.rdzv_id_of(request.rdzv_id, self._limits))
+        except RendezvousError as error:
+            await _abort(context, error)
+        return wire.job_status(view, self._clock.now_ms())
+
+    async def ListJobs(  # noqa: N802
+        self, request: pb.ListJobsRequest, context: AnyContext
+    ) -> pb.ListJobsResponse:
+        """Show every job."""
+        try:
+            views = await self._driver.list()
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ListJobsResponse(jobs=[wire.job_summary(view) for view in views])
+
+    async def ListEvents(  # noqa: N802
+        self, request: pb.ListEventsRequest, context: AnyContext
+    ) -> pb.ListEventsResponse:
+        """Show a job's history."""
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            limit = wire.history_limit(request.limit, self._limits)
+            rows = await self._driver.history(rdzv_id, limit)
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
+
+
+@asynccontextmanager
+async def serving(driver: Driver, clock: Clock, config: Config) -> AsyncIterator[Listen]:
+    """Serve until the body ends; yield the address, with the port that was given for port 0.
+
+    At the end every stream is told to connect again, and open calls get a moment to end.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    server = grpc.aio.server(options=_options(config.limits, config.timings))
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(driver, clock, config), server)
+    pb_grpc.add_ControlServicer_to_server(ControlService(driver, clock, config.limits), server)
+    await _add_health(server)
+    reflection.enable_server_reflection(
+        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    bound = replace(config.listen, port=_bind(server, config.listen))
+    await server.start()
+    try:
+        yield bound
+    finally:
+        driver.close_streams(
+            RendezvousConnectionError("this server is stopping; workers run on, connect again")
+        )
+        await server.stop(config.timings.stop_grace_ms / 1000)
+
+
+def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
+    return [
+        # Without this, two servers would share a port and take turns.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.keepalive_time_ms", timings.ping_interval_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # This, not keepalive_timeout_ms, is what ends a connection to a stopped peer.
+        ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
+    ]
+
+
+async def _add_health(server: grpc.aio.Server) -> None:
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    for name in ("", *SERVICES):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+
+def _bind(server: grpc.aio.Server, listen: Listen) -> int:
+    try:
+        return server.add_insecure_port(str(listen))
+    except RuntimeError as error:
+        raise InvalidRequestError(_why_not(listen)) from error
+
+
+def _why_not(listen: Listen) -> str:
+    """Find out why an address can not be listened on, for gRPC does not say."""
+    advice = "give another address with --listen"
+    try:
+        infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return f"can not listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
+    for family, kind, protocol, _, address in infos:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return (
+                        f"can not listen on {listen}: another program does already; end that one "
+                        f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
+                    )
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                return f"can not listen on {listen}: {reason}; {advice}"
+    return f"can not listen on {listen}: gRPC refused it; {advice}"

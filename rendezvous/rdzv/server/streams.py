@@ -1,0 +1,67 @@
+"""One node's open stream, as the driver sees it: a bounded outbox and an end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rdzv.errors import LimitExceededError, RendezvousError
+from rdzv.server.messages import Line, RoundOver, Told, Waiting
+
+
+class Stream:
+    """Takes messages without ever blocking; a reader that is too slow loses its stream.
+
+    Nothing else suffers from a slow reader: the node reconnects, and hears what it is owed.
+    """
+
+    def __init__(self, number: int, node_id: str, incarnation: int, limit: int) -> None:
+        self.number = number
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self.greeted = False
+        """Whether the node has said all that it believes."""
+        self._outbox: asyncio.Queue[Told] = asyncio.Queue(limit)
+        self._last: dict[str, Told] = {}
+        self._ended: asyncio.Future[RendezvousError | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether anything that is sent may still arrive."""
+        return not self._ended.done()
+
+    def send(self, told: Told) -> None:
+        """Queue a message; after the stream's end, do nothing."""
+        if not self.open or self._repeats(told):
+            return
+        try:
+            self._outbox.put_nowait(told)
+        except asyncio.QueueFull:
+            self.close(
+                LimitExceededError(
+                    f"{self.node_id} reads its stream too slowly: {self._outbox.maxsize} messages "
+                    "wait; the stream is closed, and a new one begins with the present state"
+                )
+            )
+
+    def _repeats(self, told: Told) -> bool:
+        """Whether this says how things are with a job, just as the last such message did."""
+        if not isinstance(told, Line | RoundOver | Waiting):
+            return False
+        repeated = self._last.get(told.rdzv_id) == told
+        self._last[told.rdzv_id] = told
+        return repeated
+
+    async def next(self) -> Told:
+        """Wait for the next message to write."""
+        return await self._outbox.get()
+
+    def close(self, error: RendezvousError | None = None) -> None:
+        """End the stream, with the error that the node is to hear; only the first end counts."""
+        if self.open:
+            self._ended.set_result(error)
+
+    async def ended(self) -> RendezvousError | None:
+        """Wait for the stream's end."""
+        return await asyncio.shield(self._ended)

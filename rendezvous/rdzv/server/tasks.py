@@ -1,0 +1,31 @@
+"""Tasks that outlive the call that started them, and still have a parent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """The tasks of one driver, in its task group. What one raises ends the server, so: nothing."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` whatever becomes of the caller."""
+        task = self._group.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def finish(self, within_ms: int) -> None:
+        """Let what runs come to its end; cancel what does not."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=within_ms / 1000)
+        for task in self._running:
+            task.cancel()

@@ -1,0 +1,138 @@
+"""Who is to hear what: pure functions from states and events to messages.
+
+`news` is for those who were there when something happened; `owed` is for a node that comes back
+and may have missed it. A node that hears the same thing from both is not harmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rdzv.core.events import (
+    Event,
+    LastCallBegan,
+    NodeJoined,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunEnded,
+)
+from rdzv.core.explain import waiting_reason
+from rdzv.core.model import Cause, Membership, Round, RoundEnd, State
+from rdzv.core.rendezvous import ended_run
+from rdzv.server.messages import Belief, Closed, Line, RoundOver, Told, Waiting
+
+_NEW_PHASE = (LastCallBegan, RoundCompleted, RoundEnded, RoundSettled)
+"""Only after these do all who wait hear the reason anew: n joins must not cost n * n messages."""
+
+
+def news(
+    before: State, after: State, events: Sequence[Event], now_ms: int
+) -> Iterator[tuple[str, Told]]:
+    """Yield what one transition announces, and to whom, in the order in which it happened."""
+    membership = after.membership
+    present = {*before.seats, *before.waiting, *before.stuck}
+    for event in events:
+        match event:
+            case NodeJoined():
+                present.add(event.node_id)
+            case RoundCompleted():
+                yield from lines(membership, event.round)
+            case RoundEnded():
+                over = RoundOver(membership.rdzv_id, membership.run, event.round, event.end)
+                for node_id in {**before.seats, **after.seats}:
+                    yield node_id, over
+            case RunEnded():
+                closed = Closed(membership.rdzv_id, event.run, event.ended)
+                for node_id in present:
+                    yield node_id, closed
+                # Who joins after this, in the same transition, is in the next run.
+                present = set()
+    if any(isinstance(event, _NEW_PHASE) for event in events):
+        for node_id in after.waiting:
+            yield node_id, waiting(after, node_id, now_ms)
+
+
+def lines(membership: Membership, round_: Round) -> Iterator[tuple[str, Line]]:
+    """Yield each participant's own line of a round."""
+    for group_rank, participant in enumerate(round_.participants):
+        yield participant.node_id, _line(membership, round_, group_rank)
+
+
+def _line(membership: Membership, round_: Round, group_rank: int) -> Line:
+    participant, last = round_.participants[group_rank], round_.participants[-1]
+    return Line(
+        rdzv_id=membership.rdzv_id,
+        run=membership.run,
+        round=round_.number,
+        group_rank=group_rank,
+        group_world_size=len(round_.participants),
+        rank_first=participant.rank_first,
+        # Not the sum over all nodes, which would be taken once for each of them.
+        world_size=last.rank_first + last.offer.local_world_size,
+        role_rank_first=participant.role_rank_first,
+        role_world_size=participant.role_world_size,
+        master_addr=round_.master_addr,
+        master_port=round_.master_port,
+        use_agent_store=round_.use_agent_store,
+        restarts=round_.restarts,
+        max_restarts=membership.settings.max_restarts,
+    )
+
+
+def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
+    """Say why a waiting node has no workers."""
+    return Waiting(state.membership.rdzv_id, waiting_reason(state, node_id, now_ms))
+
+
+def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told, ...]:
+    """Return what a node must hear of a job, given what it believes after it came back.
+
+    Running workers are stopped only on a positive statement, so a node that knows of a run or a
+    round that the server does not know is told nothing.
+    """
+    ended = ended_run(state, belief.run)
+    if ended is not None:
+        return (Closed(state.membership.rdzv_id, belief.run, ended),)
+    if unknown(state, belief):
+        return ()
+    if node_id in state.seats:
+        return (_about_its_seat(state.membership, node_id),)
+    told: list[Told] = []
+    if belief.has_workers and belief.round is not None:
+        told.append(_seat_given_up(state.membership, node_id, belief.round))
+    if node_id in state.waiting:
+        told.append(waiting(state, node_id, now_ms))
+    return tuple(told)
+
+
+def unknown(state: State, belief: Belief) -> bool:
+    """Whether the node runs workers of a job or round that this server has never heard of."""
+    membership = state.membership
+    if not belief.has_workers:
+        return False
+    return not membership.run or (
+        belief.round is not None and belief.round >= membership.next_round
+    )
+
+
+def _about_its_seat(membership: Membership, node_id: str) -> Told:
+    """Tell a seated node its line while the round is live, and then that it has ended."""
+    round_ = membership.round
+    assert round_ is not None, "a seat is always one of a round"
+    if round_.end is not None:
+        return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
+    node_ids = (participant.node_id for participant in round_.participants)
+    group_rank = next(i for i, other in enumerate(node_ids) if other == node_id)
+    return _line(membership, round_, group_rank)
+
+
+def _seat_given_up(membership: Membership, node_id: str, number: int) -> RoundOver:
+    round_ = membership.round
+    if round_ is not None and round_.number == number and round_.end is not None:
+        end = round_.end
+    else:
+        reason = f"round {number} is over, and the seat of {node_id} in it was given up"
+        at_ms = round_.at_ms if round_ else membership.began_at_ms
+        end = RoundEnd(Cause.NODE_LOST, reason, at_ms, broken=True)
+    return RoundOver(membership.rdzv_id, membership.run, number, end)

@@ -1,0 +1,522 @@
+"""Protobuf to core values and back. All that comes in is bounded and validated here.
+
+Every refusal names the value, the reason and the remedy. What is merely too long for people to
+read (a reason, a traceback) is cut instead: a node's report must not be lost for its length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from rdzv.core.commands import (
+    Command,
+    Fail,
+    FailureReport,
+    Join,
+    Leave,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Succeed,
+)
+from rdzv.core.explain import JobView, NodeView
+from rdzv.core.model import (
+    Failure,
+    LeaveCause,
+    NodeState,
+    Offer,
+    Result,
+    ScaleUp,
+    Settings,
+)
+from rdzv.core.nodes import AgentKind
+from rdzv.errors import InvalidRequestError
+from rdzv.server.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
+from rdzv.server.messages import (
+    Belief,
+    Closed,
+    Hello,
+    Joined,
+    Line,
+    Refused,
+    RoundOver,
+    Told,
+    Waiting,
+    Welcome,
+)
+from rdzv.stores.base import Record
+from rdzv.v1 import rdzv_pb2 as pb
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*")
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_ADDRESS = re.compile(r"[A-Za-z0-9.:%_-]+")
+
+_KINDS: Mapping[int, AgentKind] = {
+    pb.AGENT_KIND_FOREGROUND: AgentKind.FOREGROUND,
+    pb.AGENT_KIND_DAEMON: AgentKind.DAEMON,
+}
+_SCALE_UPS: Mapping[int, ScaleUp] = {
+    pb.SCALE_UP_UNSPECIFIED: ScaleUp.EAGER,
+    pb.SCALE_UP_EAGER: ScaleUp.EAGER,
+    pb.SCALE_UP_ON_RESTART: ScaleUp.ON_RESTART,
+}
+_LEAVE_CAUSES: Mapping[int, LeaveCause] = {
+    pb.Leave.SIGNAL: LeaveCause.SIGNAL,
+    pb.Leave.START_FAILED: LeaveCause.START_FAILED,
+    pb.Leave.TIMEOUT: LeaveCause.TIMEOUT,
+}
+_RESULTS = {
+    Result.SUCCEEDED: pb.RESULT_SUCCEEDED,
+    Result.FAILED: pb.RESULT_FAILED,
+    Result.STOPPED: pb.RESULT_STOPPED,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Who says something on a stream."""
+
+    node_id: str
+    incarnation: int
+
+
+# ------------------------------------------------------------------ the pieces of a message
+
+
+def _refuse(what: str, value: object, reason: str, remedy: str) -> InvalidRequestError:
+    shown = repr(value) if len(str(value)) <= 80 else repr(str(value)[:77] + "...")
+    return InvalidRequestError(f"{what} {shown} {reason}; {remedy}")
+
+
+def _spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed: str) -> str:
+    if not text:
+        raise _refuse(what, text, "is empty", f"give {allowed}")
+    if len(text) > chars:
+        raise _refuse(what, text, f"has {len(text)} characters", f"give at most {chars}")
+    if not alphabet.fullmatch(text):
+        raise _refuse(what, text, "has characters that are not allowed", f"use {allowed}")
+    return text
+
+
+def _name(what: str, text: str, limits: Limits) -> str:
+    """Check a name that people give, and that becomes the name of a folder."""
+    allowed = "letters, digits and . _ : @ -, beginning with a letter, a digit or _"
+    return _spelled(what, text, _NAME, limits.name_chars, allowed)
+
+
+def rdzv_id_of(text: str, limits: Limits) -> str:
+    """Check the name of a job."""
+    return _name("rdzv_id", text, limits)
+
+
+def _uid(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
+    if not text and not needed:
+        return ""
+    return _spelled(what, text, _UID, limits.uid_chars, "letters, digits, _ and -")
+
+
+def _address(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
+    if not text and not needed:
+        return ""
+    return _spelled(what, text, _ADDRESS, limits.address_chars, "a host name or an IP address")
+
+
+def _label(what: str, text: str, limits: Limits) -> str:
+    if len(text) > limits.label_chars:
+        raise _refuse(
+            what, text, f"has {len(text)} characters", f"give at most {limits.label_chars}"
+        )
+    if not text.isprintable():
+        raise _refuse(what, text, "has characters that can not be printed", "leave them out")
+    return text
+
+
+def _within(what: str, value: int, lowest: int, highest: int) -> int:
+    if not lowest <= value <= highest:
+        raise _refuse(what, value, "is out of bounds", f"give {lowest} to {highest}")
+    return value
+
+
+def _one_of(what: str, value: int, known: Mapping[int, T]) -> T:
+    if value not in known:
+        allowed = ", ".join(str(number) for number in known)
+        raise _refuse(what, value, "is not known to this server", f"give one of {allowed}")
+    return known[value]
+
+
+def _sentence(text: str, limits: Limits) -> str:
+    """Cut what people read to one line of bounded length."""
+    line = "".join(char if char.isprintable() else " " for char in text).strip()
+    return line if len(line) <= limits.reason_chars else line[: limits.reason_chars - 3] + "..."
+
+
+def _traceback(text: str, limits: Limits) -> str:
+    """Keep the end of a traceback, which says what went wrong."""
+    cut = len(text) - limits.traceback_chars
+    return text if cut <= 0 else "..." + text[cut + 3 :]
+
+
+def _settings(message: pb.Settings, limits: Limits) -> Settings:
+    most = limits.nodes_per_job
+    min_nodes = _within("min_nodes", message.min_nodes, 1, most)
+    max_nodes = _within("max_nodes", message.max_nodes, 1, most)
+    if min_nodes > max_nodes:
+        raise _refuse(
+            "min_nodes", min_nodes, f"is above max_nodes {max_nodes}", "give --nnodes=MIN:MAX"
+        )
+    return Settings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=_within("max_restarts", message.max_restarts, 0, limits.restarts),
+        join_timeout_ms=_within("join_timeout_ms", message.join_timeout_ms, 1, limits.timeout_ms),
+        last_call_timeout_ms=_within(
+            "last_call_timeout_ms", message.last_call_timeout_ms, 0, limits.timeout_ms
+        ),
+        scale_up=_one_of("scale_up", message.scale_up, _SCALE_UPS),
+        restart_window_ms=_within(
+            "restart_window_ms", message.restart_window_ms, 0, limits.timeout_ms
+        ),
+    )
+
+
+def _offer(message: pb.Offer, limits: Limits) -> Offer:
+    return Offer(
+        address=_address("address", message.address, limits),
+        local_world_size=_within(
+            "local_world_size", message.local_world_size, 1, limits.local_world_size
+        ),
+        role=_label("role", message.role, limits) or "default",
+        topology=_label("topology", message.topology, limits),
+        host_name=_address("host_name", message.host_name, limits, needed=False),
+        machine=_label("machine", message.machine, limits),
+        store_port=_within("store_port", message.store_port, 1, 65_535),
+        can_host_store=message.can_host_store,
+        shutdown_timeout_ms=_within(
+            "shutdown_timeout_ms", message.shutdown_timeout_ms, 0, limits.timeout_ms
+        ),
+    )
+
+
+def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
+    """Read reports of failed workers; of too many, the earliest are the ones that matter."""
+    reports = [_failure(message, limits) for message in messages]
+    return tuple(sorted(reports, key=lambda report: -report.age_ms)[: limits.failures])
+
+
+def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
+    return FailureReport(
+        local_rank=_within("local_rank", message.local_rank, 0, limits.local_world_size - 1),
+        rank=message.rank,
+        pid=message.pid,
+        exit_code=message.exit_code if message.HasField("exit_code") else None,
+        signal=message.signal if message.HasField("signal") else None,
+        message=_sentence(message.message, limits),
+        traceback=_traceback(message.traceback, limits),
+        age_ms=min(message.age_ms, limits.timeout_ms),
+    )
+
+
+# ------------------------------------------------------------------ what nodes say
+
+
+def hello_of(message: pb.Hello, limits: Limits) -> Hello:
+    """Read who opens a stream; the beliefs are read one by one, with `belief_of`."""
+    check_protocol(message.protocol_version)
+    if len(message.beliefs) > limits.beliefs:
+        raise _refuse(
+            "hello",
+            message.node_id,
+            f"has {len(message.beliefs)} jobs",
+            f"at most {limits.beliefs}",
+        )
+    return Hello(
+        node_id=_name("node_id", message.node_id, limits),
+        instance=_uid("instance", message.instance, limits),
+        kind=_one_of("kind", message.kind, _KINDS),
+        address=_address("address", message.address, limits, needed=False),
+        pid=message.pid,
+        leadership=message.leadership,
+        incarnation=message.incarnation,
+    )
+
+
+def check_protocol(version: int) -> None:
+    """Refuse a node that speaks another protocol than this server understands."""
+    if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+        return
+    older = version < OLDEST_PROTOCOL_VERSION
+    accepted = f"{PROTOCOL_VERSION}"
+    if OLDEST_PROTOCOL_VERSION != PROTOCOL_VERSION:
+        accepted = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+    raise InvalidRequestError(
+        f"the node speaks protocol {version}, this server speaks {accepted}; upgrade the "
+        f"{'agent' if older else 'server'}"
+    )
+
+
+def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
+    """Read what a node believes about one job, and the commands that say so."""
+    join = _join(message.join, speaker, limits)
+    rdzv_id = rdzv_id_of(message.join.rdzv_id, limits)
+    round_ = message.round.round if message.HasField("round") else None
+    if message.HasField("round") and message.round.rdzv_id != rdzv_id:
+        raise _refuse("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
+    run = _uid("run", message.round.run or join.run, limits, needed=False)
+    phase = message.phase
+    if phase == pb.Belief.JOINING:
+        return Belief(rdzv_id, run, round_, has_workers=False, commands=(join,))
+    if phase == pb.Belief.LEAVING:
+        leave = _leave(message.leave, speaker, limits)
+        resume = () if round_ is None else (_resume(speaker, run, round_),)
+        gone = round_ is None or leave.left_round == round_
+        return Belief(rdzv_id, run, round_, not gone, (*resume, leave))
+    if phase not in _WITH_WORKERS:
+        raise _refuse("phase", phase, "is not known to this server", "upgrade the server")
+    if round_ is None or not run:
+        raise _refuse("phase", phase, "needs a round and its run", "name both")
+    failures = _failures(message.failures, limits)
+    commands: list[Command] = [_resume(speaker, run, round_)]
+    if phase == pb.Belief.SUCCEEDED:
+        commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
+    elif failures:
+        commands.append(Fail(speaker.node_id, speaker.incarnation, run, round_, failures))
+    return Belief(rdzv_id, run, round_, has_workers=True, commands=tuple(commands))
+
+
+_WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
+
+
+def _resume(speaker: Speaker, run: str, round_: int) -> Resume:
+    return Resume(speaker.node_id, speaker.incarnation, run, round_)
+
+
+def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
+    """Read a message about a job: its rdzv_id, and what the node asks of its rendezvous."""
+    body = message.WhichOneof("body")
+    match body:
+        case "join":
+            return _job(message.join, limits), _join(message.join, speaker, limits)
+        case "failed":
+            return _job(message.failed, limits), _fail(message.failed, speaker, limits)
+        case "succeeded":
+            return _job(message.succeeded, limits), _succeed(message.succeeded, speaker, limits)
+        case "leave":
+            return _job(message.leave, limits), _leave(message.leave, speaker, limits)
+        case "stuck":
+            return _job(message.stuck, limits), _stuck(message.stuck, speaker, limits)
+        case "store_host_failed":
+            failed = message.store_host_failed
+            return _job(failed, limits), _store_host(failed, speaker, limits)
+    raise _refuse("message", body, "has no place here", "say hello once; upgrade the server")
+
+
+_AboutJob = pb.Join | pb.Failed | pb.Succeeded | pb.Leave | pb.Stuck | pb.StoreHostFailed
+
+
+def _job(message: _AboutJob, limits: Limits) -> str:
+    return rdzv_id_of(message.rdzv_id, limits)
+
+
+def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
+    """Return the rdzv_id of a message that may be invalid, to name it in the refusal."""
+    if isinstance(message, pb.Belief):
+        return message.join.rdzv_id
+    body = message.WhichOneof("body")
+    return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
+
+
+def _join(message: pb.Join, speaker: Speaker, limits: Limits) -> Join:
+    return Join(
+        node_id=speaker.node_id,
+        incarnation=speaker.incarnation,
+        run=_uid("run", message.run, limits, needed=False),
+        settings=_settings(message.settings, limits),
+        offer=_offer(message.offer, limits),
+        left_round=message.left_round if message.HasField("left_round") else None,
+        failures=_failures(message.failures, limits),
+        refuse_reuse=message.refuse_reuse,
+    )
+
+
+def _fail(message: pb.Failed, speaker: Speaker, limits: Limits) -> Fail:
+    failures = _failures(message.failures, limits)
+    run = _uid("run", message.run, limits)
+    return Fail(speaker.node_id, speaker.incarnation, run, message.round, failures)
+
+
+def _succeed(message: pb.Succeeded, speaker: Speaker, limits: Limits) -> Succeed:
+    run = _uid("run", message.run, limits)
+    return Succeed(speaker.node_id, speaker.incarnation, run, message.round)
+
+
+def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
+    return Leave(
+        node_id=speaker.node_id,
+        incarnation=speaker.incarnation,
+        run=_uid("run", message.run, limits),
+        cause=_one_of("cause", message.cause, _LEAVE_CAUSES),
+        reason=_sentence(message.reason, limits),
+        left_round=message.left_round if message.HasField("left_round") else None,
+    )
+
+
+def _stuck(message: pb.Stuck, speaker: Speaker, limits: Limits) -> ReportStuck:
+    run, pids = _uid("run", message.run, limits), tuple(message.pids[: limits.pids])
+    return ReportStuck(speaker.node_id, speaker.incarnation, run, message.round, pids)
+
+
+def _store_host(message: pb.StoreHostFailed, speaker: Speaker, limits: Limits) -> ReportStoreHost:
+    run, reason = _uid("run", message.run, limits), _sentence(message.reason, limits)
+    return ReportStoreHost(speaker.node_id, speaker.incarnation, run, message.round, reason)
+
+
+def away_ms_of(message: pb.Away, limits: Limits) -> int:
+    """Read for how long an agent will be away."""
+    return _within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
+
+
+# ------------------------------------------------------------------ what nodes are told
+
+
+def server_message(
+    told: Told, leadership: int, server_version: str, now_ms: int
+) -> pb.ServerMessage:
+    """Write one message to a node."""
+    message = pb.ServerMessage(leadership=leadership)
+    match told:
+        case Welcome():
+            message.welcome.protocol_version = PROTOCOL_VERSION
+            message.welcome.incarnation = told.incarnation
+            message.welcome.heartbeat_interval_ms = told.heartbeat_interval_ms
+            message.welcome.lease_ms = told.lease_ms
+            message.welcome.server_version = server_version
+        case Joined():
+            message.joined.CopyFrom(_copied(pb.Joined(), told))
+        case Line():
+            message.round_completed.CopyFrom(_copied(pb.RoundCompleted(), told))
+        case RoundOver():
+            message.round_ended.CopyFrom(_round_ended(told))
+        case Closed():
+            message.closed.CopyFrom(_closed(told, now_ms))
+        case Refused():
+            message.refused.CopyFrom(_copied(pb.Refused(), told))
+        case Waiting():
+            message.waiting.CopyFrom(_copied(pb.Waiting(), told))
+    return message
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _copied(message: M, value: Joined | Line | Refused | Waiting | NodeView) -> M:
+    """Fill a message from a value whose fields have its names; None stays unset."""
+    for field in fields(value):
+        content = getattr(value, field.name)
+        if content is not None:
+            setattr(message, field.name, content)
+    return message
+
+
+def _round_ended(told: RoundOver) -> pb.RoundEnded:
+    return pb.RoundEnded(
+        rdzv_id=told.rdzv_id,
+        run=told.run,
+        round=told.round,
+        cause=pb.Cause.Value(told.end.cause.name),
+        reason=told.end.reason,
+        broken=told.end.broken,
+    )
+
+
+def _closed(told: Closed, now_ms: int) -> pb.Closed:
+    return pb.Closed(
+        rdzv_id=told.rdzv_id,
+        run=told.run,
+        result=_RESULTS[told.ended.result],
+        reason=told.ended.reason,
+        retry_sensible=told.ended.retry_sensible,
+        root_cause=_root_cause(told.ended.failures, now_ms),
+    )
+
+
+def _root_cause(failures: Iterable[Failure], now_ms: int) -> pb.RootCause | None:
+    written = [
+        pb.NodeFailure(
+            node_id=failure.node_id, address=failure.address, failure=_worker(failure, now_ms)
+        )
+        for failure in failures
+    ]
+    return pb.RootCause(failures=written) if written else None
+
+
+def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
+    return pb.WorkerFailure(
+        local_rank=failure.local_rank,
+        rank=failure.rank,
+        pid=failure.pid,
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        message=failure.message,
+        traceback=failure.traceback,
+        age_ms=max(now_ms - failure.at_ms, 0),
+    )
+
+
+# ------------------------------------------------------------------ what operators are told
+
+
+def job_status(view: JobView, now_ms: int) -> pb.JobStatus:
+    """Write everything that `status` shows of a job."""
+    status = pb.JobStatus()
+    for field in fields(view):
+        content = getattr(view, field.name)
+        if field.name == "nodes":
+            status.nodes.extend(_copied(pb.NodeStatus(), node) for node in content)
+        elif field.name == "last_failure":
+            if content:
+                status.last_failure.CopyFrom(_root_cause(content, now_ms) or pb.RootCause())
+        elif content is not None:
+            setattr(status, field.name, content)
+    return status
+
+
+def job_summary(view: JobView) -> pb.JobSummary:
+    """Write the line that `list` shows of a job."""
+    here = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
+    return pb.JobSummary(
+        rdzv_id=view.rdzv_id,
+        run=view.run,
+        state=view.state,
+        reason=view.reason,
+        round=view.round,
+        nodes=sum(1 for n in view.nodes if n.group_rank is not None and n.state in here),
+        min_nodes=view.min_nodes,
+        max_nodes=view.max_nodes,
+        world_size=view.world_size,
+        restarts=view.restarts,
+        max_restarts=view.max_restarts,
+        state_age_ms=view.state_age_ms,
+    )
+
+
+def event_row(record: Record) -> pb.Event:
+    """Write one row of a job's history."""
+    return pb.Event(
+        unix_ms=record.unix_ms,
+        rdzv_id=record.rdzv_id,
+        run=record.run,
+        name=record.name,
+        text=record.text,
+    )
+
+
+def history_limit(asked: int, limits: Limits) -> int:
+    """Read how many rows of history are wanted."""
+    return _within("limit", asked or limits.history_default, 1, limits.history_rows)

@@ -1,0 +1,93 @@
+"""The store that forgets when its process ends: for tests and for `--standalone`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rdzv.core.model import Membership
+from rdzv.stores import codec
+from rdzv.stores.base import (
+    HISTORY_ROWS,
+    Record,
+    RevisionConflictError,
+    Stored,
+    StoreRefusedError,
+)
+
+
+class MemoryStore:
+    """Keeps encoded memberships in a dict, so that what is read back is what was written."""
+
+    def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
+        self._history_rows = history_rows
+        self._jobs: dict[str, tuple[bytes, int]] = {}
+        self._history: dict[str, deque[Record]] = {}
+        self._leadership = 0
+        self._closed = False
+
+    @property
+    def place(self) -> str:
+        """Where the data is, for people."""
+        return "memory"
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        """Return a job as it was last written; None if it never was."""
+        self._check_open()
+        if (held := self._jobs.get(rdzv_id)) is None:
+            return None
+        data, revision = held
+        return Stored(codec.decode(data, f"job {rdzv_id} in memory"), revision)
+
+    async def compare_and_swap(
+        self,
+        rdzv_id: str,
+        membership: Membership,
+        revision: int,
+        records: Sequence[Record] = (),
+    ) -> int:
+        """Write a membership and its records; return the new revision."""
+        self._check_open()
+        _, held = self._jobs.get(rdzv_id, (b"", 0))
+        if held != revision:
+            raise RevisionConflictError(
+                f"job {rdzv_id} has revision {held}, not {revision}: another server has written it"
+            )
+        self._jobs[rdzv_id] = (codec.encode(membership), revision + 1)
+        self._record(records)
+        return revision + 1
+
+    async def list(self) -> tuple[str, ...]:
+        """Return the rdzv_ids of all stored jobs, in order."""
+        self._check_open()
+        return tuple(sorted(self._jobs))
+
+    async def append(self, records: Sequence[Record]) -> None:
+        """Write records that no membership carries."""
+        self._check_open()
+        self._record(records)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return the newest records of a job, at most `limit`, oldest first."""
+        self._check_open()
+        rows = tuple(self._history.get(rdzv_id, ()))
+        return rows[max(len(rows) - limit, 0) :]
+
+    async def take_over(self, at_least: int = 0) -> int:
+        """Return a leadership number above all that this store has given."""
+        self._check_open()
+        self._leadership = max(self._leadership + 1, at_least)
+        return self._leadership
+
+    async def close(self) -> None:
+        """Refuse all later calls."""
+        self._closed = True
+
+    def _record(self, records: Sequence[Record]) -> None:
+        for record in records:
+            rows = self._history.setdefault(record.rdzv_id, deque(maxlen=self._history_rows))
+            rows.append(record)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreRefusedError("the store is closed: this server is stopping")

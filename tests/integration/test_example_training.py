@@ -1,0 +1,228 @@
+"""The training example under a real launcher: killed, scaled, stopped, and none the worse."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "examples" / "train_ddp.py"
+BIN = Path(sys.executable).parent
+
+# One line for each launcher that has to keep the example's promises.
+LAUNCHERS = {
+    "torchrun": [str(BIN / "torchrun"), "--standalone"],
+}
+
+EPOCH_LINE = re.compile(
+    r"^epoch (\d+) \| step (\d+) \| loss ([\d.]+) \| world_size (\d+) \| round (\d+)$",
+    re.MULTILINE,
+)
+# 128 samples, batches of 8, two workers: 8 steps an epoch.
+TRAINING = ["--epochs=6", "--samples=128", "--batch-size=8", "--seed=3"]
+STEPS_PER_EPOCH = 8
+
+
+@dataclass
+class Job:
+    """A launcher at work, and what it has said so far."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    mark: str = field(repr=False)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self.process.poll() is None, f"it ended before {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def finish(self, timeout_s: float = 90) -> str:
+        assert self.process.wait(timeout_s) == 0, self.output
+        return self.output
+
+    def worker(self, rank: int) -> int:
+        """Return the pid of a worker, whatever processes are between it and the launcher."""
+        wanted = {f"EXAMPLE_MARK={self.mark}".encode(), f"RANK={rank}".encode()}
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = set((process / "environ").read_bytes().split(b"\0"))
+            except OSError:
+                continue
+            if wanted <= environ:
+                found.append(int(process.name))
+        assert len(found) == 1, found
+        return found[0]
+
+
+class Launcher:
+    """Starts jobs in a folder of its own, and ends those that a failed test has left."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self.jobs: list[Job] = []
+
+    def __call__(self, *arguments: str, nproc: int = 2, max_restarts: int = 3) -> Job:
+        mark = uuid.uuid4().hex
+        # torchrun's restarts are reliable only when each has a store of its own.
+        environ = os.environ | {"EXAMPLE_MARK": mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command = [
+            *LAUNCHERS[self.name],
+            f"--nproc-per-node={nproc}",
+            f"--max-restarts={max_restarts}",
+            str(SCRIPT),
+            *TRAINING,
+            *arguments,
+        ]
+        log = self.folder / f"{len(self.jobs)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+        self.jobs.append(Job(process, log, mark))
+        return self.jobs[-1]
+
+    def close(self) -> None:
+        for job in self.jobs:
+            if job.process.poll() is None:
+                job.process.terminate()
+                try:
+                    job.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    job.process.kill()
+                    job.process.wait()
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def launcher_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def launch(launcher_name: str, tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(launcher_name, tmp_path)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    launcher_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """Return what the training says, and its final weights, when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    launcher = Launcher(launcher_name, folder)
+    yield launcher(f"--final-weights={folder / 'final.pt'}").finish(), folder / "final.pt"
+    launcher.close()
+
+
+@dataclass(frozen=True)
+class Line:
+    epoch: int
+    step: int
+    loss: float
+    world_size: int
+    round: int
+
+
+def lines(output: str) -> list[Line]:
+    return [
+        Line(int(epoch), int(step), float(loss), int(world_size), int(round_))
+        for epoch, step, loss, world_size, round_ in EPOCH_LINE.findall(output)
+    ]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = (torch.load(path, weights_only=True) for path in (one, other))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_killed_workers_change_nothing_in_the_result(
+    launch: Launcher, undisturbed: tuple[str, Path], tmp_path: Path
+) -> None:
+    job = launch(
+        f"--snapshot={tmp_path / 'snapshot.pt'}",
+        f"--final-weights={tmp_path / 'disturbed.pt'}",
+        "--step-seconds=0.05",
+    )
+    for epoch, victim in (2, 1), (4, 0):
+        job.wait_for(f"\nepoch {epoch} | step {epoch * STEPS_PER_EPOCH} | ")
+        time.sleep(0.15)  # in the middle of the next epoch
+        os.kill(job.worker(victim), signal.SIGKILL)
+    output = job.finish()
+
+    assert output.count("rank 0 of 2: starting afresh") == 1
+    assert output.count("rank 0 of 2: resuming from epoch") == 2
+    told = lines(output)
+    assert told[0].round < told[-1].round
+    assert told[-1].loss < told[0].loss
+    # An epoch that was done again, because the kill came before its snapshot, says the same again.
+    assert list(dict.fromkeys((line.epoch, line.step, line.loss) for line in told)) == [
+        (line.epoch, line.step, line.loss) for line in lines(undisturbed[0])
+    ]
+    assert_same_weights(undisturbed[1], tmp_path / "disturbed.pt")
+
+
+def test_training_goes_on_with_another_number_of_workers(launch: Launcher, tmp_path: Path) -> None:
+    snapshot = f"--snapshot={tmp_path / 'snapshot.pt'}"
+    before = lines(launch(snapshot, "--epochs=3").finish())
+    output = launch(snapshot, nproc=4).finish()
+    assert "rank 0 of 4: resuming from epoch 3 | step 24 | " in output
+    after = lines(output)
+    assert [line.step for line in after] == [28, 32, 36]
+    assert {line.world_size for line in after} == {4}
+    assert after[-1].loss < before[-1].loss
+    first, last = re.findall(r"training finished: .* loss first ([\d.]+) -> last ([\d.]+)", output)[
+        0
+    ]
+    assert float(first) > before[0].loss > float(last) == after[-1].loss
+
+
+def test_sigterm_saves_the_step_it_interrupts(
+    launch: Launcher, undisturbed: tuple[str, Path], tmp_path: Path
+) -> None:
+    """The launcher passes the signal on to all workers; no step that was done is done again."""
+    arguments = (
+        f"--snapshot={tmp_path / 'snapshot.pt'}",
+        f"--final-weights={tmp_path / 'disturbed.pt'}",
+        "--save-every=100",
+    )
+    job = launch(*arguments, "--step-seconds=0.1")
+    job.wait_for("epoch 1 | step 8 | ")
+    time.sleep(0.35)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(30) != 0
+    stopped = re.search(r"rank 0 of 2: stopping on SIGTERM at step (\d+)", job.output)
+    assert stopped, job.output
+    assert 8 < int(stopped[1]) < 16
+
+    output = launch(*arguments).finish()
+    assert f"rank 0 of 2: resuming from epoch 1 | step {stopped[1]} | " in output
+    assert [line.step for line in lines(output)] == [16, 24, 32, 40, 48]
+    assert_same_weights(undisturbed[1], tmp_path / "disturbed.pt")
+
+
+def test_a_corrupt_snapshot_is_told_by_the_launcher(launch: Launcher, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot.pt"
+    snapshot.write_bytes(b"this is no snapshot")
+    job = launch(f"--snapshot={snapshot}", max_restarts=0)
+    assert job.process.wait(60) != 0
+    assert f"{snapshot} is not a whole snapshot" in job.output
+    assert "remove the file to train from the beginning" in job.output

@@ -1,0 +1,513 @@
+"""A real rdzvd: a process, its sockets, its files, and nodes that are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rdzv.errors import ERROR_CODE_METADATA_KEY
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+READY = re.compile(r"rdzvd ready: listening on (\S+), data in (.+)\n")
+
+
+@dataclass
+class Rdzvd:
+    process: subprocess.Popen[str]
+    ready: str
+    stderr: Path
+
+    @property
+    def address(self) -> str:
+        found = READY.fullmatch(self.ready)
+        assert found, f"{self.ready!r} {self.stderr.read_text()}"
+        return found[1]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+@contextmanager
+def rdzvd(tmp_path: Path, *options: str, listen: str = "127.0.0.1:0") -> Iterator[Rdzvd]:
+    """Run a server until the body ends; its log is shown where the test fails."""
+    command = [sys.executable, "-m", "rdzv.server", "--listen", listen]
+    command += ["--data-dir", str(tmp_path / "data"), *options]
+    stderr = tmp_path / "stderr"
+    with (
+        stderr.open("a") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            yield Rdzvd(process, process.stdout.readline(), stderr)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            print(stderr.read_text())
+
+
+def refused(*options: str) -> tuple[int, str]:
+    """Run a server that can not start; return its exit code and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rdzv.server", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, " ".join(done.stderr.split())
+
+
+# ---------------------------------------------------------------- a node, by script
+
+
+@dataclass
+class Node:
+    """A node that says what it is told to say, and hears what it hears."""
+
+    node_id: str
+    call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]
+    welcome: pb.Welcome
+    heard: list[pb.ServerMessage] = field(default_factory=list)
+
+    async def say(self, **body: object) -> None:
+        await self.call.write(pb.NodeMessage(**body))  # type: ignore[arg-type]
+
+    async def join(self, rdzv_id: str, nodes: tuple[int, int] = (2, 2), **more: object) -> None:
+        await self.say(join=join(rdzv_id, nodes, **more))
+
+    async def hear(self, kind: str) -> pb.ServerMessage:
+        """Wait for the next message of a kind; keep the others in `heard`."""
+        while True:
+            message = await self.call.read()
+            assert isinstance(message, pb.ServerMessage), f"stream ended, heard {self.heard}"
+            self.heard.append(message)
+            if message.WhichOneof("body") == kind:
+                return message
+
+    async def line(self) -> pb.RoundCompleted:
+        return (await self.hear("round_completed")).round_completed
+
+
+def join(rdzv_id: str, nodes: tuple[int, int] = (2, 2), **more: object) -> pb.Join:
+    return pb.Join(
+        rdzv_id=rdzv_id,
+        settings=pb.Settings(
+            min_nodes=nodes[0], max_nodes=nodes[1], join_timeout_ms=600_000, max_restarts=3
+        ),
+        offer=pb.Offer(
+            address="127.0.0.1", machine="here", local_world_size=2, store_port=4711, role="r"
+        ),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def hello(node_id: str, instance: str = "one", **more: object) -> pb.Hello:
+    body: dict[str, object] = {
+        "protocol_version": 1,
+        "node_id": node_id,
+        "instance": instance,
+        "kind": pb.AGENT_KIND_DAEMON,
+        "address": "127.0.0.1",
+        "pid": 4711,
+    }
+    return pb.Hello(**{**body, **more})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def attached(address: str, message: pb.Hello) -> AsyncIterator[Node]:
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(address) as channel:
+        call = pb_grpc.RendezvousStub(channel).Attach()
+        await call.write(pb.NodeMessage(hello=message))
+        first = await call.read()
+        assert first.WhichOneof("body") == "welcome"
+        yield Node(message.node_id, call, first.welcome)
+        call.cancel()
+
+
+async def status(address: str, rdzv_id: str) -> pb.JobStatus:
+    async with grpc.aio.insecure_channel(address) as channel:
+        return await pb_grpc.ControlStub(channel).GetStatus(pb.GetStatusRequest(rdzv_id=rdzv_id))
+
+
+# ---------------------------------------------------------------- start and stop
+
+
+def test_it_says_in_one_line_when_and_where_it_is_ready(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        found = READY.fullmatch(server.ready)
+        assert found
+        assert found[2] == f"{tmp_path}/data (sqlite)"
+        assert server.stop() == 0
+        assert server.process.stdout is not None
+        assert server.process.stdout.read() == ""
+
+
+def test_the_memory_store_needs_no_directory(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        assert READY.fullmatch(server.ready)
+        assert "data in memory" in server.ready
+        assert server.stop(signal.SIGINT) == 0
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_port_in_use_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        code, said = refused("--listen", server.address, "--data-dir", str(tmp_path / "other"))
+    assert code == 1
+    assert f"can not listen on {server.address}: another program does already" in said
+    assert "--listen" in said
+
+
+def test_an_address_of_another_machine_is_refused_with_the_reason(tmp_path: Path) -> None:
+    code, said = refused("--listen", "192.0.2.1:0", "--insecure", "--data-dir", str(tmp_path))
+    assert (code, "192.0.2.1:0: Cannot assign requested address" in said) == (1, True)
+
+
+def test_a_data_directory_in_use_is_refused(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        directory = tmp_path / "data"
+        code, said = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory))
+        assert code == 1
+        assert f"data directory {directory} is in use by rdzvd pid {server.process.pid}" in said
+
+
+def test_a_data_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = refused("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "file" / "x"))
+    assert code == 1
+    assert "Not a directory" in said
+    assert "--data-dir" in said
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:29400", "[::]:29400", "example.org:29400"])
+def test_other_than_loopback_needs_to_be_said(listen: str) -> None:
+    code, said = refused("--listen", listen)
+    assert (code, "--insecure" in said) == (2, True)
+
+
+@pytest.mark.parametrize("listen", ["29400", ":29400", "::1:29400", "host:http", "[::1]:99999"])
+def test_an_address_that_is_none_is_a_usage_error(listen: str) -> None:
+    code, said = refused("--listen", listen)
+    assert (code, "give" in said) == (2, True)
+
+
+def test_ipv6_loopback(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with rdzvd(tmp_path, listen="[::1]:0") as server:
+        assert server.address.startswith("[::1]:")
+        assert asyncio.run(_is_serving(server.address))
+
+
+async def _is_serving(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="rdzv.v1.Rendezvous")
+        answer = await stub.Check(request)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_health_and_reflection_answer(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        assert await _is_serving(server.address)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
+            answer = await call.read()
+            names = {service.name for service in answer.list_services_response.service}
+            assert {"rdzv.v1.Rendezvous", "rdzv.v1.Control", "grpc.health.v1.Health"} <= names
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+
+
+def test_it_runs_without_torch(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "/grpc/" in maps
+    assert "/torch/" not in maps
+
+
+async def test_sigterm_ends_it_cleanly_with_streams_open(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        async with attached(server.address, hello("n1")) as node:
+            await node.join("job-7")
+            await node.hear("waiting")
+            server.process.terminate()
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                while await node.call.read() is not grpc.aio.EOF:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "this server is stopping" in (ended.value.details() or "")
+            assert await asyncio.to_thread(server.process.wait, 30) == 0
+
+
+# ---------------------------------------------------------------- rounds
+
+
+async def test_two_nodes_form_a_round_and_each_hears_its_line(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        async with (
+            attached(server.address, hello("n1")) as n1,
+            attached(server.address, hello("n2")) as n2,
+        ):
+            await n1.join("job-7")
+            joined = (await n1.hear("joined")).joined
+            waiting = (await n1.hear("waiting")).waiting
+            assert "waiting for 1 more node (have 1 of 2:2" in waiting.reason
+            await n2.join("job-7")
+            lines = [await n1.line(), await n2.line()]
+
+            assert [line.group_rank for line in lines] == [0, 1]
+            assert [line.rank_first for line in lines] == [0, 2]
+            assert {(x.run, x.round, x.world_size, x.master_port) for x in lines} == {
+                (joined.run, lines[0].round, 4, 4711)
+            }
+
+            seen = await status(server.address, "job-7")
+            assert (seen.state, seen.world_size) == ("running", 4)
+            assert [(n.node_id, n.state) for n in seen.nodes] == [
+                ("n1", "seated"),
+                ("n2", "seated"),
+            ]
+
+            for node in (n1, n2):
+                number = lines[0].round
+                done = pb.Succeeded(rdzv_id="job-7", run=joined.run, round=number)
+                await node.say(succeeded=done)
+            closed = [(await node.hear("closed")).closed for node in (n1, n2)]
+            assert {x.result for x in closed} == {pb.RESULT_SUCCEEDED}
+
+
+async def test_operators_see_jobs_and_their_history(tmp_path: Path) -> None:
+    with rdzvd(tmp_path) as server:
+        async with attached(server.address, hello("n1")) as n1:
+            await n1.join("job-7", (1, 1))
+            line = await n1.line()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            control = pb_grpc.ControlStub(channel)
+            (job,) = (await control.ListJobs(pb.ListJobsRequest())).jobs
+            assert (job.rdzv_id, job.state, job.nodes, job.world_size) == ("job-7", "running", 1, 2)
+            request = pb.ListEventsRequest(rdzv_id="job-7")
+            events = (await control.ListEvents(request)).events
+            assert [e.name for e in events][:2] == ["RunBegan", "NodeJoined"]
+            texts = [e.text for e in events]
+            complete = f"round {line.round} complete: n1=0..1, world_size 2, MASTER 127.0.0.1:4711"
+            assert complete in texts
+            for call in (
+                control.GetStatus(pb.GetStatusRequest(rdzv_id="nobody")),
+                control.ListEvents(pb.ListEventsRequest(rdzv_id="nobody")),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                    await call
+                assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+                assert "no job nobody is known" in (unknown.value.details() or "")
+                assert "rdzvctl list" in (unknown.value.details() or "")
+        assert f"job-7: {complete}" in server.stderr.read_text()
+
+
+async def test_kill_9_and_restart_keep_a_round_and_give_nobody_up(tmp_path: Path) -> None:
+    """The control plane is invisible: the round is the same, and no worker is stopped."""
+    with rdzvd(tmp_path) as server:
+        async with attached(server.address, hello("n1")) as n1:
+            async with attached(server.address, hello("n2")) as n2:
+                await n1.join("job-7")
+                await n2.join("job-7")
+                before = [await n1.line(), await n2.line()]
+                leadership = n1.heard[-1].leadership
+            await asyncio.to_thread(server.stop, signal.SIGKILL)
+    with rdzvd(tmp_path) as server:
+        seen = await status(server.address, "job-7")
+        assert (seen.state, seen.round) == ("running", before[0].round)
+        assert {n.state for n in seen.nodes} == {"away"}
+        nodes = (n1, n2)
+        beliefs = [
+            pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7"), round=line) for line in before
+        ]
+        hellos = [
+            hello(n.node_id, incarnation=n.welcome.incarnation, leadership=leadership, beliefs=[b])
+            for n, b in zip(nodes, beliefs, strict=True)
+        ]
+        async with (
+            attached(server.address, hellos[0]) as n1,
+            attached(server.address, hellos[1]) as n2,
+        ):
+            after = [await n1.line(), await n2.line()]
+            assert after == before
+            assert n1.heard[-1].leadership > leadership
+            seen = await status(server.address, "job-7")
+            assert [(n.node_id, n.state) for n in seen.nodes] == [
+                ("n1", "seated"),
+                ("n2", "seated"),
+            ]
+            assert [n.welcome.incarnation for n in (n1, n2)] == [
+                n.welcome.incarnation for n in nodes
+            ]
+
+
+async def test_a_stopped_server_loses_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    """SIGSTOP for longer than a lease, then SIGCONT: silence it could not hear proves nothing."""
+    with rdzvd(tmp_path) as server:
+        async with attached(server.address, hello("n1")) as n1:
+            await n1.join("job-7", (1, 1))
+            line = await n1.line()
+            server.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(n1.welcome.lease_ms / 1000 + 1)
+            server.process.send_signal(signal.SIGCONT)
+            await n1.say(heartbeat=pb.Heartbeat())
+            seen = await status(server.address, "job-7")
+            assert (seen.state, seen.round) == ("running", line.round)
+            assert [n.state for n in seen.nodes] == ["seated"]
+        assert "held up" in server.stderr.read_text()
+
+
+# ---------------------------------------------------------------- refusals at the door
+
+
+@pytest.mark.parametrize(
+    ("message", "status_code", "code", "says"),
+    [
+        (hello("n 1"), "INVALID_ARGUMENT", "InvalidRequestError", "node_id 'n 1'"),
+        (hello("n1", protocol_version=7), "INVALID_ARGUMENT", "InvalidRequestError", "protocol 7"),
+        (hello("n1", leadership=2**62), "UNAVAILABLE", "RendezvousConnectionError", "superseded"),
+    ],
+)
+async def test_a_refused_hello_ends_the_call_with_its_code(
+    tmp_path: Path, message: pb.Hello, status_code: str, code: str, says: str
+) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = pb_grpc.RendezvousStub(channel).Attach()
+            await call.write(pb.NodeMessage(hello=message))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+    assert error.value.code().name == status_code
+    assert says in (error.value.details() or "")
+    assert (ERROR_CODE_METADATA_KEY, code) in tuple(error.value.trailing_metadata() or ())
+
+
+async def test_an_id_in_use_is_refused_with_who_has_it(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with (
+            attached(server.address, hello("n1")),
+            grpc.aio.insecure_channel(server.address) as channel,
+        ):
+            call = pb_grpc.RendezvousStub(channel).Attach()
+            await call.write(pb.NodeMessage(hello=hello("n1", "two")))
+            with pytest.raises(grpc.aio.AioRpcError, match=r"in use by 127\.0\.0\.1 pid 4711"):
+                await call.read()
+
+
+async def test_what_is_wrong_about_one_job_leaves_the_stream_open(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with (
+            attached(server.address, hello("n1")) as n1,
+            attached(server.address, hello("n2")) as n2,
+        ):
+            await n1.join("job-7", (3, 2))
+            refused_ = (await n1.hear("refused")).refused
+            assert (refused_.rdzv_id, refused_.code) == ("job-7", "InvalidRequestError")
+            assert "min_nodes 3 is above max_nodes 2" in refused_.message
+            await n1.join("job-7", (2, 3))
+            await n1.hear("joined")
+            await n2.join("job-7", (2, 2))
+            assert (await n2.hear("refused")).refused.code == "SettingsMismatchError"
+            await n2.say(hello=hello("n2"))
+            assert (await n2.hear("refused")).refused.code == "InvalidRequestError"
+            await n2.join("job-8", (1, 1))
+            assert (await n2.line()).world_size == 2
+
+
+async def test_who_carries_a_closed_run_hears_that_it_is_closed(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with attached(server.address, hello("n1")) as n1:
+            await n1.join("job-7", (1, 1))
+            line = await n1.line()
+            done = pb.Succeeded(rdzv_id="job-7", run=line.run, round=line.round)
+            await n1.say(succeeded=done)
+            await n1.hear("closed")
+            await n1.join("job-7", (1, 1), run=line.run)
+            closed = (await n1.hear("closed")).closed
+            assert (closed.run, closed.result) == (line.run, pb.RESULT_SUCCEEDED)
+        belief = pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7", (1, 1)), round=line)
+        async with attached(server.address, hello("n2", beliefs=[belief])) as n2:
+            assert (await n2.hear("closed")).closed.run == line.run
+            await n2.join("job-7", (1, 1))
+            assert (await n2.hear("joined")).joined.run_number == 2
+
+
+async def test_workers_of_an_unknown_job_are_left_alone(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        line = pb.RoundCompleted(rdzv_id="job-7", run="0badcafe", round=4)
+        belief = pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7", (1, 1)), round=line)
+        async with attached(server.address, hello("n1", beliefs=[belief])) as n1:
+            await n1.join("job-8", (1, 1))
+            await n1.line()
+            assert [m.WhichOneof("body") for m in n1.heard] == ["joined", "round_completed"]
+        assert "left alone" in server.stderr.read_text()
+
+
+async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with attached(server.address, hello("slow")) as slow:
+            # Each is refused, and the refusals are not read.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for number in range(50_000):
+                    await slow.call.write(pb.NodeMessage(join=pb.Join(rdzv_id="x" * 128)))
+                    if number % 1_000 == 0 and "reads its stream too slowly" in (
+                        server.stderr.read_text()
+                    ):
+                        break
+            async with attached(server.address, hello("n1")) as n1:
+                await n1.join("job-7", (1, 1))
+                await n1.line()
+            # Its place is free for another instance: the server knows that the stream has ended.
+            async with attached(server.address, hello("slow", "two")) as again:
+                await again.join("job-8", (1, 1))
+                await again.line()
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                while await slow.call.read() is not grpc.aio.EOF:
+                    pass
+            assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            trailing = tuple(ended.value.trailing_metadata() or ())
+            assert (ERROR_CODE_METADATA_KEY, "LimitExceededError") in trailing
+
+
+def test_default_data_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rdzv.server.config import default_data_dir
+
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/a:/var/lib/b")
+    assert default_data_dir() == Path("/var/lib/a")
+    monkeypatch.delenv("STATE_DIRECTORY")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_data_dir() == Path("/var/lib/rdzv")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_data_dir() == tmp_path / "rdzv"
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_data_dir() == tmp_path / ".local/state/rdzv"

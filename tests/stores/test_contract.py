@@ -1,0 +1,341 @@
+"""One contract, every store: a fake that is not verified is not to be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rdzv.core.model import (
+    Cause,
+    Departure,
+    Ended,
+    EndedRun,
+    Failure,
+    Membership,
+    NodeState,
+    Offer,
+    Participant,
+    Result,
+    Round,
+    RoundEnd,
+    ScaleUp,
+    Settings,
+)
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
+from rdzv.stores import codec, sqlite
+from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
+from rdzv.stores.memory import MemoryStore
+from rdzv.stores.sqlite import SqliteStore
+
+HISTORY_ROWS = 20
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    opened: Store = (
+        MemoryStore(HISTORY_ROWS)
+        if request.param == "memory"
+        else await SqliteStore.open(tmp_path / "data", HISTORY_ROWS)
+    )
+    yield opened
+    await opened.close()
+
+
+def membership(rdzv_id: str = "job-7") -> Membership:
+    """A membership in which every field says something."""
+    offer = Offer("10.0.0.5", 8, "trainer", "rack-1", "n1.local", "m1", 4711, True, 5_000)
+    failure = Failure("n1", "10.0.0.5", 3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234)
+    end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 failed", 5_000, True, (failure,), True)
+    ended = Ended(Result.FAILED, "restarts spent", 6_000, True, (failure,))
+    return Membership(
+        rdzv_id=rdzv_id,
+        run="0badcafe",
+        run_number=3,
+        settings=Settings(1, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000),
+        began_at_ms=1_763_700_000_000,
+        round=Round(
+            number=5,
+            participants=(Participant("n1", (1_763_700_000 << 32) + 1, offer, 0, 0, 8),),
+            master_addr="10.0.0.5",
+            master_port=4711,
+            use_agent_store=True,
+            restarts=1,
+            at_ms=4_000,
+            gone=("n1",),
+            end=end,
+        ),
+        next_round=6,
+        restarts=(4_500,),
+        store_failures=1,
+        last_failures=(failure,),
+        departures=(Departure("n2", NodeState.LOST, "lease", 3_000, "10.0.0.6", 8, "x"),),
+        ended=ended,
+        earlier=(EndedRun("feed", ended),),
+    )
+
+
+def record(text: str, rdzv_id: str = "job-7") -> Record:
+    return Record(1_763_700_000_000, rdzv_id, "0badcafe", "NodeJoined", text)
+
+
+async def test_what_was_written_is_read_back_equal(store: Store) -> None:
+    assert await store.load("job-7") is None
+    assert await store.compare_and_swap("job-7", membership(), 0) == 1
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert (stored.membership, stored.revision) == (membership(), 1)
+
+
+async def test_each_write_names_the_revision_before_it(store: Store) -> None:
+    revision = await store.compare_and_swap("job-7", membership(), 0)
+    later = replace(membership(), run_number=4)
+    revision = await store.compare_and_swap("job-7", later, revision)
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert (stored.membership.run_number, stored.revision) == (4, revision)
+
+
+@pytest.mark.parametrize("revision", [0, 1, 3])
+async def test_a_lost_race_writes_nothing(store: Store, revision: int) -> None:
+    await store.compare_and_swap("job-7", membership(), 0)
+    await store.compare_and_swap("job-7", membership(), 1)
+    with pytest.raises(RevisionConflictError, match="job-7") as refused:
+        await store.compare_and_swap(
+            "job-7", replace(membership(), run_number=9), revision, [record("lost")]
+        )
+    assert refused.value.definite
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert (stored.membership.run_number, stored.revision) == (3, 2)
+    assert await store.history("job-7", 10) == ()
+
+
+async def test_a_job_that_does_not_exist_has_no_revision_but_0(store: Store) -> None:
+    with pytest.raises(RevisionConflictError):
+        await store.compare_and_swap("job-7", membership(), 1)
+    assert await store.list() == ()
+
+
+async def test_of_many_at_once_exactly_one_wins(store: Store) -> None:
+    async def race(number: int) -> bool:
+        try:
+            await store.compare_and_swap("job-7", replace(membership(), run_number=number), 0)
+        except RevisionConflictError:
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*(race(number) for number in range(8)))) == 1
+
+
+async def test_jobs_are_listed_in_order(store: Store) -> None:
+    for rdzv_id in ("b", "a", "c"):
+        await store.compare_and_swap(rdzv_id, membership(rdzv_id), 0)
+    assert await store.list() == ("a", "b", "c")
+
+
+async def test_history_rides_on_the_commit_and_is_read_oldest_first(store: Store) -> None:
+    await store.compare_and_swap("job-7", membership(), 0, [record("one"), record("two")])
+    await store.append([record("three"), record("else", "job-8")])
+    assert [r.text for r in await store.history("job-7", 10)] == ["one", "two", "three"]
+    assert [r.text for r in await store.history("job-7", 2)] == ["two", "three"]
+    assert await store.history("job-8", 10) == (record("else", "job-8"),)
+    assert await store.history("job-9", 10) == ()
+
+
+async def test_history_is_bounded_for_each_job(store: Store) -> None:
+    await store.append([record("kept", "job-8")])
+    for number in range(100):
+        await store.append([record(str(number))])
+    rows = await store.history("job-7", 1_000)
+    assert [r.text for r in rows] == [str(number) for number in range(80, 100)]
+    assert len(await store.history("job-8", 1_000)) == 1
+
+
+async def test_leadership_grows_with_every_take_over(store: Store) -> None:
+    assert [await store.take_over() for _ in range(3)] == [1, 2, 3]
+    assert await store.take_over(at_least=1_000) == 1_000
+    assert await store.take_over(at_least=5) == 1_001
+
+
+async def test_a_closed_store_refuses(store: Store) -> None:
+    await store.close()
+    with pytest.raises(RendezvousConnectionError, match="closed") as refused:
+        await store.load("job-7")
+    assert refused.value.definite
+
+
+# ---------------------------------------------------------------- sqlite alone
+
+
+async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.compare_and_swap("job-7", membership(), 0, [record("one")])
+    await store.take_over()
+    await store.close()
+
+    store = await SqliteStore.open(tmp_path)
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert (stored.membership, stored.revision) == (membership(), 1)
+    assert [r.text for r in await store.history("job-7", 10)] == ["one"]
+    assert await store.take_over() == 2
+    await store.close()
+
+
+async def test_history_that_was_over_its_bound_is_cut_on_disk_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    store = await SqliteStore.open(tmp_path, 1_000)
+    await store.append([record(str(number)) for number in range(50)])
+    await store.close()
+    store = await SqliteStore.open(tmp_path, HISTORY_ROWS)
+    await store.append([record("last")])
+    await store.close()
+    with sqlite3.connect(tmp_path / "rdzv.db") as db:
+        assert db.execute("SELECT count(*) FROM history").fetchone() == (HISTORY_ROWS,)
+    db.close()
+
+
+async def test_commits_are_durable_and_readable_by_others(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.compare_and_swap("job-7", membership(), 0)
+    # Another process may look at it, and finds JSON.
+    db = sqlite3.connect(f"file:{tmp_path}/rdzv.db?mode=ro", uri=True)
+    assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    query = "SELECT json_extract(CAST(membership AS TEXT), '$.membership.rdzv_id') FROM job"
+    assert db.execute(query).fetchone() == ("job-7",)
+    db.close()
+    await store.close()
+
+
+async def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    with pytest.raises(
+        InvalidRequestError, match=f"{tmp_path} is in use by rdzvd pid {os.getpid()}"
+    ):
+        await SqliteStore.open(tmp_path)
+    await store.close()
+    await (await SqliteStore.open(tmp_path)).close()
+
+
+def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, signal; from pathlib import Path; from rdzv.stores import sqlite;"
+        "sqlite.claim_directory(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    os.close(sqlite.claim_directory(tmp_path))
+
+
+async def test_a_directory_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    for directory in (in_the_way, in_the_way / "below"):
+        with pytest.raises(
+            InvalidRequestError, match=rf"{directory} can not be used: .*--data-dir"
+        ):
+            await SqliteStore.open(directory)
+
+
+async def test_a_newer_schema_is_refused_and_left_untouched(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "rdzv.db")
+    db.execute("CREATE TABLE future (x)")
+    db.execute("PRAGMA user_version = 9")
+    db.commit()
+    db.close()
+    before = (tmp_path / "rdzv.db").read_bytes()
+    with pytest.raises(RendezvousStateError, match=r"schema version 9, .* up to 1; it was left"):
+        await SqliteStore.open(tmp_path)
+    assert (tmp_path / "rdzv.db").read_bytes() == before
+
+
+async def test_a_file_that_is_no_database_is_refused_and_left_untouched(tmp_path: Path) -> None:
+    (tmp_path / "rdzv.db").write_text("not a database" * 100)
+    with pytest.raises(RendezvousStateError, match=r"rdzv\.db is damaged"):
+        await SqliteStore.open(tmp_path)
+    assert (tmp_path / "rdzv.db").read_text() == "not a database" * 100
+
+
+async def test_a_job_that_can_not_be_read_is_named_and_left_untouched(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.compare_and_swap("good", membership("good"), 0)
+    damaged = b'{"format":1,"membership":{"rdzv_id":7}}'
+    with sqlite3.connect(tmp_path / "rdzv.db") as db:
+        db.execute("INSERT INTO job VALUES ('bad', 1, ?)", (damaged,))
+    with pytest.raises(RendezvousStateError, match=r"job bad in .*rdzv\.db can not be read"):
+        await store.load("bad")
+    assert await store.list() == ("bad", "good")
+    assert await store.load("good") is not None
+    assert db.execute("SELECT membership FROM job WHERE rdzv_id = 'bad'").fetchone() == (damaged,)
+    db.close()
+    await store.close()
+
+
+async def test_a_write_that_the_disk_refuses_is_definite(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.compare_and_swap("job-7", membership(), 0)
+    other = sqlite3.connect(tmp_path / "rdzv.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreRefusedError, match="locked"):
+        await store.compare_and_swap("job-7", membership(), 1)
+    other.execute("ROLLBACK")
+    other.close()
+    assert await store.compare_and_swap("job-7", membership(), 1) == 2
+    await store.close()
+
+
+NFS = (
+    "26 1 8:1 / / rw - ext4 /dev/sda1 rw\n31 26 0:27 / /mnt/my\\040home rw - nfs4 filer:/home rw\n"
+)
+
+
+async def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(NFS.replace("/mnt/my\\040home", str(tmp_path)))
+    with pytest.raises(InvalidRequestError, match=r"is on nfs4, a network file system"):
+        await SqliteStore.open(tmp_path / "data", mountinfo=mountinfo)
+
+
+def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(NFS + "40 31 0:9 / /mnt rw - tmpfs a rw\n41 31 0:9 / /mnt rw - xfs b rw\n")
+    kinds = {
+        path: sqlite.filesystem_of(Path(path), mountinfo)
+        for path in ("/var/lib/rdzv", "/mnt/my home/x", "/mnt/other", "/mnt")
+    }
+    assert list(kinds.values()) == ["ext4", "nfs4", "xfs", "xfs"]
+    assert sqlite.filesystem_of(Path("/"), tmp_path / "missing") == ""
+
+
+# ---------------------------------------------------------------- codec
+
+
+def test_the_envelope_names_its_format() -> None:
+    data = codec.encode(membership())
+    assert data.startswith(b'{"format":1,"membership":{"rdzv_id":"job-7"')
+    assert codec.decode(data, "here") == membership()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"format":2,"membership":{}}', "here has format 2, and this rdzvd reads format 1"),
+        (b"", "here can not be read"),
+        (b"\xff\xfe", "here can not be read"),
+        (b'{"membership":{}}', "missing required field `format`"),
+        (b'{"format":1,"membership":{"rdzv_id":"x"}}', "missing required field"),
+    ],
+)
+def test_what_can_not_be_read_says_why(data: bytes, says: str) -> None:
+    with pytest.raises(RendezvousStateError, match=r"left untouched") as refused:
+        codec.decode(data, "here")
+    assert says in str(refused.value)

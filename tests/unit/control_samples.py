@@ -1,0 +1,193 @@
+"""Jobs as an operator meets them, in the words of the server."""
+
+from rdzv.v1 import rdzv_pb2 as pb
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/ada/train.py", line 212, in <module>
+    main()
+  File "/home/ada/train.py", line 188, in main
+    loss.backward()
+torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+"""
+
+OUT_OF_MEMORY = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def joining() -> pb.JobStatus:
+    """Three nodes are needed, two are there, the third was lost."""
+    reason = (
+        "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); "
+        "gives up in 9 min 48 s"
+    )
+    return pb.JobStatus(
+        rdzv_id="gpt-small",
+        run="5f3a9c21",
+        run_number=1,
+        state="joining",
+        reason=reason,
+        min_nodes=3,
+        max_nodes=4,
+        max_restarts=3,
+        state_age_ms=42_000,
+        run_age_ms=42_000,
+        nodes=[
+            _node("n1", "waiting", age_ms=42_000, reason=reason),
+            _node("n2", "waiting", age_ms=40_500, reason=reason),
+            _node("n7", "lost", age_ms=12_000, reason="lease ran out"),
+        ],
+    )
+
+
+def running() -> pb.JobStatus:
+    """All is well: three nodes of eight workers, one restart spent in the past."""
+    nodes = [
+        _node(f"n{i + 1}", "seated", age_ms=7_500_000, group_rank=i, rank_first=8 * i)
+        for i in range(3)
+    ]
+    return pb.JobStatus(
+        rdzv_id="gpt-small",
+        run="5f3a9c21",
+        run_number=1,
+        state="running",
+        reason="3 nodes and 24 workers run round 2",
+        round=2,
+        min_nodes=3,
+        max_nodes=4,
+        world_size=24,
+        restarts=1,
+        max_restarts=3,
+        state_age_ms=7_500_000,
+        run_age_ms=90_000_000,
+        master_addr="10.0.0.1",
+        master_port=29511,
+        nodes=nodes,
+    )
+
+
+def failed() -> pb.JobStatus:
+    """The budget is spent: an exception on n3, which broke its peers' collectives."""
+    nodes = [
+        _node(
+            f"n{i + 1}",
+            "left",
+            age_ms=250_000,
+            group_rank=i,
+            rank_first=8 * i,
+            reason="the job has failed",
+        )
+        for i in range(3)
+    ]
+    root_cause = pb.RootCause(
+        failures=[
+            pb.NodeFailure(
+                node_id="n3",
+                address="10.0.0.3",
+                failure=pb.WorkerFailure(
+                    local_rank=1,
+                    rank=17,
+                    pid=4711,
+                    exit_code=1,
+                    message=OUT_OF_MEMORY,
+                    traceback=TRACEBACK,
+                    age_ms=252_000,
+                ),
+            ),
+            pb.NodeFailure(
+                node_id="n1",
+                address="10.0.0.1",
+                failure=pb.WorkerFailure(
+                    local_rank=3, rank=3, pid=812, signal=6, message="ended by signal 6 (SIGABRT)"
+                ),
+            ),
+        ]
+    )
+    return pb.JobStatus(
+        rdzv_id="gpt-small",
+        run="5f3a9c21",
+        run_number=2,
+        state="failed",
+        reason=f"a worker failed and all 3 restarts are spent: RANK 17 on n3: {OUT_OF_MEMORY}",
+        round=5,
+        min_nodes=3,
+        max_nodes=4,
+        world_size=24,
+        restarts=3,
+        max_restarts=3,
+        state_age_ms=250_000,
+        run_age_ms=90_000_000,
+        master_addr="10.0.0.1",
+        master_port=29511,
+        nodes=nodes,
+        last_failure=root_cause,
+        last_failure_age_ms=252_000,
+        last_end=f"RANK 17 on n3: {OUT_OF_MEMORY}",
+    )
+
+
+def large() -> pb.JobStatus:
+    """Five hundred nodes, of which a few, anywhere in the list, are not seated."""
+    nodes = [
+        _node(f"node-{i:03d}", "seated", age_ms=600_000, group_rank=i, rank_first=8 * i)
+        for i in range(496)
+    ]
+    nodes[123].state = "away"
+    nodes[123].reason = "its stream ended; its seat is kept for 3.2 s"
+    nodes[123].state_age_ms = 1_800
+    nodes += [
+        _node("node-901", "spare", age_ms=590_000, reason="spare: all 496 seats are taken"),
+        _node("node-902", "spare", age_ms=580_000, reason="spare: all 496 seats are taken"),
+        _node("node-903", "left", age_ms=610_000, reason="signal 15 (SIGTERM)"),
+        _node("node-904", "lost", age_ms=601_000, reason="lease ran out"),
+    ]
+    return pb.JobStatus(
+        rdzv_id="llm-70b",
+        run="0d9be0a7",
+        run_number=1,
+        state="running",
+        reason="496 nodes and 3968 workers run round 7; away: node-123",
+        round=7,
+        min_nodes=400,
+        max_nodes=496,
+        world_size=3968,
+        state_age_ms=600_000,
+        run_age_ms=200_000_000,
+        master_addr="10.0.0.1",
+        master_port=29511,
+        nodes=nodes,
+    )
+
+
+def history() -> list[pb.Event]:
+    """Three events of one second."""
+    texts = (
+        ("NodeLost", "n3 was lost: lease ran out"),
+        ("RoundEnded", "round 2 ended: n3 was lost"),
+        ("NodeStopped", "n1 has stopped round 2"),
+    )
+    return [
+        pb.Event(unix_ms=1_700_000_000_004 + 300 * i, rdzv_id="a", run="5f3a", name=name, text=text)
+        for i, (name, text) in enumerate(texts)
+    ]
+
+
+def _node(
+    node_id: str,
+    state: str,
+    *,
+    age_ms: int,
+    group_rank: int | None = None,
+    rank_first: int | None = None,
+    reason: str = "",
+) -> pb.NodeStatus:
+    return pb.NodeStatus(
+        node_id=node_id,
+        state=state,
+        group_rank=group_rank,
+        rank_first=rank_first,
+        local_world_size=8,
+        address=f"10.0.0.{int(node_id.lstrip('node-')) % 250}",
+        state_age_ms=age_ms,
+        reason=reason,
+        role="default",
+    )

@@ -1,0 +1,99 @@
+"""A Control service that answers what a test has put into it, over real gRPC on loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+
+from rdzv.errors import ERROR_CODE_METADATA_KEY, RendezvousError, UnknownJobError
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+
+class FakeControl(pb_grpc.ControlServicer):
+    """Knows the jobs that it was given; `error` is what every call ends with, if set."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, pb.JobStatus] = {}
+        self.history: list[pb.Event] = []
+        self.error: RendezvousError | grpc.StatusCode | None = None
+        self.error_text = "no details"
+        self.hangs = False
+        self.limits: list[int] = []
+        self._released = threading.Event()
+
+    def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+    ) -> pb.JobStatus:
+        self._misbehave(context)
+        self._known(request.rdzv_id, context)
+        return self.jobs[request.rdzv_id]
+
+    def ListJobs(  # noqa: N802
+        self, request: pb.ListJobsRequest, context: grpc.ServicerContext
+    ) -> pb.ListJobsResponse:
+        self._misbehave(context)
+        return pb.ListJobsResponse(jobs=[summary(job) for job in self.jobs.values()])
+
+    def ListEvents(  # noqa: N802
+        self, request: pb.ListEventsRequest, context: grpc.ServicerContext
+    ) -> pb.ListEventsResponse:
+        self._misbehave(context)
+        self._known(request.rdzv_id, context)
+        self.limits.append(request.limit)
+        return pb.ListEventsResponse(events=self.history[-request.limit :])
+
+    def release(self) -> None:
+        self._released.set()
+
+    def _misbehave(self, context: grpc.ServicerContext) -> None:
+        if self.hangs:
+            self._released.wait(30)
+        if isinstance(self.error, RendezvousError):
+            _abort(context, self.error)
+        if isinstance(self.error, grpc.StatusCode):
+            context.abort(self.error, self.error_text)
+
+    def _known(self, rdzv_id: str, context: grpc.ServicerContext) -> None:
+        if rdzv_id not in self.jobs:
+            _abort(context, UnknownJobError(f"no job {rdzv_id} is known here"))
+
+
+def _abort(context: grpc.ServicerContext, error: RendezvousError) -> None:
+    context.set_trailing_metadata(((ERROR_CODE_METADATA_KEY, error.code),))
+    context.abort(grpc.StatusCode[error.grpc_status], str(error))
+
+
+def summary(job: pb.JobStatus) -> pb.JobSummary:
+    return pb.JobSummary(
+        rdzv_id=job.rdzv_id,
+        run=job.run,
+        state=job.state,
+        reason=job.reason,
+        round=job.round if job.HasField("round") else None,
+        nodes=sum(1 for node in job.nodes if node.state == "seated"),
+        min_nodes=job.min_nodes,
+        max_nodes=job.max_nodes,
+        world_size=job.world_size,
+        restarts=job.restarts,
+        max_restarts=job.max_restarts,
+        state_age_ms=job.state_age_ms,
+    )
+
+
+@contextmanager
+def serving(control: FakeControl) -> Iterator[str]:
+    """Serve until the end of the block; the value is the endpoint."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    pb_grpc.add_ControlServicer_to_server(control, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        control.release()
+        server.stop(None).wait()

@@ -1,0 +1,908 @@
+"""The agent's rules: who starts and stops the workers of one node, and what the node exits with.
+
+Each story drives the pure core event by event. `Node` remembers what it was told to do; after
+every event it checks what must hold whatever happens (see `broken_promises`).
+"""
+
+from dataclasses import replace
+
+import pytest
+from rdzv.agent.core import begin, commands, events, step
+from rdzv.agent.core.commands import (
+    Command,
+    Exit,
+    SayFailed,
+    SayJoin,
+    SayLeave,
+    SayStoreHostFailed,
+    SayStuck,
+    SaySucceeded,
+    StartWorkers,
+    StopStoreHost,
+    StopWorkers,
+)
+from rdzv.agent.core.machine import Transition
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    NodeFailure,
+    Outcome,
+    Phase,
+)
+from rdzv.core.model import Cause, LeaveCause, Result, Settings
+
+SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
+JOB = Job("job-7", "n1", SETTINGS, local_world_size=2)
+SIGINT, SIGTERM = 2, 15
+
+
+def line(round_: int = 0, run: str = "r1", group_rank: int = 1, **changes: object) -> Assignment:
+    """Return this node's line of a round of two nodes; by default the other one hosts the store."""
+    assignment = Assignment(
+        run=run,
+        round=round_,
+        group_rank=group_rank,
+        group_world_size=2,
+        rank_first=group_rank * 2,
+        world_size=4,
+        role_rank_first=group_rank * 2,
+        role_world_size=4,
+        master_addr="10.0.0.1",
+        master_port=4711,
+        use_agent_store=True,
+        restarts=0,
+        max_restarts=3,
+    )
+    return replace(assignment, **changes)  # type: ignore[arg-type]
+
+
+def completed(round_: int = 0, run: str = "r1", **changes: object) -> events.RoundCompleted:
+    return events.RoundCompleted(line(round_, run, **changes))  # type: ignore[arg-type]
+
+
+def ended(round_: int = 0, run: str = "r1", *, broken: bool = False) -> events.RoundEnded:
+    return events.RoundEnded(run, round_, Cause.NODES_JOINED, "n3 waits", broken)
+
+
+def closed(
+    result: Result = Result.SUCCEEDED, run: str = "r1", *, retry: bool = False
+) -> events.RunClosed:
+    return events.RunClosed(run, result, "so it is", retry, ())
+
+
+def exited(
+    local_rank: int = 0, exit_code: int | None = 0, round_: int = 0, age_ms: int = 0
+) -> events.WorkerExited:
+    signum = 9 if exit_code is None else None
+    text = "" if exit_code == 0 else "ValueError: no"
+    return events.WorkerExited(
+        round_, local_rank, 100 + local_rank, exit_code, signum, text, text, age_ms
+    )
+
+
+def gone(round_: int = 0) -> events.WorkersGone:
+    return events.WorkersGone(round_)
+
+
+def signalled(signum: int = SIGTERM) -> events.Signalled:
+    return events.Signalled(signum, {SIGINT: "SIGINT", SIGTERM: "SIGTERM"}[signum])
+
+
+CONNECTED = events.ServerConnected()
+LOST = events.ServerLost("the server ended the stream")
+JOINED = events.Joined("r1", 1)
+TICKED = events.Ticked()
+RUNNER_LOST = events.RunnerLost("its runner exited unexpectedly (1)")
+
+
+def broken_promises(
+    state: AgentState, event: events.Event, now_ms: int, after: Transition
+) -> list[str]:
+    """Return what a step has done that no step may do."""
+    starts = [c for c in after.commands if isinstance(c, StartWorkers)]
+    stops = [c for c in after.commands if isinstance(c, StopWorkers)]
+    exits = [c for c in after.commands if isinstance(c, Exit)]
+    says = [c for c in after.commands if hasattr(c, "run")]
+    new = after.state
+    before = -1 if state.assignment is None else state.assignment.round
+    current = None if new.assignment is None else new.assignment.round
+    has_workers = not new.workers_gone
+    waits_for_server = new.phase in (Phase.JOINING, Phase.SUCCEEDED)
+    promises = {
+        "workers are started only by a completed round": not starts
+        or isinstance(event, events.RoundCompleted),
+        "workers are started once, when those before are gone": len(starts) <= 1
+        and (not starts or state.workers_gone),
+        "rounds grow": all(c.assignment.round > before for c in starts),
+        "only the workers of the present round are stopped": all(c.round == before for c in stops),
+        "after the exit nothing is done": state.phase is not Phase.ENDED
+        or (not after.commands and new == state),
+        "it exits at most once, without workers, and last": len(exits) <= 1
+        and (not exits or (new.workers_gone and after.commands[-1] == exits[0])),
+        "it has ended if, and only if, it exits": (new.phase is Phase.ENDED)
+        == bool(exits or state.phase is Phase.ENDED),
+        "the timer is set only for what is due, later": after.wake_at_ms is None
+        or after.wake_at_ms > now_ms,
+        "without workers it waits for the server, or for a deadline, or has ended": has_workers
+        or new.phase is Phase.ENDED
+        or (
+            waits_for_server and (new.disconnected_since_ms is None or after.wake_at_ms is not None)
+        ),
+        "workers run only in phases that have some": has_workers
+        or new.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING),
+        "joining means that nobody is left": new.phase is not Phase.JOINING
+        or (new.workers_gone and new.left_round == current),
+        "what is said names the run": all(c.run == new.run for c in says),
+        "a run once joined with workers is never changed": state.assignment is None
+        or new.run == state.assignment.run
+        or isinstance(event, events.Joined),
+        "a stop is always on its way once the workers are to go": not has_workers
+        or new.phase not in (Phase.STOPPING, Phase.LEAVING)
+        or new.stopping_since_ms is not None
+        or state.phase is Phase.SUCCEEDED
+        or state.phase is new.phase,
+        "workers that need not stop are not stopped": not stops
+        or new.phase in (Phase.STOPPING, Phase.LEAVING, Phase.SUCCEEDED),
+    }
+    return [promise for promise, holds in promises.items() if not holds]
+
+
+class Node:
+    """One job on one node, driven by hand; time stands still unless it is moved."""
+
+    def __init__(self, job: Job = JOB) -> None:
+        self.now_ms = 1_000
+        self.state = begin(job, self.now_ms)
+        self.wake_at_ms: int | None = None
+        self.hear(TICKED)
+
+    def hear(self, *heard: events.Event) -> list[Command]:
+        """Take events in turn; return what they led to."""
+        told: list[Command] = []
+        for event in heard:
+            after = step(self.state, event, self.now_ms)
+            assert not broken_promises(self.state, event, self.now_ms, after), event
+            self.state, self.wake_at_ms = after.state, after.wake_at_ms
+            told += after.commands
+        return told
+
+    def wait(self, ms: int) -> list[Command]:
+        """Let time pass, waking up when it was asked for."""
+        told: list[Command] = []
+        end_ms = self.now_ms + ms
+        while self.wake_at_ms is not None and self.wake_at_ms <= end_ms:
+            self.now_ms = self.wake_at_ms
+            told += self.hear(TICKED)
+        self.now_ms = end_ms
+        return told
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+
+def joining() -> Node:
+    node = Node()
+    assert node.hear(CONNECTED, JOINED) == []
+    return node
+
+
+def running(round_: int = 0, **changes: object) -> Node:
+    node = joining()
+    assignment = line(round_, **changes)  # type: ignore[arg-type]
+    assert node.hear(events.RoundCompleted(assignment)) == [StartWorkers(assignment)]
+    node.now_ms += 1_000
+    return node
+
+
+def stopping() -> Node:
+    node = running()
+    node.hear(ended())
+    return node
+
+
+def sweeping() -> Node:
+    """Return a node whose workers have all exited 0, and what they left behind is being swept."""
+    node = running()
+    node.hear(exited(0), exited(1))
+    return node
+
+
+def at_barrier() -> Node:
+    node = sweeping()
+    node.hear(gone())
+    return node
+
+
+def rejoining() -> Node:
+    node = stopping()
+    node.hear(gone())
+    return node
+
+
+def leaving() -> Node:
+    node = running()
+    node.hear(signalled())
+    return node
+
+
+PHASES = {
+    "joining": joining,
+    "running": running,
+    "stopping": stopping,
+    "sweeping": sweeping,
+    "at_barrier": at_barrier,
+    "rejoining": rejoining,
+    "leaving": leaving,
+}
+every_phase = pytest.mark.parametrize("make", PHASES.values(), ids=PHASES)
+
+
+def outcome_of(told: list[Command]) -> Outcome:
+    (exit_,) = [command for command in told if isinstance(command, Exit)]
+    return exit_.outcome
+
+
+# ------------------------------------------------------------------ forming a round
+
+
+def test_the_first_join_is_in_the_hello_and_need_not_be_said() -> None:
+    assert step(begin(JOB, 5), CONNECTED, 5).commands == ()
+
+
+def test_a_completed_round_starts_the_workers() -> None:
+    node = running()
+    assert node.phase is Phase.RUNNING
+    assert node.state.alive == {0, 1}
+    assert not node.state.workers_gone
+
+
+def test_a_round_starts_workers_also_if_the_admission_was_not_heard() -> None:
+    node = Node()
+    assert node.hear(CONNECTED, completed()) == [StartWorkers(line())]
+    assert node.state.run == "r1"
+
+
+@every_phase
+def test_a_round_announced_again_starts_nothing(make: type[Node]) -> None:
+    node = make()
+    if node.state.assignment is not None:
+        before = node.state
+        assert node.hear(completed(0), completed(0)) == []
+        assert node.state == before
+
+
+@every_phase
+def test_a_round_of_another_run_starts_nothing(make: type[Node]) -> None:
+    node = make()
+    before = node.state
+    assert node.hear(completed(9, run="r2")) == []
+    assert node.state == before
+
+
+def test_an_older_round_than_the_one_left_starts_nothing() -> None:
+    node = running(round_=4)
+    node.hear(ended(4), gone(4))
+    assert node.hear(completed(0), completed(3), completed(4)) == []
+    assert node.hear(completed(5)) == [StartWorkers(line(5))]
+
+
+@pytest.mark.parametrize("name", ["running", "stopping", "sweeping", "at_barrier", "leaving"])
+def test_a_newer_round_starts_nothing_before_the_node_has_joined_it(name: str) -> None:
+    assert PHASES[name]().hear(completed(1)) == []
+
+
+def test_admission_to_another_run_while_workers_run_changes_nothing() -> None:
+    node = running()
+    assert node.hear(events.Joined("r2", 2)) == []
+    assert node.state.run == "r1"
+
+
+# ------------------------------------------------------------------ the end of a round
+
+
+@pytest.mark.parametrize(("broken", "grace_ms"), [(False, 30_000), (True, 5_000)])
+def test_a_round_that_ends_stops_the_workers_and_the_node_joins_again(
+    broken: bool, grace_ms: int
+) -> None:
+    node = running()
+    assert node.hear(ended(broken=broken)) == [StopWorkers(0, grace_ms)]
+    assert node.hear(exited(0, 143), exited(1, None)) == []
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    assert node.phase is Phase.JOINING
+    assert node.state.left_round == 0
+
+
+def test_the_timeouts_are_those_of_the_launch() -> None:
+    job = replace(JOB, shutdown_timeout_ms=7, failure_stop_timeout_ms=3)
+    for broken, grace_ms in ((False, 7), (True, 3)):
+        node = Node(job)
+        node.hear(CONNECTED, JOINED, completed())
+        assert node.hear(ended(broken=broken)) == [StopWorkers(0, grace_ms)]
+
+
+@every_phase
+@pytest.mark.parametrize("event", [ended(0, "r2"), ended(7), ended(7, "r2")])
+def test_the_end_of_another_round_or_run_changes_nothing(
+    make: type[Node], event: events.Event
+) -> None:
+    node = make()
+    before = node.state
+    assert node.hear(event) == []
+    assert node.state == before
+
+
+@pytest.mark.parametrize("name", ["stopping", "rejoining", "leaving"])
+def test_the_end_of_a_round_said_again_changes_nothing(name: str) -> None:
+    node = PHASES[name]()
+    before = node.state
+    assert node.hear(ended(), ended(broken=True)) == []
+    assert node.state == before
+
+
+def test_a_late_end_of_the_round_before_does_not_stop_the_next() -> None:
+    node = rejoining()
+    node.hear(completed(1))
+    assert node.hear(ended(0)) == []
+    assert node.phase is Phase.RUNNING
+
+
+def test_stray_reports_about_the_round_before_do_not_touch_the_next() -> None:
+    node = rejoining()
+    node.hear(completed(1))
+    before = node.state
+    assert node.hear(exited(0, 1, round_=0), gone(0), events.WorkersStuck(0, (9,))) == []
+    assert node.hear(events.StartFailed(0, "late"), events.StoreHostExited(0, "late")) == []
+    assert node.state == before
+
+
+def test_workers_that_survive_sigkill_are_reported_and_waited_for() -> None:
+    node = stopping()
+    assert node.hear(events.WorkersStuck(0, (7, 8))) == [SayStuck("r1", 0, (7, 8))]
+    assert node.phase is Phase.STOPPING
+    assert node.hear(completed(1)) == []
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+
+
+# ------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("server", [CONNECTED, LOST])
+def test_a_failure_stops_the_own_group_at_once_with_or_without_a_server(
+    server: events.Event,
+) -> None:
+    node = running(rank_first=6)
+    node.hear(server)
+    told = node.hear(exited(1, 3, age_ms=40))
+    failure = node.state.failures[0]
+    assert (failure.local_rank, failure.rank, failure.exit_code) == (1, 7, 3)
+    assert failure.at_ms == node.now_ms - 40
+    assert told == [SayFailed("r1", 0, (failure,)), StopWorkers(0, 5_000)]
+    assert node.hear(exited(0, 143), gone()) == [StopStoreHost(0), SayJoin("r1", 0, (failure,))]
+
+
+def test_a_worker_killed_by_a_signal_is_a_failure() -> None:
+    node = running()
+    assert StopWorkers(0, 5_000) in node.hear(exited(0, None))
+    assert node.state.failures[0].signal == 9
+
+
+def test_a_worker_that_fails_after_another_succeeded_is_a_failure() -> None:
+    node = running()
+    assert node.hear(exited(0, 0)) == []
+    assert [type(command) for command in node.hear(exited(1, 1))] == [SayFailed, StopWorkers]
+
+
+def test_a_worker_that_the_agent_stopped_is_no_failure() -> None:
+    node = stopping()
+    node.now_ms += 500
+    node.hear(exited(0, 1, age_ms=500), exited(1, None, age_ms=100))
+    assert node.state.failures == ()
+
+
+def test_a_worker_that_failed_before_it_was_stopped_is_a_failure() -> None:
+    node = stopping()
+    node.now_ms += 500
+    assert node.hear(exited(0, 1, age_ms=501)) == []
+    (failure,) = node.state.failures
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, (failure,))]
+
+
+def test_a_second_stop_does_not_turn_stopped_workers_into_failures() -> None:
+    node = stopping()
+    node.now_ms += 1_000
+    node.hear(signalled())
+    node.now_ms += 1_000
+    node.hear(signalled())
+    node.hear(exited(0, None, age_ms=1_500), exited(1, None, age_ms=500))
+    assert node.state.failures == ()
+
+
+def test_an_exit_that_is_reported_twice_counts_once() -> None:
+    node = running()
+    node.hear(exited(0, 1, age_ms=5), exited(0, 1, age_ms=5))
+    assert len(node.state.failures) == 1
+
+
+def test_failures_are_forgotten_when_the_next_round_starts() -> None:
+    node = running()
+    node.hear(exited(0, 1), gone(), completed(1))
+    assert node.state.failures == ()
+    assert node.state.stopping_since_ms is None
+    node.now_ms += 10_000
+    assert [type(command) for command in node.hear(exited(0, 1, round_=1))] == [
+        SayFailed,
+        StopWorkers,
+    ]
+
+
+# ------------------------------------------------------------------ success
+
+
+def test_success_sweeps_what_the_workers_left_and_waits_at_the_barrier() -> None:
+    node = running()
+    assert node.hear(exited(1)) == []
+    assert node.hear(exited(0)) == [SaySucceeded("r1", 0), StopWorkers(0, 0)]
+    assert node.hear(gone()) == []
+    assert node.phase is Phase.SUCCEEDED
+    assert node.wait(10**9) == []
+
+
+def test_at_the_barrier_the_end_of_the_run_is_the_exit() -> None:
+    outcome = outcome_of(at_barrier().hear(closed()))
+    assert (outcome.exit_code, outcome.result) == (0, Result.SUCCEEDED)
+
+
+def test_the_end_of_the_run_during_the_sweep_waits_for_it() -> None:
+    node = sweeping()
+    assert node.hear(closed()) == []
+    told = node.hear(gone())
+    assert told[0] == StopStoreHost(0)
+    assert outcome_of(told).exit_code == 0
+
+
+def test_a_round_that_ends_after_success_has_no_workers_to_stop() -> None:
+    assert at_barrier().hear(ended()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+
+
+def test_a_round_that_ends_during_the_sweep_is_left_when_that_is_done() -> None:
+    node = sweeping()
+    assert node.hear(ended()) == []
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    assert node.hear(completed(1)) == [StartWorkers(line(1))]
+
+
+# ------------------------------------------------------------------ the end of the run
+
+
+@pytest.mark.parametrize(
+    ("event", "exit_code", "text"),
+    [
+        (closed(Result.SUCCEEDED), 0, "the job has succeeded: so it is"),
+        (closed(Result.FAILED), 1, "the job has failed: so it is"),
+        (closed(Result.FAILED, retry=True), 75, "the job has failed: so it is"),
+        (closed(Result.STOPPED), 1, "the job was stopped: so it is"),
+        (closed(Result.STOPPED, retry=True), 75, "the job was stopped: so it is"),
+    ],
+)
+def test_the_exit_code_tells_how_the_job_ended(
+    event: events.RunClosed, exit_code: int, text: str
+) -> None:
+    outcome = outcome_of(joining().hear(event))
+    assert (outcome.exit_code, outcome.text, outcome.result) == (exit_code, text, event.result)
+
+
+@pytest.mark.parametrize("name", ["joining", "rejoining", "at_barrier"])
+def test_a_node_without_workers_exits_with_the_run(name: str) -> None:
+    assert outcome_of(PHASES[name]().hear(closed())).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["stopping", "sweeping", "leaving"])
+def test_workers_that_stop_already_are_not_told_again_when_the_run_ends(name: str) -> None:
+    node = PHASES[name]()
+    assert node.hear(closed(Result.FAILED), closed(Result.FAILED)) == []
+    assert outcome_of(node.hear(gone())).exit_code == 1
+
+
+def test_running_workers_are_stopped_when_the_run_ends() -> None:
+    node = running()
+    assert node.hear(closed(Result.STOPPED)) == [StopWorkers(0, 30_000)]
+    assert node.hear(closed(Result.STOPPED)) == []
+    assert node.hear(exited(0, 143), exited(1, 143)) == []
+    assert node.hear(gone())[:-1] == [StopStoreHost(0)]
+    assert node.state.outcome is not None and node.state.outcome.exit_code == 1
+
+
+@every_phase
+def test_the_end_of_another_run_changes_nothing(make: type[Node]) -> None:
+    node = make()
+    before = node.state
+    assert node.hear(closed(run="r2")) == []
+    assert node.state == before
+
+
+def test_a_node_that_was_admitted_to_no_run_does_not_end_with_that_of_its_predecessor() -> None:
+    node = Node()
+    assert node.hear(CONNECTED, closed(Result.FAILED, run="r0")) == []
+    assert node.hear(JOINED, completed()) == [StartWorkers(line())]
+
+
+def test_the_root_cause_reaches_the_user() -> None:
+    failure = NodeFailure("n2", "10.0.0.2", 0, 2, 9, 1, None, "ValueError: no", "Traceback")
+    event = replace(closed(Result.FAILED), failures=(failure,))
+    assert outcome_of(joining().hear(event)).failures == (failure,)
+
+
+# ------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("signum", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("name", ["joining", "rejoining", "at_barrier"])
+def test_a_signal_without_workers_is_the_end(name: str, signum: int) -> None:
+    node = PHASES[name]()
+    round_ = None if name == "joining" else 0
+    told = node.hear(signalled(signum))
+    leave = [command for command in told if isinstance(command, SayLeave)]
+    assert [(command.leaving.cause, command.left_round) for command in leave] == [
+        (LeaveCause.SIGNAL, round_)
+    ]
+    assert outcome_of(told).exit_code == 128 + signum
+
+
+@pytest.mark.parametrize("name", ["running", "stopping", "sweeping"])
+def test_a_signal_is_passed_on_to_the_workers_and_said_at_once(name: str) -> None:
+    node = PHASES[name]()
+    leave = Leaving(LeaveCause.SIGNAL, "its agent received SIGINT", 130)
+    told = node.hear(signalled(SIGINT))
+    assert told == [SayLeave("r1", leave, None), StopWorkers(0, 30_000, SIGINT)]
+    told = node.hear(gone())
+    assert told[:2] == [StopStoreHost(0), SayLeave("r1", leave, 0)]
+    assert outcome_of(told) == Outcome(130, "its agent received SIGINT")
+
+
+def test_a_second_signal_cuts_the_grace_short() -> None:
+    node = running()
+    node.hear(signalled(SIGINT))
+    assert node.hear(signalled(SIGTERM)) == [StopWorkers(0, 0, SIGTERM)]
+    assert node.phase is Phase.LEAVING
+    assert outcome_of(node.hear(gone())).exit_code == 128 + SIGINT
+
+
+def test_a_signal_while_the_workers_end_with_the_run_cuts_their_grace_short() -> None:
+    node = running()
+    node.hear(closed(Result.STOPPED))
+    assert node.hear(signalled()) == [StopWorkers(0, 0, SIGTERM)]
+    assert outcome_of(node.hear(gone())).result is Result.STOPPED
+
+
+def test_a_signal_during_the_sweep_of_an_ended_run_does_not_lose_its_result() -> None:
+    node = sweeping()
+    node.hear(closed())
+    assert node.hear(signalled()) == [StopWorkers(0, 0, SIGTERM)]
+    assert outcome_of(node.hear(gone())).exit_code == 0
+
+
+def test_workers_that_end_by_the_signal_are_no_failures() -> None:
+    node = leaving()
+    node.now_ms += 100
+    assert node.hear(exited(0, 143), exited(1, None)) == []
+    assert node.state.failures == ()
+
+
+# ------------------------------------------------------------------ this node can not go on
+
+
+def test_workers_that_can_not_be_started_make_the_node_leave_with_the_reason() -> None:
+    node = running()
+    leave = Leaving(LeaveCause.START_FAILED, "no such file", 1)
+    told = node.hear(events.StartFailed(0, "no such file"))
+    assert told == [SayLeave("r1", leave, None), StopWorkers(0, 0)]
+    assert node.hear(events.StartFailed(0, "no such file")) == []
+    told = node.hear(gone())
+    assert told[:2] == [StopStoreHost(0), SayLeave("r1", leave, 0)]
+    assert outcome_of(told) == Outcome(1, "no such file")
+
+
+def test_workers_that_can_not_be_started_while_the_round_ends_make_the_node_leave() -> None:
+    node = stopping()
+    node.hear(events.StartFailed(0, "no such file"))
+    assert outcome_of(node.hear(gone())).exit_code == 1
+
+
+@every_phase
+def test_a_lost_runner_is_the_end_in_every_phase(make: type[Node]) -> None:
+    node = make()
+    was_leaving = node.phase is Phase.LEAVING
+    told = node.hear(RUNNER_LOST)
+    (leave,) = [command for command in told if isinstance(command, SayLeave)]
+    assert leave.left_round == (0 if node.state.assignment else None)
+    assert outcome_of(told).exit_code == (143 if was_leaving else 1)
+    assert StartWorkers not in {type(command) for command in told}
+
+
+def test_a_lost_runner_does_not_change_the_result_of_a_run_that_has_ended() -> None:
+    node = running()
+    node.hear(closed())
+    assert outcome_of(node.hear(RUNNER_LOST)).exit_code == 0
+
+
+# ------------------------------------------------------------------ the store host
+
+
+def hosting() -> Node:
+    return running(group_rank=0)
+
+
+def test_only_who_hosts_the_store_waits_for_it() -> None:
+    assert hosting().wake_at_ms == 1_000 + 60_000
+    assert running().wake_at_ms is None
+    assert running(group_rank=0, use_agent_store=False).wake_at_ms is None
+
+
+def test_a_store_host_that_is_ready_has_no_deadline() -> None:
+    node = hosting()
+    assert node.hear(events.StoreHostReady(0)) == []
+    assert node.wake_at_ms is None
+    assert node.wait(10**9) == []
+
+
+def test_a_store_host_that_is_not_ready_in_time_is_reported_once() -> None:
+    node = hosting()
+    say = SayStoreHostFailed("r1", 0, "not ready within 60 s")
+    assert node.wait(10**9) == [say]
+    assert node.hear(events.StoreHostExited(0, "exit code 1"), TICKED) == []
+    assert node.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("name", ["running", "sweeping", "at_barrier"])
+def test_a_store_host_that_dies_while_the_round_may_need_it_is_reported(name: str) -> None:
+    node = PHASES[name]()
+    died = events.StoreHostExited(0, "signal 9 (SIGKILL)")
+    assert node.hear(died) == [SayStoreHostFailed("r1", 0, "signal 9 (SIGKILL)")]
+    assert node.hear(died) == []
+
+
+@pytest.mark.parametrize("name", ["joining", "rejoining", "stopping", "leaving"])
+def test_a_store_host_that_nobody_needs_any_more_may_die(name: str) -> None:
+    assert PHASES[name]().hear(events.StoreHostExited(0, "exit code 0")) == []
+
+
+def test_a_dead_store_host_stops_nobody_before_the_server_ends_the_round() -> None:
+    node = hosting()
+    node.hear(events.StoreHostExited(0, "exit code 1"))
+    assert node.phase is Phase.RUNNING
+    assert node.hear(ended(broken=True)) == [StopWorkers(0, 5_000)]
+
+
+def test_a_store_host_that_failed_without_a_server_is_reported_when_there_is_one() -> None:
+    node = hosting()
+    node.hear(LOST, events.StoreHostExited(0, "exit code 1"))
+    assert node.hear(CONNECTED) == [SayStoreHostFailed("r1", 0, "exit code 1")]
+    node.hear(ended(), gone())
+    assert node.hear(CONNECTED) == []
+
+
+@pytest.mark.parametrize("event", [ended(), signalled(), closed(), exited(0, 1)])
+def test_the_deadline_of_the_store_host_ends_with_the_round(event: events.Event) -> None:
+    node = hosting()
+    node.hear(event)
+    assert node.wake_at_ms is None
+    assert node.wait(100_000) == []
+
+
+def test_the_store_host_of_the_next_round_starts_with_a_clean_record() -> None:
+    node = hosting()
+    node.hear(events.StoreHostExited(0, "exit code 1"), ended(), gone(), completed(1, group_rank=0))
+    assert node.wake_at_ms == node.now_ms + 60_000
+    assert node.hear(events.StoreHostReady(0)) == []
+    assert node.wake_at_ms is not None
+    assert node.wait(60_000) == [SayStoreHostFailed("r1", 1, "not ready within 60 s")]
+
+
+# ------------------------------------------------------------------ without a server
+
+
+def test_without_a_server_a_node_that_never_ran_gives_up_after_the_join_timeout() -> None:
+    node = Node()
+    assert node.wait(99_999) == []
+    outcome = outcome_of(node.wait(1))
+    assert outcome == Outcome(75, "no rendezvous server answered within 100 s")
+
+
+def test_attempts_that_fail_do_not_put_the_end_off() -> None:
+    node = Node()
+    for _ in range(9):
+        node.wait(11_000)
+        node.hear(LOST)
+    assert outcome_of(node.wait(1_000)).exit_code == 75
+
+
+def test_a_server_that_is_back_ends_the_wait() -> None:
+    node = Node()
+    node.wait(99_999)
+    node.hear(CONNECTED)
+    assert node.wait(10**9) == []
+    node.hear(LOST)
+    assert node.wake_at_ms == node.now_ms + 100_000
+
+
+@pytest.mark.parametrize("name", ["running", "stopping", "leaving", "sweeping"])
+def test_workers_go_on_without_a_server(name: str) -> None:
+    node = PHASES[name]()
+    assert node.hear(LOST) == []
+    assert node.wait(10**9) == []
+
+
+def test_without_a_server_success_is_judged_by_the_own_workers() -> None:
+    node = at_barrier()
+    node.hear(LOST)
+    assert node.wait(599_999) == []
+    outcome = outcome_of(node.wait(1))
+    assert outcome.exit_code == 0
+    assert outcome.text.endswith("judging by this node's own workers: all exited 0")
+
+
+def test_without_a_server_failure_is_judged_by_the_own_workers() -> None:
+    node = running()
+    node.hear(LOST, exited(0, 1), gone())
+    assert node.wait(599_999) == []
+    outcome = outcome_of(node.wait(1))
+    assert outcome.exit_code == 1
+    assert outcome.text.endswith("judging by this node's own workers: ValueError: no")
+
+
+def test_without_a_server_workers_that_were_stopped_are_worth_another_try() -> None:
+    node = stopping()
+    node.hear(LOST, gone())
+    assert outcome_of(node.wait(600_000)).exit_code == 75
+
+
+@pytest.mark.parametrize("last", [exited(1, 0), exited(1, 1)], ids=["success", "failure"])
+def test_the_server_timeout_counts_from_when_no_worker_was_left(last: events.Event) -> None:
+    node = running()
+    node.hear(LOST, exited(0, 0))
+    node.wait(5_000_000)
+    node.hear(last)
+    node.wait(1_000)
+    assert Exit not in {type(command) for command in node.hear(gone())}
+    assert node.wait(599_999) == []
+    assert outcome_of(node.wait(1)).exit_code == (0 if last == exited(1, 0) else 1)
+
+
+def test_a_server_that_comes_back_in_time_decides() -> None:
+    node = at_barrier()
+    node.hear(LOST)
+    node.wait(599_999)
+    assert node.hear(CONNECTED, ended()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+
+
+# ------------------------------------------------------------------ refusals
+
+REFUSALS = {
+    "InvalidRequestError": 2,
+    "SettingsMismatchError": 2,
+    "NodeSupersededError": 2,
+    "RendezvousClosedError": 1,
+}
+
+
+@pytest.mark.parametrize(("code", "exit_code"), REFUSALS.items())
+def test_a_refused_launch_is_a_usage_error_unless_the_run_is_closed(
+    code: str, exit_code: int
+) -> None:
+    outcome = outcome_of(joining().hear(events.Refused(code, "the reason")))
+    assert outcome == Outcome(exit_code, "the reason")
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_node_that_has_run_and_is_refused_has_failed(code: str) -> None:
+    assert outcome_of(rejoining().hear(events.Refused(code, "the reason"))).exit_code == 1
+
+
+@pytest.mark.parametrize("code", ["RendezvousClosedError", "NodeSupersededError"])
+def test_workers_without_a_place_are_stopped(code: str) -> None:
+    node = running()
+    assert node.hear(events.Refused(code, "the reason")) == [StopWorkers(0, 30_000)]
+    assert node.hear(events.Refused(code, "again")) == []
+    assert outcome_of(node.hear(gone())) == Outcome(1, "the reason")
+
+
+@pytest.mark.parametrize("code", ["InvalidRequestError", "SettingsMismatchError", "Unheard"])
+@pytest.mark.parametrize("name", ["running", "stopping", "sweeping", "at_barrier", "leaving"])
+def test_workers_go_on_when_only_what_was_said_is_refused(name: str, code: str) -> None:
+    node = PHASES[name]()
+    before = node.state
+    assert node.hear(events.Refused(code, "the reason")) == []
+    assert node.state == before
+
+
+# ------------------------------------------------------------------ everything, to a small depth
+
+ALPHABET: tuple[events.Event, ...] = (
+    CONNECTED,
+    LOST,
+    JOINED,
+    completed(0, group_rank=0),
+    completed(1),
+    completed(1, run="r2"),
+    ended(0),
+    ended(1, broken=True),
+    ended(0, "r2"),
+    closed(Result.FAILED),
+    closed(run="r2"),
+    events.Refused("NodeSupersededError", "no"),
+    events.Refused("InvalidRequestError", "no"),
+    exited(0, 0),
+    exited(1, 0),
+    exited(1, 1, age_ms=500),
+    exited(0, 0, round_=1),
+    gone(0),
+    gone(1),
+    events.StartFailed(0, "no"),
+    events.StoreHostReady(0),
+    events.StoreHostExited(0, "no"),
+    RUNNER_LOST,
+    signalled(),
+    TICKED,
+)
+REPEATABLE = tuple(
+    event
+    for event in ALPHABET
+    # A second signal is another one; a stuck worker may be reported as often as it is seen.
+    if not isinstance(event, events.Signalled)
+)
+STEP_MS = 700
+DEPTH = 6
+
+
+def test_no_order_of_events_breaks_a_promise() -> None:
+    """Walk every event in every state that any five events lead to.
+
+    Time moves with every event, so a state is the same as another if it differs in times alone.
+    """
+    job = replace(JOB, store_host_timeout_ms=1_000, server_timeout_ms=2_000)
+    job = replace(job, settings=replace(SETTINGS, join_timeout_ms=3_000))
+    edge = {begin(job, 0)}
+    seen = set(edge)
+    for depth in range(1, DEPTH + 1):
+        now_ms = depth * STEP_MS
+        found = set()
+        for state in edge:
+            for event in ALPHABET:
+                after = step(state, event, now_ms)
+                broken = broken_promises(state, event, now_ms, after)
+                assert not broken, (state, event, after)
+                found.add(after.state)
+        edge = found - seen
+        seen |= edge
+    phases = {state.phase for state in seen}
+    assert phases == set(Phase)
+
+
+def test_an_event_that_is_repeated_at_once_changes_nothing() -> None:
+    edge = {begin(JOB, 0)}
+    for depth in range(1, DEPTH - 1):
+        now_ms = depth * STEP_MS
+        once = {event: {step(state, event, now_ms) for state in edge} for event in REPEATABLE}
+        for event, transitions in once.items():
+            for first in transitions:
+                again = step(first.state, event, now_ms)
+                repeats = [c for c in again.commands if not isinstance(c, SayStoreHostFailed)]
+                assert (again.state, repeats) == (first.state, []), (event, first)
+        edge = {first.state for transitions in once.values() for first in transitions}
+
+
+def test_a_tick_before_it_is_due_changes_nothing() -> None:
+    for make in PHASES.values():
+        node = make()
+        before = node.state
+        assert node.hear(TICKED) == []
+        assert node.state == before
+
+
+def test_every_command_is_said_by_some_story() -> None:
+    """Keep this file honest: what the core can do is what is told of above."""
+    told = {type(command) for make in PHASES.values() for command in make().hear(RUNNER_LOST)}
+    assert told <= set(commands.Command.__args__)

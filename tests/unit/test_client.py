@@ -1,0 +1,326 @@
+"""The client's door: endpoints are read strictly, and every failure is an error of the table."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import control_samples
+import grpc
+import pytest
+from fake_control import FakeControl, serving
+
+from rdzv.client import ControlClient, Endpoint, parse_endpoint
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    UnknownJobError,
+)
+from rdzv.v1 import rdzv_pb2 as pb
+
+
+@pytest.fixture
+def control() -> FakeControl:
+    return FakeControl()
+
+
+@pytest.fixture
+def client(control: FakeControl) -> Iterator[ControlClient]:
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        yield client
+
+
+# ------------------------------------------------------------------------------------ endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("head", "head", 29400),
+        ("head:7", "head", 7),
+        (" head.cluster.local:65535\n", "head.cluster.local", 65535),
+        ("my_service", "my_service", 29400),
+        ("10.0.0.1:29401", "10.0.0.1", 29401),
+        ("[::1]", "::1", 29400),
+        ("[fe80::1%eth0]:7", "fe80::1%eth0", 7),
+    ],
+)
+def test_an_endpoint_is_a_host_and_perhaps_a_port(text: str, host: str, port: int) -> None:
+    endpoint = parse_endpoint(text, 29400)
+    assert endpoint == Endpoint(host, port)
+    assert parse_endpoint(str(endpoint), 1) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "remedy"),
+    [
+        ("", "it names no host", "write HOST or HOST:PORT"),
+        (":29400", "it names no host", "write HOST or HOST:PORT"),
+        ("::1", "more than one colon", "[ADDRESS]:PORT"),
+        ("fe80::1:29400", "more than one colon", "[ADDRESS]:PORT"),
+        ("http://head:29400", "it is a URL", "HOST:PORT"),
+        ("head:", "'' is no port", "1 to 65535"),
+        ("head:0", "'0' is no port", "1 to 65535"),
+        ("head:65536", "'65536' is no port", "1 to 65535"),
+        ("head:-1", "'-1' is no port", "1 to 65535"),
+        ("head:²", "'²' is no port", "1 to 65535"),
+        ("head:" + "9" * 5000, "is no port", "1 to 65535"),
+        ("[::1]:", "'' is no port", "1 to 65535"),
+        ("[head]:1", "'head' is no IPv6 address", "only IPv6 addresses stand in brackets"),
+        ("[::1", "more than one colon", "[ADDRESS]:PORT"),
+        ("he ad", "'he ad' is no host name", "write HOST"),
+        ("head,other", "'head,other' is no host name", "write HOST"),
+        ("-server", "'-server' is no host name", "write HOST"),
+    ],
+)
+def test_a_bad_endpoint_is_refused_with_value_reason_and_remedy(
+    text: str, reason: str, remedy: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_endpoint(text)
+    for part in (repr(text), reason, remedy):
+        assert part in str(refused.value)
+
+
+def test_a_host_is_never_taken_for_a_uri_scheme() -> None:
+    assert parse_endpoint("unix:29400").target == "dns:///unix:29400"
+    assert parse_endpoint("[fe80::1%eth0]:7").target == "dns:///[fe80::1%25eth0]:7"
+
+
+# ------------------------------------------------------------------------------------ the values
+
+
+def test_what_is_not_set_is_not_known(control: FakeControl, client: ControlClient) -> None:
+    control.jobs["bare"] = pb.JobStatus(
+        rdzv_id="bare", state="joining", nodes=[pb.NodeStatus(node_id="n1", state="waiting")]
+    )
+    job = client.status("bare")
+    assert (job.run, job.run_number, job.reason, job.last_end) == (None, None, None, None)
+    assert (job.round, job.world_size, job.master_addr, job.master_port) == (None,) * 4
+    assert job.last_failure is None
+    (node,) = job.nodes
+    assert (node.group_rank, node.rank_first, node.local_world_size) == (None, None, None)
+    assert (node.address, node.role, node.reason) == (None, None, None)
+
+
+def test_zero_is_known_where_it_is_a_number(control: FakeControl, client: ControlClient) -> None:
+    control.jobs["a"] = pb.JobStatus(
+        rdzv_id="a",
+        round=0,
+        nodes=[pb.NodeStatus(node_id="n1", group_rank=0, rank_first=0)],
+        last_failure=pb.RootCause(
+            failures=[pb.NodeFailure(node_id="n1", failure=pb.WorkerFailure(exit_code=0))]
+        ),
+        last_failure_age_ms=0,
+    )
+    job = client.status("a")
+    assert job.round == 0
+    assert (job.nodes[0].group_rank, job.nodes[0].rank_first) == (0, 0)
+    assert job.last_failure is not None
+    assert job.last_failure.age_ms == 0
+    assert (job.last_failure.root_cause.exit_code, job.last_failure.root_cause.signal) == (0, None)
+
+
+def test_the_first_failure_is_the_root_cause(control: FakeControl, client: ControlClient) -> None:
+    control.jobs["gpt-small"] = control_samples.failed()
+    failure = client.status("gpt-small").last_failure
+    assert failure is not None
+    assert (failure.root_cause.node_id, failure.root_cause.exit_code) == ("n3", 1)
+    assert [(other.node_id, other.signal) for other in failure.others] == [("n1", 6)]
+
+
+def test_jobs_come_by_name(control: FakeControl, client: ControlClient) -> None:
+    for name in ("b", "c", "a"):
+        control.jobs[name] = pb.JobStatus(rdzv_id=name)
+    assert [job.rdzv_id for job in client.jobs()] == ["a", "b", "c"]
+
+
+def test_events_are_asked_for_by_number(control: FakeControl, client: ControlClient) -> None:
+    control.jobs["a"] = pb.JobStatus(rdzv_id="a")
+    control.history = control_samples.history()
+    assert [event.name for event in client.events("a", limit=2)] == ["RoundEnded", "NodeStopped"]
+    assert len(client.events("a")) == 3
+    assert control.limits == [2, 0]
+
+
+def test_a_status_beyond_the_usual_limit_of_grpc_arrives(
+    control: FakeControl, client: ControlClient
+) -> None:
+    control.jobs["huge"] = pb.JobStatus(rdzv_id="huge", reason="x" * (8 << 20))
+    assert len(client.status("huge").reason or "") == 8 << 20
+
+
+# ------------------------------------------------------------------------------------ the errors
+
+
+def test_the_code_in_the_trailing_metadata_decides(
+    control: FakeControl, client: ControlClient
+) -> None:
+    with pytest.raises(UnknownJobError, match="no job nix is known here"):
+        client.status("nix")
+    control.error = RendezvousStateError("job a: unreadable")
+    with pytest.raises(RendezvousStateError, match="job a: unreadable"):
+        client.jobs()
+    control.error = RendezvousConnectionError("the store is away")
+    with pytest.raises(RendezvousConnectionError, match=r"^the store is away$"):
+        client.jobs()
+
+
+def test_a_code_of_a_newer_server_is_an_error_all_the_same(
+    control: FakeControl, client: ControlClient
+) -> None:
+    class NewerError(RendezvousError):
+        code = "NewerError"
+        grpc_status = "ABORTED"
+
+    control.error = NewerError("not before Monday")
+    with pytest.raises(RendezvousError, match=r"^not before Monday$") as raised:
+        client.jobs()
+    assert type(raised.value) is RendezvousError
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, RendezvousConnectionError, "not an rdzv server"),
+        (grpc.StatusCode.UNAVAILABLE, RendezvousConnectionError, "gone fishing"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceededError, "gone fishing"),
+        (grpc.StatusCode.INTERNAL, RendezvousError, "answered INTERNAL: gone fishing"),
+        (grpc.StatusCode.NOT_FOUND, RendezvousError, "answered NOT_FOUND: gone fishing"),
+    ],
+)
+def test_a_status_without_a_code_names_the_server(
+    control: FakeControl,
+    client: ControlClient,
+    status: grpc.StatusCode,
+    error: type[RendezvousError],
+    text: str,
+) -> None:
+    control.error, control.error_text = status, "gone fishing"
+    with pytest.raises(RendezvousError) as raised:
+        client.jobs()
+    assert type(raised.value) is error
+    assert text in str(raised.value)
+    assert str(client.server) in str(raised.value)
+
+
+def test_a_server_that_hangs_hits_the_deadline(control: FakeControl) -> None:
+    control.hangs = True
+    with (
+        serving(control) as endpoint,
+        ControlClient(parse_endpoint(endpoint), timeout_s=0.2) as client,
+    ):
+        began = time.monotonic()
+        with pytest.raises(RendezvousConnectionError, match=r"no answer within 0\.2 s; .+ check"):
+            client.status("a")
+        assert time.monotonic() - began < 2
+
+
+def test_nobody_listens() -> None:
+    with closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", bound.getsockname()[1])
+        with ControlClient(endpoint) as client, pytest.raises(RendezvousConnectionError) as raised:
+            client.jobs()
+    assert str(raised.value) == (
+        f"can not reach rdzvd at {endpoint}: connection refused; "
+        "check the address, and that rdzvd runs there"
+    )
+
+
+def test_there_is_no_such_host() -> None:
+    endpoint = Endpoint("no-such-host.invalid", 29400)
+    with (
+        ControlClient(endpoint) as client,
+        pytest.raises(
+            RendezvousConnectionError, match=r"no-such-host\.invalid:29400: no such host name"
+        ),
+    ):
+        client.jobs()
+
+
+def _answer_like_a_web_server(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def _greet_like_ssh(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+    connection.recv(100)
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@contextmanager
+def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
+    """Accept until the end of the block, and answer each connection once."""
+    ended = threading.Event()
+
+    def accept(listener: socket.socket) -> None:
+        while not ended.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        thread = threading.Thread(target=accept, args=(listener,))
+        thread.start()
+        try:
+            yield Endpoint("127.0.0.1", listener.getsockname()[1])
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (_answer_like_a_web_server, "what listens there is not an rdzv server"),
+        (_greet_like_ssh, "what listens there is not an rdzv server"),
+        (_reset, "the other side closed the connection"),
+    ],
+)
+def test_what_listens_is_something_else(
+    answer: Callable[[socket.socket], None], reason: str
+) -> None:
+    with _listening(answer) as endpoint, ControlClient(endpoint) as client:
+        with pytest.raises(RendezvousConnectionError) as raised:
+            client.jobs()
+        assert f"{endpoint}: {reason};" in str(raised.value)
+
+
+def test_a_proxy_for_the_internet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _listening(_answer_like_a_web_server) as proxy:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://{proxy}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        control = FakeControl()
+        with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+            assert client.jobs() == ()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequestError, match="timeout"):
+        ControlClient(Endpoint("head", 1), timeout_s)
+
+
+def test_what_can_not_travel_is_refused(client: ControlClient) -> None:
+    with pytest.raises(InvalidRequestError, match="job name"):
+        client.status("\udcff")
+    with pytest.raises(InvalidRequestError, match="limit"):
+        client.events("a", limit=2**32)

@@ -1,0 +1,849 @@
+"""The driver: decide, persist, publish. A clock moved by hand, a store that fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import typing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rdzv.core import events, rendezvous
+from rdzv.core.commands import Fail, FailureReport, Join, Leave, Resume, Succeed, Tick
+from rdzv.core.model import (
+    Cause,
+    Ended,
+    Failure,
+    LeaveCause,
+    Membership,
+    NodeState,
+    Offer,
+    Result,
+    RoundEnd,
+    Settings,
+    State,
+    Tuning,
+)
+from rdzv.core.nodes import AgentKind
+from rdzv.errors import (
+    InvariantError,
+    LimitExceededError,
+    NodeSupersededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    SettingsMismatchError,
+    UnknownJobError,
+)
+from rdzv.server import driver as driver_module
+from rdzv.server import observe, told
+from rdzv.server.clock import Timer
+from rdzv.server.config import Config, Limits, Listen
+from rdzv.server.driver import Driver
+from rdzv.server.messages import (
+    Belief,
+    Closed,
+    Hello,
+    Joined,
+    Line,
+    Refused,
+    RoundOver,
+    Told,
+    Waiting,
+    Welcome,
+)
+from rdzv.server.streams import Stream
+from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
+from rdzv.stores.memory import MemoryStore
+
+TUNING = Tuning()
+
+
+# ---------------------------------------------------------------- a clock and a store
+
+
+@dataclass
+class Call:
+    callback: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeClock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.at_ms = 1_000_000
+        self._calls: list[tuple[int, int, Call]] = []
+        self._order = itertools.count()
+
+    def now_ms(self) -> int:
+        return self.at_ms
+
+    def call_at(self, at_ms: int, callback: Callable[[], None]) -> Call:
+        call = Call(callback)
+        heapq.heappush(self._calls, (at_ms, next(self._order), call))
+        return call
+
+    async def advance(self, for_ms: int) -> None:
+        """Let time pass; each timer fires at its time."""
+        end_ms = self.at_ms + for_ms
+        await settle()
+        while self._calls and self._calls[0][0] <= end_ms:
+            at_ms, _, call = heapq.heappop(self._calls)
+            self.at_ms = max(self.at_ms, at_ms)
+            if not call.cancelled:
+                call.callback()
+                await settle()
+        self.at_ms = end_ms
+
+    async def pause(self, for_ms: int) -> None:
+        """Let time pass while the whole process stands still; then everything is late."""
+        self.at_ms += for_ms
+        await self.advance(0)
+
+
+async def settle() -> None:
+    """Let every task go as far as it gets without time passing."""
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+class FlakyStore(MemoryStore):
+    """A store whose writes can fail: before they happen, after, or without anyone knowing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: RendezvousError | None = None
+        self.next_write: str = ""
+        self.gate: asyncio.Event | None = None
+        self.writes = 0
+        self.before_write: Callable[[], None] = lambda: None
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        if self.away:
+            raise self.away
+        return await super().load(rdzv_id)
+
+    async def compare_and_swap(
+        self,
+        rdzv_id: str,
+        membership: Membership,
+        revision: int,
+        records: Sequence[Record] = (),
+    ) -> int:
+        self.before_write()
+        if self.gate:
+            await self.gate.wait()
+        if self.away:
+            raise self.away
+        how, self.next_write = self.next_write, ""
+        if how == "lost before":
+            self.away = RendezvousConnectionError("no answer")
+            raise self.away
+        if how == "conflict":
+            raise RevisionConflictError("somebody else has written it")
+        new = await super().compare_and_swap(rdzv_id, membership, revision, records)
+        self.writes += 1
+        if how == "lost after":
+            self.away = RendezvousConnectionError("no answer")
+            raise self.away
+        return new
+
+
+# ---------------------------------------------------------------- one server, and its nodes
+
+
+class Server:
+    def __init__(self, driver: Driver, clock: FakeClock) -> None:
+        self.driver = driver
+        self.clock = clock
+
+    def attach(self, node_id: str, instance: str = "one", **more: object) -> Stream:
+        hello = Hello(node_id, instance, AgentKind.DAEMON, "10.0.0.1", 99, 0, 0)
+        return self.driver.attach(replace(hello, **more))  # type: ignore[arg-type]
+
+    async def connect(self, node_id: str, *beliefs: Belief, **more: object) -> Stream:
+        stream = self.attach(node_id, **more)  # type: ignore[arg-type]
+        await self.driver.greet(stream, beliefs)
+        await settle()
+        return stream
+
+    async def join(self, stream: Stream, nodes: tuple[int, int] = (2, 2)) -> None:
+        await self.driver.hear(stream, "job-7", join(stream, nodes))
+        await settle()
+
+    async def pair(self) -> tuple[Stream, Stream]:
+        """Two nodes that run a round together, and have read all that they were told."""
+        n1, n2 = await self.connect("n1"), await self.connect("n2")
+        await self.join(n1)
+        await self.join(n2)
+        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
+        return n1, n2
+
+    async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
+        return {n.node_id: n.state for n in (await self.driver.status(rdzv_id)).nodes}
+
+
+@asynccontextmanager
+async def server(
+    store: MemoryStore | None = None, clock: FakeClock | None = None, limits: Limits | None = None
+) -> AsyncIterator[Server]:
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), limits=limits or Limits())
+    clock = clock or FakeClock()
+    uids = (f"run-{number}" for number in itertools.count(1))
+    async with Driver.running(
+        store or MemoryStore(), clock, config, new_uid=lambda: next(uids)
+    ) as driver:
+        yield Server(driver, clock)
+
+
+def join(stream: Stream, nodes: tuple[int, int] = (2, 2), **more: object) -> Join:
+    offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
+    command = Join(stream.node_id, stream.incarnation, "", Settings(*nodes), offer)
+    return replace(command, **more)  # type: ignore[arg-type]
+
+
+def running(stream: Stream, line: Line) -> Belief:
+    """What a node believes whose workers run."""
+    resume = Resume(stream.node_id, stream.incarnation, line.run, line.round)
+    return Belief(line.rdzv_id, line.run, line.round, has_workers=True, commands=(resume,))
+
+
+def read(stream: Stream) -> list[Told]:
+    """Take everything out of a stream's outbox."""
+    queue = stream._outbox
+    return [queue.get_nowait() for _ in range(queue.qsize())]
+
+
+async def end_of(stream: Stream) -> RendezvousError | None:
+    async with asyncio.timeout(5):
+        return await stream.ended()
+
+
+# ---------------------------------------------------------------- decide, persist, publish
+
+
+async def test_a_round_is_stored_before_anyone_hears_of_it() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        heard: list[Told] = []
+        store.before_write = lambda: heard.extend(read(n1) + read(n2))
+        await s.join(n1)
+        await s.join(n2)
+        assert not any(isinstance(message, Line) for message in heard)
+        lines = [read(stream)[-1] for stream in (n1, n2)]
+        assert [(x.group_rank, x.rank_first, x.world_size) for x in lines] == [  # type: ignore[union-attr]
+            (0, 0, 4),
+            (1, 2, 4),
+        ]
+
+
+async def test_a_node_hears_that_it_is_in_then_why_it_waits_then_its_line() -> None:
+    async with server() as s:
+        n1 = await s.connect("n1")
+        await s.join(n1)
+        welcome, joined, waiting = read(n1)
+        assert isinstance(welcome, Welcome)
+        assert joined == Joined("job-7", "run-1", 1)
+        assert isinstance(waiting, Waiting)
+        assert "waiting for 1 more node" in waiting.reason
+        n2 = await s.connect("n2")
+        await s.join(n2)
+        assert [type(message) for message in read(n2)] == [Welcome, Joined, Line]
+
+
+async def test_a_refused_join_leaves_no_job_behind() -> None:
+    async with server() as s:
+        n1 = await s.connect("n1")
+        await s.driver.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
+        await s.driver.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
+        assert "job-8" not in s.driver._jobs
+        with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
+            await s.driver.status("job-8")
+        assert s.driver._jobs.keys() == {"job-7"}
+
+
+async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        for stream in (n1, n2):
+            succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
+            await s.driver.hear(stream, "job-7", succeed)
+        for stream in (n1, n2):
+            closed = read(stream)[-1]
+            assert isinstance(closed, Closed)
+            assert closed.ended.result is Result.SUCCEEDED
+        assert not s.driver._jobs
+        assert not s.driver._jobs_of
+        assert (await s.driver.status("job-7")).state == "succeeded"
+        assert [view.rdzv_id for view in await s.driver.list()] == ["job-7"]
+
+
+async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1 = await s.connect("n1")
+        store.gate = asyncio.Event()
+        caller = asyncio.ensure_future(s.driver.submit("job-7", join(n1, (1, 1))))
+        await settle()
+        caller.cancel()
+        await asyncio.wait([caller])
+        store.gate.set()
+        await settle()
+        assert isinstance(read(n1)[-1], Line)
+        assert await s.states() == {"n1": NodeState.SEATED}
+
+
+async def test_refusals_are_told_and_change_nothing() -> None:
+    async with server() as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1, (2, 3))
+        await s.join(n2, (2, 4))
+        refused = read(n2)[-1]
+        assert isinstance(refused, Refused)
+        assert refused.code == SettingsMismatchError.code
+        assert n2.open
+        assert list(await s.states()) == ["n1"]
+
+
+async def test_n_joins_cost_about_n_messages() -> None:
+    async with server() as s:
+        streams = [await s.connect(f"n{number}") for number in range(30)]
+        for stream in streams:
+            await s.join(stream, (40, 40))
+        assert sum(len(read(stream)) for stream in streams) <= 4 * len(streams)
+
+
+async def test_jobs_are_bounded() -> None:
+    async with server(limits=Limits(jobs=1)) as s:
+        n1 = await s.connect("n1")
+        await s.join(n1)
+        with pytest.raises(LimitExceededError, match="job-8 would be one too many"):
+            await s.driver.submit("job-8", join(n1))
+
+
+async def test_nodes_are_bounded() -> None:
+    async with server(limits=Limits(nodes=1)) as s:
+        await s.connect("n1")
+        with pytest.raises(LimitExceededError, match="n2 would be one too many"):
+            s.attach("n2")
+
+
+async def test_a_slow_reader_loses_its_stream_alone() -> None:
+    async with server(limits=Limits(outbox=3)) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        for _ in range(4):
+            await s.driver.hear(n1, "job-7", join(n1, run="x y"))
+            n1.send(Refused("job-7", "code", "text"))
+        assert isinstance(await end_of(n1), LimitExceededError)
+        assert n2.open
+
+
+# ---------------------------------------------------------------- the store fails
+
+
+async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1)
+        store.away = StoreRefusedError("disk full")
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        for _ in range(4):
+            await s.clock.advance(1_000)
+            s.driver.heard(n1)
+            s.driver.heard(n2)
+        waiting = read(n2)[-1]
+        assert isinstance(waiting, Waiting)
+        assert "disk full" in waiting.reason
+        assert n1.open
+        assert n2.open
+        assert caplog.text.count("the store is away") == 1
+        with pytest.raises(RendezvousConnectionError):
+            await s.driver.submit("job-7", join(n2))
+
+        store.away = None
+        await s.clock.advance(2_000)
+        await said
+        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
+        assert "the store is back" in caplog.text
+
+
+@pytest.mark.parametrize("lost", ["lost before", "lost after"])
+async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(lost: str) -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1)
+        read(n1), read(n2)
+        store.next_write = lost
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        await s.clock.advance(2_500)
+        assert not any(isinstance(m, Line | Joined) for m in read(n1) + read(n2))
+        store.away = None
+        await s.clock.advance(2_500)
+        await said
+        lines = [m for stream in (n1, n2) for m in read(stream) if isinstance(m, Line)]
+        assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1)]
+        stored = await store.load("job-7")
+        assert stored is not None
+        assert stored.revision == store.writes
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert names.count("RoundCompleted") == 1
+
+
+async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.pair()
+        store.away = StoreRefusedError("disk full")
+        s.driver.detach(n2)
+        for _ in range(10):
+            s.driver.heard(n1)
+            await s.clock.advance(1_000)
+        assert read(n1) == []
+        store.away = None
+        await s.clock.advance(2_000)
+        (over,) = read(n1)
+        assert isinstance(over, RoundOver)
+        assert over.end.cause is Cause.NODE_LOST
+
+
+async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_hello_again() -> (
+    None
+):
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1)
+        read(n1), read(n2)
+        store.next_write = "conflict"
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        await s.clock.advance(1_500)
+        await said
+        (refused,) = read(n1)
+        assert isinstance(refused, Refused)
+        assert refused.code == "UnknownNodeError"
+        assert "say hello again" in refused.message
+
+
+async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        monkeypatch.setattr(driver_module, "violations", lambda *_: ["barrier: broken"])
+        with pytest.raises(InvariantError, match=r"a bug of rdzvd.*Leave.*barrier: broken"):
+            leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
+            await s.driver.submit("job-7", leave)
+        monkeypatch.undo()
+        for _ in range(60):
+            s.driver.heard(n1)
+            s.driver.heard(n2)
+            await s.clock.advance(1_000)
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert read(n1) == read(n2) == []
+
+
+async def test_a_bug_in_the_core_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+
+        def broken(*_: object) -> rendezvous.Transition:
+            raise ZeroDivisionError("oops")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rendezvous, "step", broken)
+            with pytest.raises(InvariantError, match="oops"):
+                await s.driver.submit("job-7", join(n1))
+        assert "ZeroDivisionError" in caplog.text
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+
+
+async def test_history_that_waits_for_a_commit_is_shown_and_written_at_the_end() -> None:
+    store = MemoryStore()
+    async with server(store) as s:
+        n1, _ = await s.pair()
+        s.driver.detach(n1)
+        await settle()
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert names[-1] == "NodeWentAway"
+        assert "NodeWentAway" not in [row.name for row in await store.history("job-7", 100)]
+    assert "NodeWentAway" in [row.name for row in await store.history("job-7", 100)]
+
+
+async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    async with server(store) as s:
+        await s.pair()
+    store._jobs["bad"] = (b"?", 1)
+    async with server(store) as s:
+        assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
+        assert "job bad is left alone" in caplog.text
+        assert [view.rdzv_id for view in await s.driver.list()] == ["job-7"]
+        with pytest.raises(RendezvousStateError, match="job bad"):
+            await s.driver.status("bad")
+    assert store._jobs["bad"] == (b"?", 1)
+
+
+# ---------------------------------------------------------------- nodes
+
+
+async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        for _ in range(7):
+            s.driver.heard(n1)
+            await s.clock.advance(1_000)
+        (over,) = read(n1)
+        assert isinstance(over, RoundOver)
+        assert over.end.cause is Cause.NODE_LOST
+        assert "lease ran out" in over.end.reason
+        assert isinstance(await end_of(n2), RendezvousConnectionError)
+
+
+async def test_heartbeats_keep_a_lease_however_long() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.pair()
+        writes = store.writes
+        for _ in range(60):
+            await s.clock.advance(1_600)
+            s.driver.heard(n1)
+            s.driver.heard(n2)
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert store.writes == writes
+
+
+async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.detach(n2)
+        await settle()
+        assert (await s.states())["n2"] is NodeState.AWAY
+        await s.clock.advance(3_000)
+        s.driver.heard(n1)
+        await s.connect("n2")
+        assert (await s.states())["n2"] is NodeState.SEATED
+        assert read(n1) == []
+
+
+async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
+    async with server() as s:
+        old = await s.connect("n1")
+        new = await s.connect("n1")
+        error = await end_of(old)
+        assert isinstance(error, RendezvousConnectionError)
+        s.driver.detach(old)
+        assert new.open
+        assert new.incarnation == old.incarnation
+        with pytest.raises(NodeSupersededError, match=r"in use by 10\.0\.0\.1 pid 99"):
+            s.attach("n1", "two")
+
+
+async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
+    """A daemon was restarted: its workers are adopted, and nobody is lost."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        line = next(told.lines(*_round(s)))[1]
+        s.driver.detach(n1)
+        stream = s.attach("n1", "two")
+        await settle()
+        await s.driver.greet(stream, [running(stream, line)])
+        await settle()
+        assert stream.incarnation > n1.incarnation
+        assert read(stream)[1:] == [line]
+        assert read(n2) == []
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+
+
+def _round(s: Server) -> tuple[Membership, rendezvous.Round]:
+    state = s.driver._jobs["job-7"].state
+    assert state is not None
+    assert state.membership.round is not None
+    return state.membership, state.membership.round
+
+
+async def test_a_new_instance_that_knows_nothing_gives_its_former_self_up() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.detach(n1)
+        await s.connect("n1", instance="two")
+        (over,) = read(n2)
+        assert isinstance(over, RoundOver)
+        assert "a new instance of the node took its place" in over.end.reason
+
+
+async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_same() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.detach(n1)
+        s.driver.detach(s.attach("n1", "two"))
+        for _ in range(7):
+            s.driver.heard(n2)
+            await s.clock.advance(1_000)
+        assert isinstance(read(n2)[0], RoundOver)
+
+
+async def test_a_planned_absence_is_waited_for() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.plan_away(n1, 60_000)
+        s.driver.detach(n1)
+        for _ in range(50):
+            s.driver.heard(n2)
+            await s.clock.advance(1_000)
+        assert (await s.states())["n1"] is NodeState.AWAY
+        await s.connect("n1")
+        assert (await s.states())["n1"] is NodeState.SEATED
+        assert read(n2) == []
+
+
+async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        await s.clock.pause(20_000)
+        assert "held up for" in caplog.text
+        s.driver.heard(n1)
+        await s.clock.advance(4_000)
+        s.driver.heard(n2)
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert n1.open
+        assert n2.open
+
+
+async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() -> None:
+    """The stop deadline passes while the server stands still; the node's word is in the socket."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        failure = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
+        await s.driver.hear(n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failure,)))
+        await s.clock.pause(120_000)
+        for stream in (n1, n2):
+            await s.driver.hear(stream, "job-7", join(stream, run="run-1", left_round=0))
+        await s.clock.advance(3_000)
+        status = await s.driver.status("job-7")
+        assert status.state == "failed"
+        assert [failure.message for failure in status.last_failure] == ["boom"]
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert "NodeLost" not in names
+
+
+async def test_a_server_that_stops_moves_nobody() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.pair()
+        writes = store.writes
+        s.driver.close_streams(RendezvousConnectionError("stopping"))
+        for stream in (n1, n2):
+            assert isinstance(await end_of(stream), RendezvousConnectionError)
+            s.driver.detach(stream)
+        with pytest.raises(RendezvousConnectionError, match="stopping"):
+            s.attach("n3")
+    assert store.writes == writes
+
+
+# ---------------------------------------------------------------- a new server
+
+
+async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1, _ = await s.pair()
+        first = s.driver.leadership
+    async with server(store, clock) as s:
+        assert s.driver.leadership > first
+        await clock.advance(20_000)
+        assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
+        back = await s.connect("n1", incarnation=n1.incarnation)
+        assert back.incarnation == n1.incarnation
+        for _ in range(14):
+            s.driver.heard(back)
+            await clock.advance(1_000)
+        over = read(back)[-1]
+        assert isinstance(over, RoundOver)
+        assert "n2" in over.end.reason
+        assert (await s.states())["n2"] is NodeState.LOST
+
+
+async def test_after_a_restart_a_node_hears_the_same_line() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1, _ = await s.pair()
+        line = next(told.lines(*_round(s)))[1]
+    async with server(store, clock) as s:
+        stream = s.attach("n1", incarnation=n1.incarnation)
+        await s.driver.greet(stream, [running(stream, line)])
+        assert read(stream)[1:] == [line]
+
+
+async def test_a_server_that_was_superseded_says_so() -> None:
+    async with server() as s:
+        with pytest.raises(RendezvousConnectionError, match=r"superseded .* another endpoint"):
+            s.attach("n1", leadership=s.driver.leadership + 1)
+
+
+async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    async with server() as s:
+        stream = s.attach("n1")
+        resume = Resume("n1", stream.incarnation, "feed", 4)
+        await s.driver.greet(stream, [Belief("job-9", "feed", 4, True, (resume,))])
+        assert [type(message) for message in read(stream)] == [Welcome]
+        assert "n1 runs round 4 of run feed of job-9" in caplog.text
+
+
+# ---------------------------------------------------------------- who is owed what
+
+
+def step(state: State, *commands: typing.Any, now_ms: int = 1_000) -> State:
+    for command in commands:
+        state = rendezvous.step(state, command, now_ms).state
+    return state
+
+
+def a_join(node_id: str, **more: object) -> Join:
+    offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
+    command = Join(node_id, 1, "", Settings(2, 2), offer, new_run="run-1")
+    return replace(command, **more)  # type: ignore[arg-type]
+
+
+VACANT = rendezvous.vacant("job-7", TUNING)
+JOINING = step(VACANT, a_join("n1"))
+RUNNING = step(JOINING, a_join("n2"))
+SPARE = step(RUNNING, a_join("n3"))
+ENDED = step(SPARE, Leave("n2", 1, "run-1", LeaveCause.SIGNAL, "bye", 0))
+N1_STOPPED = step(ENDED, a_join("n1", run="run-1", left_round=0))
+SUCCEEDED = step(RUNNING, Succeed("n1", 1, "run-1", 0), Succeed("n2", 1, "run-1", 0))
+
+
+def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True) -> Belief:
+    return Belief("job-7", run, round_, has_workers)
+
+
+@pytest.mark.parametrize(
+    ("state", "node_id", "belief", "expected"),
+    [
+        pytest.param(VACANT, "n1", believes(0), [], id="unknown job: left alone"),
+        pytest.param(JOINING, "n1", believes(None, has_workers=False), [Waiting], id="waits"),
+        pytest.param(RUNNING, "n1", believes(0), [Line], id="runs"),
+        pytest.param(RUNNING, "n1", believes(None, has_workers=False), [Line], id="missed it"),
+        pytest.param(RUNNING, "n1", believes(7), [], id="ahead: left alone, though seated"),
+        pytest.param(RUNNING, "n9", believes(7), [], id="ahead: left alone"),
+        pytest.param(RUNNING, "n9", believes(0), [RoundOver], id="no seat in it"),
+        pytest.param(SPARE, "n3", believes(None, has_workers=False), [Waiting], id="spare"),
+        pytest.param(ENDED, "n1", believes(0), [RoundOver], id="missed the end"),
+        pytest.param(ENDED, "n2", believes(0), [RoundOver], id="seat given up"),
+        pytest.param(N1_STOPPED, "n1", believes(0), [Line], id="in the next round"),
+        pytest.param(N1_STOPPED, "n2", believes(0), [RoundOver], id="an older round"),
+        pytest.param(SUCCEEDED, "n1", believes(0), [Closed], id="closed"),
+        pytest.param(RUNNING, "n1", believes(0, "feed"), [Closed], id="superseded run"),
+        pytest.param(RUNNING, "n9", believes(None, "", has_workers=False), [], id="a stranger"),
+    ],
+)
+def test_owed(state: State, node_id: str, belief: Belief, expected: list[type]) -> None:
+    assert [type(message) for message in told.owed(state, node_id, belief, 2_000)] == expected
+
+
+def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:
+    ended = events.RunEnded("old", Ended(Result.STOPPED, "everyone was gone", 0))
+    joined = events.NodeJoined("n1", 1, "10.0.0.1", 2)
+    assert list(told.news(VACANT, JOINING, [ended, joined], 0)) == []
+    heard = list(told.news(VACANT, VACANT, [joined, ended], 0))
+    assert [(node_id, type(message)) for node_id, message in heard] == [("n1", Closed)]
+
+
+# ---------------------------------------------------------------- words and timers
+
+
+def every_event() -> list[events.Event]:
+    _, round_ = RUNNING.membership, RUNNING.membership.round
+    assert round_ is not None
+    failure = Failure("n2", "10.0.0.6", 3, 11, 99, None, 9, "two\nlines\x1b[2J", "t", 0)
+    ended = Ended(Result.FAILED, "spent", 0)
+    return [
+        events.RunBegan("run-1", 1, "first"),
+        events.NodeJoined("n1", 1, "10.0.0.1", 1),
+        events.NodeStopped("n1", 0),
+        events.NodeSucceeded("n1", 0),
+        events.NodeLeaving("n1", "drained"),
+        events.NodeLeft("n1", "drained"),
+        events.NodeWentAway("n1", 5_000),
+        events.NodeCameBack("n1", 120),
+        events.NodeLost("n1", "lease ran out"),
+        events.NodeStuck("n1", 0, "D state"),
+        events.WorkerFailed(0, failure),
+        events.LastCallBegan(2, 30_000),
+        events.RoundCompleted(round_),
+        events.RoundEnded(0, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
+        events.RoundSettled(0, Cause.NODE_LOST, "n2 was lost", 0, 3),
+        events.RunEnded("run-1", ended),
+    ]
+
+
+def test_every_event_has_words_on_one_line() -> None:
+    assert {type(event) for event in every_event()} == set(typing.get_args(events.Event))
+    for event in every_event():
+        text = observe.describe(event)
+        assert text
+        assert text.isprintable()
+
+
+def test_a_round_is_told_in_one_line_however_large() -> None:
+    state = VACANT
+    for number in range(12):
+        state = step(state, a_join(f"n{number:02}", settings=Settings(12, 12)))
+    assert state.membership.round is not None
+    text = observe.describe(events.RoundCompleted(state.membership.round))
+    assert text.startswith("round 0 complete: n00=0..1 n01=2..3 ")
+    assert text.endswith("n07=14..15 and 4 more nodes, world_size 24, MASTER 10.0.0.1:4711")
+
+
+def test_log_and_history_use_the_same_words(caplog: pytest.LogCaptureFixture) -> None:
+    happened = every_event()
+    rows = observe.records("job-7", "run-1", happened, 5)
+    with caplog.at_level(logging.INFO, "rdzv.events"):
+        observe.publish(rows, happened)
+    assert [r.getMessage() for r in caplog.records] == [f"job-7: {row.text}" for row in rows]
+    line = observe.JsonFormatter().format(caplog.records[0])
+    assert '"rdzv_id": "job-7", "run": "run-1", "event": "RunBegan"' in line
+    assert (
+        observe.HumanFormatter()
+        .format(caplog.records[0])
+        .endswith("INFO    job-7: run 1 (run-1) began: first")
+    )
+
+
+async def test_a_timer_fires_once_at_its_last_time() -> None:
+    clock = FakeClock()
+    fired: list[int] = []
+    timer = Timer(clock, fired.append)
+    timer.arm(clock.at_ms + 10)
+    timer.arm(clock.at_ms + 20)
+    timer.arm_by(clock.at_ms + 30)
+    due_ms = clock.at_ms + 20
+    await clock.advance(100)
+    assert fired == [due_ms]
+    timer.arm(clock.at_ms + 10)
+    timer.arm(None)
+    await clock.advance(100)
+    assert fired == [due_ms]
+
+
+async def test_a_tick_that_is_early_does_nothing() -> None:
+    async with server() as s:
+        await s.pair()
+        assert (await s.driver.submit("job-7", Tick())).membership.round is not None

@@ -1,0 +1,508 @@
+"""The door: what goes through comes out as it was; what is wrong is refused with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+
+from rdzv.core import commands
+from rdzv.core.explain import JobView, NodeView
+from rdzv.core.model import (
+    Cause,
+    Ended,
+    Failure,
+    JobState,
+    LeaveCause,
+    NodeState,
+    Offer,
+    Result,
+    RoundEnd,
+    ScaleUp,
+    Settings,
+)
+from rdzv.core.nodes import AgentKind
+from rdzv.errors import InvalidRequestError
+from rdzv.server import wire
+from rdzv.server.config import Limits, Listen
+from rdzv.server.messages import (
+    Closed,
+    Hello,
+    Joined,
+    Line,
+    Refused,
+    RoundOver,
+    Told,
+    Waiting,
+    Welcome,
+)
+from rdzv.stores.base import Record
+from rdzv.v1 import rdzv_pb2 as pb
+
+LIMITS = Limits()
+N1 = wire.Speaker("n1", 7)
+
+
+def hello(**changes: object) -> pb.Hello:
+    good = {
+        "protocol_version": 1,
+        "node_id": "n1",
+        "instance": "0b-ad",
+        "kind": pb.AGENT_KIND_DAEMON,
+        "address": "fe80::1%eth0",
+        "pid": 99,
+        "leadership": 3,
+        "incarnation": 7,
+    }
+    return pb.Hello(**(good | changes))  # type: ignore[arg-type]
+
+
+def settings(**changes: object) -> pb.Settings:
+    good = {
+        "min_nodes": 2,
+        "max_nodes": 4,
+        "max_restarts": 3,
+        "join_timeout_ms": 600_000,
+        "last_call_timeout_ms": 30_000,
+        "scale_up": pb.SCALE_UP_ON_RESTART,
+        "restart_window_ms": 60_000,
+    }
+    return pb.Settings(**(good | changes))  # type: ignore[arg-type]
+
+
+def offer(**changes: object) -> pb.Offer:
+    good = {
+        "address": "10.0.0.5",
+        "host_name": "n1.cluster",
+        "machine": "4026531840@n1",
+        "local_world_size": 8,
+        "role": "trainer",
+        "topology": "rack 1",
+        "store_port": 4711,
+        "can_host_store": True,
+        "shutdown_timeout_ms": 30_000,
+    }
+    return pb.Offer(**(good | changes))  # type: ignore[arg-type]
+
+
+def failure(**changes: object) -> pb.WorkerFailure:
+    good = {"local_rank": 3, "rank": 11, "pid": 99, "signal": 9, "message": "killed", "age_ms": 5}
+    return pb.WorkerFailure(**(good | changes))  # type: ignore[arg-type]
+
+
+def join(**changes: object) -> pb.Join:
+    good = {"rdzv_id": "job-7", "run": "feed", "settings": settings(), "offer": offer()}
+    return pb.Join(**(good | changes))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what nodes say
+
+
+def test_hello() -> None:
+    assert wire.hello_of(hello(), LIMITS) == Hello(
+        "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
+    )
+
+
+CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
+CORE_OFFER = Offer(
+    address="10.0.0.5",
+    local_world_size=8,
+    role="trainer",
+    topology="rack 1",
+    host_name="n1.cluster",
+    machine="4026531840@n1",
+    store_port=4711,
+    can_host_store=True,
+    shutdown_timeout_ms=30_000,
+)
+CORE_FAILURE = commands.FailureReport(3, 11, 99, None, 9, "killed", "", 5)
+CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
+
+
+@pytest.mark.parametrize(
+    ("message", "command"),
+    [
+        (pb.NodeMessage(join=join()), CORE_JOIN),
+        (
+            pb.NodeMessage(join=join(run="", left_round=0, failures=[failure()])),
+            replace(CORE_JOIN, run="", left_round=0, failures=(CORE_FAILURE,)),
+        ),
+        (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
+        (
+            pb.NodeMessage(
+                failed=pb.Failed(rdzv_id="job-7", run="feed", round=2, failures=[failure()])
+            ),
+            commands.Fail("n1", 7, "feed", 2, (CORE_FAILURE,)),
+        ),
+        (
+            pb.NodeMessage(succeeded=pb.Succeeded(rdzv_id="job-7", run="feed", round=2)),
+            commands.Succeed("n1", 7, "feed", 2),
+        ),
+        (
+            pb.NodeMessage(
+                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="SIGTERM")
+            ),
+            commands.Leave("n1", 7, "feed", LeaveCause.SIGNAL, "SIGTERM"),
+        ),
+        (
+            pb.NodeMessage(stuck=pb.Stuck(rdzv_id="job-7", run="feed", round=2, pids=[9, 8])),
+            commands.ReportStuck("n1", 7, "feed", 2, (9, 8)),
+        ),
+        (
+            pb.NodeMessage(
+                store_host_failed=pb.StoreHostFailed(
+                    rdzv_id="job-7", run="feed", round=2, reason="died\nhard"
+                )
+            ),
+            commands.ReportStoreHost("n1", 7, "feed", 2, "died hard"),
+        ),
+    ],
+)
+def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
+    assert wire.command_of(message, N1, LIMITS) == ("job-7", command)
+    # Through bytes as well: optional fields keep apart "0" and "not said".
+    again = pb.NodeMessage.FromString(message.SerializeToString())
+    assert wire.command_of(again, N1, LIMITS) == ("job-7", command)
+
+
+RESUME = commands.Resume("n1", 7, "feed", 2)
+LINE = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2)
+
+
+@pytest.mark.parametrize(
+    ("belief", "has_workers", "said"),
+    [
+        (pb.Belief(phase=pb.Belief.JOINING, join=join()), False, [CORE_JOIN]),
+        (
+            pb.Belief(phase=pb.Belief.JOINING, join=join(left_round=2), round=LINE),
+            False,
+            [replace(CORE_JOIN, left_round=2)],
+        ),
+        (pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=LINE), True, [RESUME]),
+        (
+            pb.Belief(phase=pb.Belief.STOPPING, join=join(), round=LINE, failures=[failure()]),
+            True,
+            [RESUME, commands.Fail("n1", 7, "feed", 2, (CORE_FAILURE,))],
+        ),
+        (
+            pb.Belief(phase=pb.Belief.SUCCEEDED, join=join(), round=LINE),
+            True,
+            [RESUME, commands.Succeed("n1", 7, "feed", 2)],
+        ),
+        (
+            pb.Belief(
+                phase=pb.Belief.LEAVING,
+                join=join(),
+                round=LINE,
+                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="x"),
+            ),
+            True,
+            [RESUME, commands.Leave("n1", 7, "feed", LeaveCause.SIGNAL, "x")],
+        ),
+        (
+            pb.Belief(
+                phase=pb.Belief.LEAVING,
+                join=join(),
+                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.TIMEOUT, reason="x"),
+            ),
+            False,
+            [commands.Leave("n1", 7, "feed", LeaveCause.TIMEOUT, "x")],
+        ),
+    ],
+)
+def test_beliefs_become_commands(
+    belief: pb.Belief, has_workers: bool, said: list[commands.Command]
+) -> None:
+    read = wire.belief_of(belief, N1, LIMITS)
+    assert (read.rdzv_id, read.run) == ("job-7", "feed")
+    assert read.round == (2 if belief.HasField("round") else None)
+    assert read.has_workers is has_workers
+    assert list(read.commands) == said
+
+
+def read_join(**changes: object) -> Callable[[], object]:
+    return lambda: wire.command_of(pb.NodeMessage(join=join(**changes)), N1, LIMITS)
+
+
+def read_hello(**changes: object) -> Callable[[], object]:
+    return lambda: wire.hello_of(hello(**changes), LIMITS)
+
+
+def read_belief(**changes: object) -> Callable[[], object]:
+    good: dict[str, object] = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
+    return lambda: wire.belief_of(pb.Belief(**(good | changes)), N1, LIMITS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (read_hello(node_id=""), "node_id '' is empty; give letters"),
+        (read_hello(node_id="a/b"), "node_id 'a/b' has characters that are not allowed; use"),
+        (read_hello(node_id=".."), "node_id '..'"),
+        (read_hello(node_id="-rf"), "node_id '-rf'"),
+        (read_hello(node_id="ä"), "node_id 'ä'"),
+        (read_hello(node_id="n1\n"), "node_id"),
+        (read_hello(node_id="x" * 129), "has 129 characters; give at most 128"),
+        (read_hello(instance="a b"), "instance 'a b'"),
+        (read_hello(kind=0), "kind 0 is not known to this server; give one of 1, 2"),
+        (read_hello(address="a b"), "address 'a b'"),
+        (read_hello(protocol_version=0), "speaks protocol 0, this server speaks 1; upgrade the a"),
+        (read_hello(protocol_version=2), "speaks protocol 2, this server speaks 1; upgrade the s"),
+        (read_hello(beliefs=[pb.Belief()] * 257), "has 257 jobs; at most 256"),
+        (read_join(rdzv_id=""), "rdzv_id '' is empty"),
+        (read_join(rdzv_id="job/7"), "rdzv_id 'job/7'"),
+        (read_join(run="a/b"), "run 'a/b'"),
+        (read_join(settings=settings(min_nodes=0)), "min_nodes 0 is out of bounds; give 1 to"),
+        (read_join(settings=settings(max_nodes=10_001)), "max_nodes 10001 is out of bounds"),
+        (read_join(settings=settings(min_nodes=5)), "min_nodes 5 is above max_nodes 4; give --nn"),
+        (read_join(settings=settings(max_restarts=2**31)), "max_restarts 2147483648"),
+        (read_join(settings=settings(join_timeout_ms=0)), "join_timeout_ms 0 is out of bounds"),
+        (read_join(settings=settings(join_timeout_ms=2**63)), "join_timeout_ms"),
+        (read_join(settings=settings(last_call_timeout_ms=2**63)), "last_call_timeout_ms"),
+        (read_join(settings=settings(restart_window_ms=2**63)), "restart_window_ms"),
+        (read_join(settings=settings(scale_up=7)), "scale_up 7 is not known"),
+        (read_join(offer=offer(address="")), "address '' is empty; give a host name or"),
+        (read_join(offer=offer(address="http://x")), "address 'http://x'"),
+        (read_join(offer=offer(host_name="a b")), "host_name 'a b'"),
+        (read_join(offer=offer(local_world_size=0)), "local_world_size 0 is out of bounds"),
+        (read_join(offer=offer(local_world_size=4_097)), "local_world_size 4097"),
+        (read_join(offer=offer(store_port=0)), "store_port 0 is out of bounds; give 1 to 65535"),
+        (read_join(offer=offer(store_port=65_536)), "store_port 65536"),
+        (read_join(offer=offer(role="a\x1b[2J")), "role"),
+        (read_join(offer=offer(topology="x" * 300)), "topology"),
+        (read_join(offer=offer(shutdown_timeout_ms=2**63)), "shutdown_timeout_ms"),
+        (read_join(failures=[failure(local_rank=4_096)]), "local_rank 4096"),
+        (read_belief(phase=0), "phase 0 is not known"),
+        (read_belief(phase=9), "phase 9 is not known"),
+        (read_belief(round=None), "needs a round and its run"),
+        (read_belief(round=pb.RoundCompleted(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
+        (read_belief(join=pb.Join()), "min_nodes 0"),
+        (read_belief(phase=pb.Belief.LEAVING), "run '' is empty"),
+        (lambda: wire.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
+        (lambda: wire.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS), "say hello once"),
+        (lambda: wire.away_ms_of(pb.Away(), LIMITS), "deadline_ms 0 is out of bounds"),
+        (lambda: wire.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline_ms"),
+        (lambda: wire.history_limit(10_001, LIMITS), "limit 10001"),
+        (lambda: Listen.parse("host"), "'host' is not HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_value_reason_and_remedy(
+    read: Callable[[], object], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read()
+    assert says in str(refused.value)
+    assert "; " in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_what_people_read_is_cut_not_refused() -> None:
+    failures = [failure(message="m" * 5_000, traceback="t" * 50_000 + "the end", age_ms=2**60)]
+    command = wire.command_of(
+        pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1, LIMITS
+    )[1]
+    assert isinstance(command, commands.Fail)
+    (cut,) = command.failures
+    assert (len(cut.message), cut.message[-3:]) == (1_000, "...")
+    assert len(cut.traceback) == 16_384
+    assert cut.traceback.startswith("...t")
+    assert cut.traceback.endswith("the end")
+    assert cut.age_ms == LIMITS.timeout_ms
+
+
+def test_of_too_many_failures_the_earliest_are_kept() -> None:
+    failures = [failure(local_rank=n, age_ms=n) for n in range(100)]
+    message = pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures))
+    command = wire.command_of(message, N1, LIMITS)[1]
+    assert isinstance(command, commands.Fail)
+    assert [f.local_rank for f in command.failures] == list(range(99, 35, -1))
+
+
+def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
+    assert wire.job_named_in(pb.NodeMessage(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+    assert wire.job_named_in(pb.NodeMessage(heartbeat=pb.Heartbeat())) == ""
+    assert wire.job_named_in(pb.NodeMessage()) == ""
+    assert wire.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+
+
+# ---------------------------------------------------------------- what nodes are told
+
+CORE_FAILED = Failure("n1", "10.0.0.5", 3, 11, 99, 1, None, "boom", "trace", 4_000)
+A_LINE = Line(
+    "job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True, restarts=1, max_restarts=3
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (
+            Welcome(7, 1_666, 5_000),
+            pb.ServerMessage(
+                welcome=pb.Welcome(
+                    protocol_version=1,
+                    incarnation=7,
+                    heartbeat_interval_ms=1_666,
+                    lease_ms=5_000,
+                    server_version="1.2",
+                )
+            ),
+        ),
+        (
+            Joined("job-7", "feed", 2),
+            pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="feed", run_number=2)),
+        ),
+        (
+            A_LINE,
+            pb.ServerMessage(
+                round_completed=pb.RoundCompleted(
+                    rdzv_id="job-7",
+                    run="feed",
+                    round=2,
+                    group_rank=1,
+                    group_world_size=4,
+                    rank_first=8,
+                    world_size=32,
+                    role_rank_first=4,
+                    role_world_size=16,
+                    master_addr="10.0.0.5",
+                    master_port=4711,
+                    use_agent_store=True,
+                    restarts=1,
+                    max_restarts=3,
+                )
+            ),
+        ),
+        (
+            RoundOver("job-7", "feed", 2, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
+            pb.ServerMessage(
+                round_ended=pb.RoundEnded(
+                    rdzv_id="job-7",
+                    run="feed",
+                    round=2,
+                    cause=pb.NODE_LOST,
+                    reason="n2 was lost",
+                    broken=True,
+                )
+            ),
+        ),
+        (
+            Closed("job-7", "feed", Ended(Result.FAILED, "spent", 0, True, (CORE_FAILED,))),
+            pb.ServerMessage(
+                closed=pb.Closed(
+                    rdzv_id="job-7",
+                    run="feed",
+                    result=pb.RESULT_FAILED,
+                    reason="spent",
+                    retry_sensible=True,
+                    root_cause=pb.RootCause(
+                        failures=[
+                            pb.NodeFailure(
+                                node_id="n1",
+                                address="10.0.0.5",
+                                failure=pb.WorkerFailure(
+                                    local_rank=3,
+                                    rank=11,
+                                    pid=99,
+                                    exit_code=1,
+                                    message="boom",
+                                    traceback="trace",
+                                    age_ms=1_000,
+                                ),
+                            )
+                        ]
+                    ),
+                )
+            ),
+        ),
+        (
+            Refused("job-7", "InvalidRequestError", "no"),
+            pb.ServerMessage(
+                refused=pb.Refused(rdzv_id="job-7", code="InvalidRequestError", message="no")
+            ),
+        ),
+        (
+            Waiting("job-7", "spare"),
+            pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="spare")),
+        ),
+    ],
+)
+def test_what_nodes_are_told(told: Told, expected: pb.ServerMessage) -> None:
+    expected.leadership = 3
+    assert wire.server_message(told, 3, "1.2", 5_000) == expected
+
+
+def test_every_enum_of_the_core_has_its_place_on_the_wire() -> None:
+    for cause in Cause:
+        over = RoundOver("j", "r", 0, RoundEnd(cause, "", 0, False))
+        assert wire.server_message(over, 1, "", 0).round_ended.cause == pb.Cause.Value(cause.name)
+    for result in Result:
+        closed = wire.server_message(Closed("j", "r", Ended(result, "", 0)), 1, "", 0).closed
+        assert pb.Result.Name(closed.result) == f"RESULT_{result.name}"
+        assert not closed.HasField("root_cause")
+
+
+# ---------------------------------------------------------------- what operators are told
+
+NODE = NodeView("n1", NodeState.SEATED, 0, 0, 8, "10.0.0.5", "r", 5, "")
+VIEW = JobView(
+    rdzv_id="job-7",
+    run="feed",
+    run_number=2,
+    state=JobState.RUNNING,
+    reason="2 nodes run",
+    round=0,
+    min_nodes=1,
+    max_nodes=4,
+    world_size=8,
+    restarts=1,
+    max_restarts=3,
+    nodes=(NODE, replace(NODE, node_id="n2", state=NodeState.SPARE, group_rank=None)),
+    state_age_ms=10,
+    run_age_ms=20,
+    master_addr="10.0.0.5",
+    master_port=4711,
+    last_failure=(CORE_FAILED,),
+    last_failure_age_ms=1_000,
+    last_end="n2 was lost",
+)
+
+
+def test_status_carries_every_field_of_the_view() -> None:
+    status = wire.job_status(VIEW, 5_000)
+    assert {f.name for f in fields(JobView)} == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
+    assert {f.name for f in fields(NodeView)} == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
+    for field in fields(JobView):
+        if field.name not in ("nodes", "last_failure"):
+            assert getattr(status, field.name) == getattr(VIEW, field.name)
+    assert [(n.node_id, n.state, n.HasField("group_rank")) for n in status.nodes] == [
+        ("n1", "seated", True),
+        ("n2", "spare", False),
+    ]
+    assert status.last_failure.failures[0].failure.age_ms == 1_000
+
+
+def test_what_is_not_known_is_not_set() -> None:
+    bare = replace(VIEW, round=None, last_failure=(), last_failure_age_ms=None, last_end=None)
+    status = wire.job_status(bare, 0)
+    for name in ("round", "last_failure", "last_failure_age_ms", "last_end"):
+        assert not status.HasField(name)  # type: ignore[arg-type]
+    assert not wire.job_summary(bare).HasField("round")
+
+
+def test_the_summary_counts_the_nodes_that_are_seated() -> None:
+    summary = wire.job_summary(VIEW)
+    assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
+    for field in summary.DESCRIPTOR.fields:
+        if field.name != "nodes":
+            assert getattr(summary, field.name) == getattr(VIEW, field.name)
+
+
+def test_a_row_of_history() -> None:
+    record = Record(5, "job-7", "feed", "NodeJoined", "n1 joined")
+    assert wire.event_row(record) == pb.Event(
+        unix_ms=5, rdzv_id="job-7", run="feed", name="NodeJoined", text="n1 joined"
+    )
+    assert wire.history_limit(0, LIMITS) == LIMITS.history_default
