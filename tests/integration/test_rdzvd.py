@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -81,13 +82,15 @@ def refused(*options: str) -> tuple[int, str]:
 
 # ---------------------------------------------------------------- a node, by script
 
+Call = grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]
+
 
 @dataclass
 class Node:
     """A node that says what it is told to say, and hears what it hears."""
 
     node_id: str
-    call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]
+    call: Call
     welcome: pb.Welcome
     heard: list[pb.ServerMessage] = field(default_factory=list)
 
@@ -135,12 +138,23 @@ def hello(node_id: str, instance: str = "one", **more: object) -> pb.Hello:
     return pb.Hello(**{**body, **more})  # type: ignore[arg-type]
 
 
+async def opened(channel: grpc.aio.Channel, message: pb.Hello) -> Call:
+    # The generated stubs do not say what they return on a channel of asyncio.
+    call: Call = cast(Any, pb_grpc.RendezvousStub(channel)).Attach()
+    await call.write(pb.NodeMessage(hello=message))
+    return call
+
+
+def control(channel: grpc.aio.Channel) -> Any:
+    return pb_grpc.ControlStub(channel)
+
+
 @asynccontextmanager
 async def attached(address: str, message: pb.Hello) -> AsyncIterator[Node]:
     async with asyncio.timeout(60), grpc.aio.insecure_channel(address) as channel:
-        call = pb_grpc.RendezvousStub(channel).Attach()
-        await call.write(pb.NodeMessage(hello=message))
+        call = await opened(channel, message)
         first = await call.read()
+        assert isinstance(first, pb.ServerMessage)
         assert first.WhichOneof("body") == "welcome"
         yield Node(message.node_id, call, first.welcome)
         call.cancel()
@@ -148,7 +162,8 @@ async def attached(address: str, message: pb.Hello) -> AsyncIterator[Node]:
 
 async def status(address: str, rdzv_id: str) -> pb.JobStatus:
     async with grpc.aio.insecure_channel(address) as channel:
-        return await pb_grpc.ControlStub(channel).GetStatus(pb.GetStatusRequest(rdzv_id=rdzv_id))
+        request = pb.GetStatusRequest(rdzv_id=rdzv_id)
+        return cast(pb.JobStatus, await control(channel).GetStatus(request))
 
 
 # ---------------------------------------------------------------- start and stop
@@ -309,18 +324,18 @@ async def test_operators_see_jobs_and_their_history(tmp_path: Path) -> None:
             await n1.join("job-7", (1, 1))
             line = await n1.line()
         async with grpc.aio.insecure_channel(server.address) as channel:
-            control = pb_grpc.ControlStub(channel)
-            (job,) = (await control.ListJobs(pb.ListJobsRequest())).jobs
+            ask = control(channel)
+            (job,) = (await ask.ListJobs(pb.ListJobsRequest())).jobs
             assert (job.rdzv_id, job.state, job.nodes, job.world_size) == ("job-7", "running", 1, 2)
             request = pb.ListEventsRequest(rdzv_id="job-7")
-            events = (await control.ListEvents(request)).events
+            events = (await ask.ListEvents(request)).events
             assert [e.name for e in events][:2] == ["RunBegan", "NodeJoined"]
             texts = [e.text for e in events]
             complete = f"round {line.round} complete: n1=0..1, world_size 2, MASTER 127.0.0.1:4711"
             assert complete in texts
             for call in (
-                control.GetStatus(pb.GetStatusRequest(rdzv_id="nobody")),
-                control.ListEvents(pb.ListEventsRequest(rdzv_id="nobody")),
+                ask.GetStatus(pb.GetStatusRequest(rdzv_id="nobody")),
+                ask.ListEvents(pb.ListEventsRequest(rdzv_id="nobody")),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as unknown:
                     await call
@@ -401,13 +416,27 @@ async def test_a_refused_hello_ends_the_call_with_its_code(
 ) -> None:
     with rdzvd(tmp_path, "--store", "memory") as server:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call = pb_grpc.RendezvousStub(channel).Attach()
-            await call.write(pb.NodeMessage(hello=message))
+            call = await opened(channel, message)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call.read()
     assert error.value.code().name == status_code
     assert says in (error.value.details() or "")
     assert (ERROR_CODE_METADATA_KEY, code) in tuple(error.value.trailing_metadata() or ())
+
+
+async def test_what_is_no_message_ends_the_stream_with_its_code(tmp_path: Path) -> None:
+    with rdzvd(tmp_path, "--store", "memory") as server:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            greeting = pb.NodeMessage(hello=hello("n1")).SerializeToString()
+            for said in ([b"\xff\xff"], [greeting, b"\xff\xff"], [b""]):
+                call = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")()
+                for message in said:
+                    await call.write(message)
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "Traceback" not in server.stderr.read_text()
 
 
 async def test_an_id_in_use_is_refused_with_who_has_it(tmp_path: Path) -> None:
@@ -416,8 +445,7 @@ async def test_an_id_in_use_is_refused_with_who_has_it(tmp_path: Path) -> None:
             attached(server.address, hello("n1")),
             grpc.aio.insecure_channel(server.address) as channel,
         ):
-            call = pb_grpc.RendezvousStub(channel).Attach()
-            await call.write(pb.NodeMessage(hello=hello("n1", "two")))
+            call = await opened(channel, hello("n1", "two"))
             with pytest.raises(grpc.aio.AioRpcError, match=r"in use by 127\.0\.0\.1 pid 4711"):
                 await call.read()
 

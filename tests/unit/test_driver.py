@@ -25,6 +25,7 @@ from rdzv.core.model import (
     NodeState,
     Offer,
     Result,
+    Round,
     RoundEnd,
     Settings,
     State,
@@ -41,7 +42,7 @@ from rdzv.errors import (
     SettingsMismatchError,
     UnknownJobError,
 )
-from rdzv.server import driver as driver_module
+from rdzv.server import jobs as jobs_module
 from rdzv.server import observe, told
 from rdzv.server.clock import Timer
 from rdzv.server.config import Config, Limits, Listen
@@ -267,10 +268,10 @@ async def test_a_refused_join_leaves_no_job_behind() -> None:
         n1 = await s.connect("n1")
         await s.driver.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
         await s.driver.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
-        assert "job-8" not in s.driver._jobs
+        assert "job-8" not in s.driver._jobs._jobs
         with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
             await s.driver.status("job-8")
-        assert s.driver._jobs.keys() == {"job-7"}
+        assert s.driver._jobs._jobs.keys() == {"job-7"}
 
 
 async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
@@ -283,7 +284,7 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
             closed = read(stream)[-1]
             assert isinstance(closed, Closed)
             assert closed.ended.result is Result.SUCCEEDED
-        assert not s.driver._jobs
+        assert not s.driver._jobs._jobs
         assert not s.driver._jobs_of
         assert (await s.driver.status("job-7")).state == "succeeded"
         assert [view.rdzv_id for view in await s.driver.list()] == ["job-7"]
@@ -442,7 +443,7 @@ async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_h
 async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        monkeypatch.setattr(driver_module, "violations", lambda *_: ["barrier: broken"])
+        monkeypatch.setattr(jobs_module, "violations", lambda *_: ["barrier: broken"])
         with pytest.raises(InvariantError, match=r"a bug of rdzvd.*Leave.*barrier: broken"):
             leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
             await s.driver.submit("job-7", leave)
@@ -571,8 +572,8 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
         assert set((await s.states()).values()) == {NodeState.SEATED}
 
 
-def _round(s: Server) -> tuple[Membership, rendezvous.Round]:
-    state = s.driver._jobs["job-7"].state
+def _round(s: Server) -> tuple[Membership, Round]:
+    state = s.driver._jobs.peek("job-7")
     assert state is not None
     assert state.membership.round is not None
     return state.membership, state.membership.round

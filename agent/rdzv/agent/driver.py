@@ -239,6 +239,9 @@ class JobDriver:
             case runner_link.StoreHostExited():
                 how = describe_exit(event.exit_code, event.signal)
                 self.post(events.StoreHostExited(event.round, how))
+            case runner_link.RunnerRefused():
+                log.error("its runner refuses to go on: %s", event.reason)
+                self._owner.kill()
             case runner_link.RunnerExited():
                 self._lose_runner(event)
 

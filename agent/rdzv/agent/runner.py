@@ -59,7 +59,7 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 MAX_GRACE_S = 7 * 24 * 3600.0
 STUCK_AFTER_S = 5.0
 SWEEP_INTERVAL_S = 0.25
-"""How often a kill is repeated while it has not ended; exits are heard of in between, not polled."""
+"""How often a kill is repeated until nothing is left. Not how exits are noticed: those wake up."""
 
 NOT_STARTED = 127
 """The exit code that a shell gives for a program that it can not start."""
@@ -125,31 +125,30 @@ class Channel:
     def send(self, message: Mapping[str, object], fd: int | None = None) -> None:
         """Send a message as far as the socket takes it now, and keep the rest for `flush`.
 
-        The channel closes `fd` once it has been sent, or when this raises: `ValueError` if the
-        message is too large for a frame, `BufferError` if the peer leaves too much unread,
-        `OSError` if it is gone.
+        The channel owns `fd` from here on, also when this raises: `ValueError` if the message is
+        too large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it
+        is gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > MAX_FRAME_BYTES:
+            close_fd(fd)
+            raise ValueError(f"a message of {len(payload)} bytes is too large")
         frame = memoryview(struct.pack(">I", len(payload)) + payload)
         self._unsent.append((frame, fd))
         self._unsent_bytes += len(frame)
-        if len(payload) > MAX_FRAME_BYTES:
-            self._drop_last_unsent()
-            raise ValueError(f"{len(payload)} bytes are too many for one message")
         if self._unsent_bytes > MAX_UNSENT_BYTES:
-            self._drop_last_unsent()
-            raise BufferError(f"the peer has left {self._unsent_bytes} bytes unread")
+            raise BufferError(f"the peer leaves {self._unsent_bytes} bytes unread")
         self.flush()
 
     def flush(self) -> None:
-        """Send what is unsent, as far as the socket takes it. Raises `OSError` if the peer is gone."""
+        """Send what is unsent, as far as the socket takes it; `OSError` if the peer is gone."""
         while self._unsent:
             frame, fd = self._unsent[0]
             try:
                 sent = socket.send_fds(self._socket, [frame], [] if fd is None else [fd])
             except BlockingIOError:
                 return
-            _close(fd)
+            close_fd(fd)
             self._unsent_bytes -= sent
             if sent < len(frame):
                 self._unsent[0] = (frame[sent:], None)
@@ -157,7 +156,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self) -> bool:
-        """Read what has come, for `next_message`; False if that is nothing, `EOFError` at the end."""
+        """Read what has come, for `next_message`; False if nothing, `EOFError` at the end."""
         try:
             data, fds, _, _ = socket.recv_fds(
                 self._socket, _RECEIVE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
@@ -202,7 +201,7 @@ class Channel:
         self._socket.close()
         self._close_fds()
         while self._unsent:
-            self._drop_last_unsent()
+            close_fd(self._unsent.popleft()[1])
 
     def _decode(self, payload: bytes) -> Mapping[str, object]:
         try:
@@ -225,15 +224,11 @@ class Channel:
 
     def _close_fds(self) -> None:
         while self._fds:
-            _close(self._fds.popleft())
-
-    def _drop_last_unsent(self) -> None:
-        frame, fd = self._unsent.pop()
-        self._unsent_bytes -= len(frame)
-        _close(fd)
+            close_fd(self._fds.popleft())
 
 
-def _close(fd: int | None) -> None:
+def close_fd(fd: int | None) -> None:
+    """Close a descriptor, if it is one."""
     if fd is not None:
         os.close(fd)
 
@@ -333,7 +328,9 @@ def _wait_for_exit(pid: int, timeout_s: float) -> None:
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
-            select.select([pidfd], [], [], timeout_s)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(timeout_s * 1000)
         finally:
             os.close(pidfd)
 
@@ -440,7 +437,7 @@ def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
 
     It has no descriptors but 0 to 2, no signal ignored and none blocked. Raises `StartError`.
     """
-    logs: list[int] = []
+    logs: list[int | None] = []
     try:
         for name, path in (("stdout", spec.stdout), ("stderr", spec.stderr)):
             logs.append(_open_log(name, path))
@@ -451,7 +448,7 @@ def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
         raise StartError(f"{list(spec.argv)!r:.200}: {error}") from error
     finally:
         for fd in logs:
-            os.close(fd)
+            close_fd(fd)
 
 
 def _spawn(
@@ -473,8 +470,7 @@ def _spawn(
         stderr=stderr,
         pass_fds=pass_fds,
         start_new_session=True,
-        # Safe, because this process has one thread.
-        preexec_fn=partial(_prepare_child, os.getpid()),
+        preexec_fn=partial(_prepare_child, os.getpid()),  # noqa: PLW1509  # There is one thread.
     )
 
 
@@ -489,10 +485,10 @@ def _prepare_child(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _open_log(name: str, path: str | None) -> int:
-    """Open a worker's log file to append to; without a path, the runner's own stream."""
+def _open_log(name: str, path: str | None) -> int | None:
+    """Open a worker's log file to append to, if it has one."""
     if path is None:
-        return os.dup({"stdout": 1, "stderr": 2}[name])
+        return None
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
@@ -711,7 +707,7 @@ class Runner:
 
     def _fail_start(self, failed: _Round, spec: WorkerSpec, reason: str) -> None:
         failed.kill_at = time.monotonic()
-        self._advance()
+        kill_descendants(self._exempt())
         number, local_rank = failed.number, spec.local_rank
         self._emit("start_failed", round=number, local_rank=local_rank, reason=reason)
 
@@ -826,7 +822,7 @@ class Runner:
             process = _spawn(command, env, stdin=subprocess.DEVNULL, pass_fds=fds)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             os.close(ready_fd)
-            print(f"rdzv: can not start the store host {argv[0]!r}: {error}", file=sys.stderr)
+            sys.stderr.write(f"rdzv: can not start the store host {argv[0]!r}: {error}\n")
             self._emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
             return
         finally:
@@ -870,6 +866,8 @@ def _sigchld_doorbell() -> socket.socket:
 
 def main() -> None:
     """Be the runner of the agent whose socket is named on the command line."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        sys.exit("rdzv: /proc has no lists of children; the kernel needs CONFIG_PROC_CHILDREN")
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     for signum in _IGNORED_SIGNALS:

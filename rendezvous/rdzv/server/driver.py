@@ -1,20 +1,15 @@
-"""Decide, persist, publish: in that order, one command at a time for each job.
+"""The driver of one server: streams, nodes and timers around the pure cores.
 
-The driver holds what the pure cores can not: streams, timers, locks and the store. It decides
-nothing. Three loops meet here:
+It holds what the cores can not, and decides nothing. `Jobs` steps each job under its own lock:
+*decide, persist, publish*. Here is the rest:
 
-* a *command* to a job is stepped under that job's lock; if the durable half changed it is
-  written; then its news go to the streams, its events to log and history, and the job's one timer
-  is armed anew (`submit`, `_step`);
 * the *nodes core* steps in memory, without waiting for anything, so it needs no lock; what its
-  events mean for each job is worked out again under that job's lock (`_mark`), so that neither a
+  events mean for a job is worked out again under that job's lock (`_mark`), so that neither a
   late delivery nor a repeated one can do harm;
-* a *pause* of the loop itself is noticed by any timer that fires late; then leases are renewed
-  and no deadline counts before what has come in meanwhile is read (`_could_not_hear`).
-
-When the store is away, streams stay open, nothing new is decided, and whatever a node said is
-tried again until it can be written. A commit of which nobody knows whether it happened leaves its
-job in doubt; the next reader finds out, and no one is told anything before that.
+* what is published goes to *streams*, and what a node says waits in order while the store is
+  away: streams stay open, nothing new is decided, and workers run on;
+* a *pause* of the process itself renews every lease, and no deadline counts before what has come
+  in meanwhile is read (`LoopWatch`).
 """
 
 from __future__ import annotations
@@ -23,20 +18,17 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
-from rdzv.core import nodes, rendezvous
-from rdzv.core.commands import Command, Fail, Join, MarkAway, MarkBack, MarkLost, Tick
+from rdzv.core import nodes
+from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Tick
 from rdzv.core.events import RunEnded
 from rdzv.core.explain import JobView, view
-from rdzv.core.invariants import violations
 from rdzv.core.model import State
-from rdzv.core.rendezvous import Transition
+from rdzv.core.rendezvous import ended_run
 from rdzv.errors import (
-    InvariantError,
     LimitExceededError,
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -45,82 +37,53 @@ from rdzv.errors import (
     UnknownJobError,
     UnknownNodeError,
 )
-from rdzv.server import observe, told
-from rdzv.server.clock import Clock, Timer, sleep_ms
+from rdzv.server import told
+from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
+from rdzv.server.jobs import Job, Jobs, News
 from rdzv.server.messages import Belief, Closed, Hello, Joined, Refused, Told, Waiting, Welcome
 from rdzv.server.streams import Stream
-from rdzv.stores.base import Record, RevisionConflictError, Store
+from rdzv.server.tasks import Tasks
+from rdzv.stores.base import Record, Store
 
 log = logging.getLogger("rdzv.driver")
-
-T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One job as the driver holds it. `lock` guards all of it."""
-
-    rdzv_id: str
-    timer: Timer
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    claims: int = 0
-    """Who holds the lock or waits for it."""
-    state: State | None = None
-    """None until it is loaded. Always one whose durable half is stored."""
-    revision: int = 0
-    doubt: tuple[Command, Transition] | None = None
-    """A step whose commit may or may not have happened."""
-    pending: tuple[Record, ...] = ()
-    """History that rides on the next commit."""
-    node_ids: set[str] = field(default_factory=set)
-    """At least the nodes that are present."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it can be forgotten: nobody is in it, and the store has all of it."""
-        if self.claims or self.doubt or self.pending:
-            return False
-        if self.state is None:
-            return not self.node_ids
-        if not self.state.membership.run:
-            return True
-        return self.state.membership.ended is not None
 
 
 class Driver:
     """Drives all jobs and nodes of one server. Made by `running`."""
 
     def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        config: Config,
-        tasks: asyncio.TaskGroup,
-        new_uid: Callable[[], str],
+        self, store: Store, clock: Clock, config: Config, tasks: Tasks, new_uid: Callable[[], str]
     ) -> None:
-        self._store = store
         self._clock = clock
         self._limits = config.limits
         self._timings = config.timings
-        self._tuning = config.tuning
-        self._new_uid = new_uid
-        self._group = tasks
-        self._tasks: set[asyncio.Future[Any]] = set()
-        self._jobs: dict[str, Job] = {}
+        self._tasks = tasks
+        self._watch = LoopWatch(
+            clock,
+            self._renew_leases,
+            every_ms=config.timings.watch_every_ms,
+            deaf_after_ms=config.timings.deaf_after_ms,
+            settle_ms=config.timings.settle_ms,
+        )
+        self._jobs = Jobs(
+            store,
+            clock,
+            self._watch,
+            config,
+            tasks,
+            new_uid,
+            publish=self._publish,
+            on_load=self._bring_up_to_date,
+        )
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: at least the jobs in which the node is present."""
         self._nodes = nodes.Nodes(leadership=0, tuning=config.nodes_tuning)
+        self._nodes_timer = Timer(clock, self._tick_nodes)
+        self._heard: set[str] = set()
+        self._hear_timer = Timer(clock, lambda _: self._feed_heard())
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count(1)
-        self._heard: set[str] = set()
-        self._nodes_timer = Timer(clock, self._tick_nodes)
-        self._hear_timer = Timer(clock, lambda _: self._feed_heard())
-        self._watch_timer = Timer(clock, self._watch)
-        self._deaf_until_ms = 0
-        self._job_ms = 0
-        """The latest time that a job was told; it stands still after a pause."""
-        self._store_away_since_ms: int | None = None
         self._stopping = False
 
     @classmethod
@@ -137,17 +100,17 @@ class Driver:
         The store remains open; it belongs to the caller.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                driver = cls(store, clock, config, tasks, new_uid)
+            async with asyncio.TaskGroup() as group:
+                driver = cls(store, clock, config, Tasks(group), new_uid)
                 await driver._start()
                 try:
                     yield driver
                 finally:
                     await driver._stop()
-        except BaseExceptionGroup as group:
+        except BaseExceptionGroup as errors:
             # The group is our affair: a caller that raises one error is to see that one.
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from group.exceptions[0].__cause__
+            if len(errors.exceptions) == 1:
+                raise errors.exceptions[0] from errors.exceptions[0].__cause__
             raise
 
     @property
@@ -158,292 +121,99 @@ class Driver:
     # ---------------------------------------------------------------- start and stop
 
     async def _start(self) -> None:
-        # Anchored to the clock, so that it does not go back with a store that was lost or restored.
-        leadership = await self._store.take_over(at_least=self._clock.now_ms() // 1000)
-        self._nodes = replace(self._nodes, leadership=leadership)
-        for rdzv_id in await self._store.list():
+        self._nodes = replace(self._nodes, leadership=await self._jobs.take_over())
+        for rdzv_id in await self._jobs.names():
             try:
-                async with self._claim(rdzv_id):
+                async with self._jobs.claim(rdzv_id):
                     pass
             except RendezvousStateError as error:
                 log.error("job %s is left alone: %s", rdzv_id, error)
-        self._arm_watch()
+        self._watch.start()
 
     async def _stop(self) -> None:
         """Close every stream and let what is being decided come to its end."""
-        self._stopping = True
-        for timer in (self._nodes_timer, self._hear_timer, self._watch_timer):
-            timer.cancel()
-        for job in self._jobs.values():
-            job.timer.cancel()
         self.close_streams(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._timings.stop_grace_ms / 1000)
-        for task in self._tasks:
-            task.cancel()
-        await self._flush(tuple(row for job in self._jobs.values() for row in job.pending))
+        self._watch.stop()
+        self._nodes_timer.cancel()
+        self._hear_timer.cancel()
+        self._jobs.stop_timers()
+        await self._tasks.finish(within_ms=self._timings.stop_grace_ms)
+        # Once more, for what came to its end has armed its timer.
+        self._jobs.stop_timers()
+        await self._jobs.flush()
 
     def close_streams(self, error: RendezvousError) -> None:
-        """End every stream with this error, which moves no node and no job."""
+        """End every stream with this error; that moves no node and no job, and no other opens."""
         self._stopping = True
         for stream in self._streams.values():
             stream.close(error)
 
-    def _spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        """Run in a task of the driver's own. What it raises ends the server, so: nothing."""
-        task = self._group.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    # ---------------------------------------------------------------- commands to a job
+    # ---------------------------------------------------------------- what jobs publish
 
     async def submit(self, rdzv_id: str, command: Command) -> State:
-        """Run one command to its end: decide, persist, publish — in that order.
+        """Run one command to its end; see `Jobs.submit`."""
+        return await self._jobs.submit(rdzv_id, command)
 
-        A caller that is cancelled does not cut it short.
-
-        Raises:
-            RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
-                it may have, and is to be repeated.
-
-        """
-        outcome = await asyncio.shield(self._spawn(self._outcome(rdzv_id, command)))
-        if isinstance(outcome, RendezvousError):
-            raise outcome
-        return outcome
-
-    async def _outcome(self, rdzv_id: str, command: Command) -> State | RendezvousError:
-        try:
-            async with self._claim(rdzv_id) as job:
-                return await self._step(job, command)
-        except RendezvousError as error:
-            return error
-
-    @asynccontextmanager
-    async def _claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Hold one job, loaded and beyond doubt. A job that is idle afterwards is forgotten."""
-        job = self._jobs.get(rdzv_id) or self._new_job(rdzv_id)
-        job.claims += 1
-        try:
-            async with job.lock:
-                await self._make_sure(job)
-                yield job
-        except (RendezvousConnectionError, InvariantError):
-            # Its timer, if nobody else, comes back to it.
-            job.timer.arm_by(self._retry_ms())
-            raise
-        finally:
-            job.claims -= 1
-            if job.idle:
-                job.timer.cancel()
-                del self._jobs[rdzv_id]
-
-    def _retry_ms(self) -> int:
-        return self._clock.now_ms() + self._timings.store_retry_ms
-
-    def _new_job(self, rdzv_id: str) -> Job:
-        if len(self._jobs) >= self._limits.jobs:
-            raise LimitExceededError(
-                f"job {rdzv_id} would be one too many: this server holds {self._limits.jobs}; try "
-                "again when others have ended, or raise the limit `jobs`"
-            )
-        timer = Timer(self._clock, lambda due_ms: self._tick_job(job, due_ms))
-        job = self._jobs[rdzv_id] = Job(rdzv_id, timer)
-        return job
-
-    async def _step(self, job: Job, command: Command) -> State:
-        before = _loaded(job)
-        if isinstance(command, Join):
-            command = replace(command, new_run=self._new_uid())
-        transition = self._decide(before, command)
-        if broken := violations(before, transition.state):
-            log.error("job %s: %s would break: %s", job.rdzv_id, command, "; ".join(broken))
-            await self._load(job)
-            job.timer.arm(self._retry_ms())
-            raise InvariantError(
-                f"a bug of rdzvd, please report it: {type(command).__name__} in job "
-                f"{job.rdzv_id} would break {'; '.join(broken)}; nothing was changed"
-            )
-        if transition.state.membership is not before.membership:
-            await self._persist(job, command, transition)
-        self._publish(job, command, transition)
-        return transition.state
-
-    def _decide(self, state: State, command: Command) -> Transition:
-        now_ms = self._listened_until()
-        deaf_ms = self._clock.now_ms() - now_ms
-        if deaf_ms and isinstance(command, Fail | Join):
-            # Ages are counted back from the present, which is not what the job is told.
-            failures = tuple(
-                replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures
-            )
-            command = replace(command, failures=failures)
-        try:
-            return rendezvous.step(state, command, now_ms)
-        except RendezvousError:
-            raise
-        except Exception as error:
-            # Values are immutable: whatever went wrong inside, nothing was changed.
-            log.exception("job %s: %s failed", state.membership.rdzv_id, command)
-            raise InvariantError(
-                f"a bug of rdzvd, please report it: {type(command).__name__} in job "
-                f"{state.membership.rdzv_id} failed: {error!r}; nothing was changed"
-            ) from error
-
-    async def _persist(self, job: Job, command: Command, transition: Transition) -> None:
-        membership = transition.state.membership
-        rows = (*job.pending, *self._rows(transition))
-        try:
-            job.revision = await self._ask_store(
-                self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
-            )
-        except RevisionConflictError as error:
-            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
-            await self._load(job)
-            raise RendezvousConnectionError(f"{error}; try again") from error
-        except RendezvousConnectionError as error:
-            if not error.definite:
-                job.doubt = (command, transition)
-            raise
-        job.pending = ()
-
-    def _rows(self, transition: Transition) -> tuple[Record, ...]:
-        membership = transition.state.membership
+    def _publish(self, job: Job, news: News) -> None:
+        """Tell everyone concerned of a step. Waits for nothing."""
         now_ms = self._clock.now_ms()
-        return observe.records(membership.rdzv_id, membership.run, transition.events, now_ms)
-
-    def _publish(self, job: Job, command: Command, transition: Transition) -> None:
-        """Make a step that is stored the present, and tell everyone. Waits for nothing."""
-        before, after, now_ms = _loaded(job), transition.state, self._clock.now_ms()
-        job.state = after
-        job.timer.arm(transition.wake_at_ms)
-        rows = self._rows(transition)
-        if after.membership is before.membership:
-            self._postpone(job, rows)
-        observe.publish(rows, transition.events)
-        if isinstance(command, Join):
-            self._admitted(job, command.node_id, now_ms)
-        for node_id, message in told.news(before, after, transition.events, now_ms):
+        if isinstance(news.command, Join):
+            self._admitted(job, news.command.node_id, now_ms)
+        for node_id, message in told.news(news.before, news.after, news.events, now_ms):
             self._send(node_id, message)
-        if any(isinstance(event, RunEnded) for event in transition.events):
-            self._forget_nodes(job)
+        if any(isinstance(event, RunEnded) for event in news.events):
+            for node_id in [n for n in job.node_ids if not news.after.present(n)]:
+                self._forget(job, node_id)
 
     def _admitted(self, job: Job, node_id: str, now_ms: int) -> None:
-        state = _loaded(job)
-        membership = state.membership
+        membership = job.state.membership
         self._note(job, node_id)
         self._send(node_id, Joined(job.rdzv_id, membership.run, membership.run_number))
-        if node_id in state.waiting:
-            self._send(node_id, told.waiting(state, node_id, now_ms))
+        if node_id in job.state.waiting:
+            self._send(node_id, told.waiting(job.state, node_id, now_ms))
 
     def _send(self, node_id: str, message: Told) -> None:
         if stream := self._streams.get(node_id):
             stream.send(message)
 
-    # ---------------------------------------------------------------- loading and the store
+    def _note(self, job: Job, node_id: str) -> None:
+        """Remember that a node is in a job."""
+        job.node_ids.add(node_id)
+        self._jobs_of.setdefault(node_id, set()).add(job.rdzv_id)
 
-    async def _make_sure(self, job: Job) -> None:
-        """Load a job that is not loaded, and find out about a commit in doubt."""
-        if job.state is None:
-            await self._load(job)
-        if job.doubt is None:
-            return
-        command, transition = job.doubt
-        stored = await self._ask_store(self._store.load(job.rdzv_id))
-        revision = stored.revision if stored else 0
-        if revision == job.revision:
-            job.doubt = None
-        elif stored and stored.membership == transition.state.membership:
-            job.revision, job.doubt, job.pending = revision, None, ()
-            self._publish(job, command, transition)
-        else:
-            await self._load(job)
+    def _forget(self, job: Job, node_id: str) -> None:
+        """Forget a node that is in a job no more."""
+        job.node_ids.discard(node_id)
+        if rdzv_ids := self._jobs_of.get(node_id):
+            rdzv_ids.discard(job.rdzv_id)
+            if not rdzv_ids:
+                del self._jobs_of[node_id]
 
-    async def _load(self, job: Job) -> None:
-        """Begin anew from what is stored, and bring everyone who was there up to date."""
-        job.state, job.doubt = None, None
-        stored = await self._ask_store(self._store.load(job.rdzv_id))
-        now_ms = self._clock.now_ms()
-        state = rendezvous.vacant(job.rdzv_id, self._tuning)
-        job.revision = 0
-        if stored is not None:
-            state = rendezvous.restore(stored.membership, self._tuning, now_ms)
-            job.revision = stored.revision
-        job.state = state
-        job.timer.arm(now_ms)
-        former = tuple(job.node_ids)
-        for node_id, seat in state.seats.items():
+    def _bring_up_to_date(self, job: Job) -> None:
+        """After a load: wait for whoever holds a seat, and tell those who are there."""
+        former, now_ms = tuple(job.node_ids), self._clock.now_ms()
+        for node_id, seat in job.state.seats.items():
             self._note(job, node_id)
             self._step_nodes(nodes.Expect(node_id, seat.incarnation))
             self._mark_soon(node_id, [job.rdzv_id])
         for node_id in former:
-            self._tell_anew(state, node_id, now_ms)
+            if stream := self._streams.get(node_id):
+                self._tell_anew(job.state, stream, now_ms)
 
-    def _tell_anew(self, state: State, node_id: str, now_ms: int) -> None:
+    def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
         """Tell a connected node how things are with a job that was loaded anew."""
-        stream, membership = self._streams.get(node_id), state.membership
-        if stream is None:
-            return
-        if membership.ended is None and state.incarnation(node_id) != stream.incarnation:
+        membership = state.membership
+        if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
             # Who waited is not stored, nor who took over a seat: the node itself knows.
             stream.greeted = False
             text = "the server has read this job anew; say hello again with what you believe"
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
             return
         belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
-        for message in told.owed(state, node_id, belief, now_ms):
+        for message in told.owed(state, stream.node_id, belief, now_ms):
             stream.send(message)
-
-    async def _ask_store(self, answer: Awaitable[T]) -> T:
-        """Await the store; say once that it is away, and once that it is back."""
-        now_ms = self._clock.now_ms()
-        try:
-            result = await answer
-        except RendezvousConnectionError as error:
-            if self._store_away_since_ms is None:
-                self._store_away_since_ms = now_ms
-                log.error("the store is away: %s; workers run on, nothing new is decided", error)
-            raise
-        if self._store_away_since_ms is not None:
-            away_s = (now_ms - self._store_away_since_ms) / 1000
-            self._store_away_since_ms = None
-            log.warning("the store is back after %.1f s", away_s)
-        return result
-
-    def _postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
-        """Keep history for the next commit; too much of it gets one of its own."""
-        job.pending += rows
-        if len(job.pending) > self._limits.pending_rows and not self._stopping:
-            rows, job.pending = job.pending, ()
-            self._spawn(self._flush(rows))
-
-    async def _flush(self, rows: tuple[Record, ...]) -> None:
-        try:
-            if rows:
-                await self._ask_store(self._store.append(rows))
-        except RendezvousError as error:
-            # It is in the log all the same; a job never waits for its history.
-            log.warning("%d rows of history are lost: %s", len(rows), error)
-
-    def _note(self, job: Job, node_id: str) -> None:
-        job.node_ids.add(node_id)
-        self._jobs_of.setdefault(node_id, set()).add(job.rdzv_id)
-
-    def _forget_nodes(self, job: Job) -> None:
-        """Forget who was in a run that has ended, but for those who began the next."""
-        state = _loaded(job)
-        for node_id in [n for n in job.node_ids if not state.present(n)]:
-            self._forget_node(job, node_id)
-
-    def _forget_node(self, job: Job, node_id: str) -> None:
-        job.node_ids.discard(node_id)
-        if rdzv_ids := self._jobs_of.get(node_id):
-            rdzv_ids.discard(job.rdzv_id)
-            if not rdzv_ids:
-                del self._jobs_of[node_id]
 
     # ---------------------------------------------------------------- streams
 
@@ -520,15 +290,14 @@ class Driver:
     async def _hear_belief(self, stream: Stream, belief: Belief) -> None:
         try:
             state = await self._insist(stream, belief.rdzv_id, Tick())
-            if rendezvous.ended_run(state, belief.run) is None:
+            if ended_run(state, belief.run) is None:
                 for command in belief.commands:
                     state = await self._insist(stream, belief.rdzv_id, command)
         except RendezvousError as error:
             await self._refuse(stream, belief, error)
             return
         # A step of someone else may have been published since ours.
-        if (job := self._jobs.get(belief.rdzv_id)) and job.state is not None:
-            state = job.state
+        state = self._jobs.peek(belief.rdzv_id) or state
         if told.unknown(state, belief):
             self._unknown_job(stream, belief)
         for message in told.owed(state, stream.node_id, belief, self._clock.now_ms()):
@@ -560,7 +329,7 @@ class Driver:
             return
         if isinstance(error, RendezvousClosedError) and belief.run:
             state = await self._insist(stream, belief.rdzv_id, Tick())
-            if ended := rendezvous.ended_run(state, belief.run):
+            if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))
@@ -608,14 +377,14 @@ class Driver:
         if rdzv_ids is None:
             rdzv_ids = tuple(self._jobs_of.get(node_id, ()))
         for rdzv_id in rdzv_ids:
-            self._spawn(self._mark(rdzv_id, node_id, reason))
+            self._tasks.start(self._mark(rdzv_id, node_id, reason))
 
     async def _mark(self, rdzv_id: str, node_id: str, reason: str) -> None:
         while not self._stopping:
             try:
-                async with self._claim(rdzv_id) as job:
+                async with self._jobs.claim(rdzv_id) as job:
                     if command := self._mark_command(job, node_id, reason):
-                        await self._step(job, command)
+                        await self._jobs.step(job, command)
                 return
             except RendezvousConnectionError:
                 await sleep_ms(self._clock, self._timings.store_retry_ms)
@@ -625,9 +394,9 @@ class Driver:
 
     def _mark_command(self, job: Job, node_id: str, reason: str) -> Command | None:
         """Say what a job must hear of a node now, whatever has led to it."""
-        held = _loaded(job).incarnation(node_id)
+        held = job.state.incarnation(node_id)
         if held is None:
-            self._forget_node(job, node_id)
+            self._forget(job, node_id)
             return None
         record = self._nodes.records.get(node_id)
         if record is None:
@@ -647,16 +416,9 @@ class Driver:
 
     # ---------------------------------------------------------------- time
 
-    def _tick_job(self, job: Job, due_ms: int) -> None:
-        if self._could_not_hear(due_ms):
-            job.timer.arm_by(self._deaf_until_ms)
-        elif not self._stopping:
-            # Nobody waits for the outcome: if it is an error, `_claim` has armed the timer again.
-            self._spawn(self._outcome(job.rdzv_id, Tick()))
-
     def _tick_nodes(self, due_ms: int) -> None:
-        if self._could_not_hear(due_ms):
-            self._nodes_timer.arm_by(self._deaf_until_ms)
+        if self._watch.late(due_ms):
+            self._nodes_timer.arm_by(self._watch.settled_ms)
             return
         self._feed_heard()
         self._step_nodes(nodes.Tick())
@@ -668,38 +430,10 @@ class Driver:
             heard, self._heard = frozenset(self._heard), set()
             self._step_nodes(nodes.Hear(heard))
 
-    def _watch(self, due_ms: int) -> None:
-        self._could_not_hear(due_ms)
-        self._arm_watch()
-
-    def _arm_watch(self) -> None:
-        self._watch_timer.arm(self._clock.now_ms() + self._timings.watch_every_ms)
-
-    def _could_not_hear(self, due_ms: int) -> bool:
-        """Say whether a timer that was due at `due_ms` must wait, for the loop was held up.
-
-        Of all timers that are late the earliest fires first, so the pause is known before any
-        deadline is acted upon.
-        """
-        now_ms = self._clock.now_ms()
-        late_ms = now_ms - due_ms
-        if late_ms > self._timings.deaf_after_ms and now_ms >= self._deaf_until_ms:
-            log.warning("this server was held up for %.1f s; leases are renewed", late_ms / 1000)
-            self._deaf_until_ms = now_ms + self._timings.settle_ms
-            self._job_ms = max(self._job_ms, due_ms)
-            self._step_nodes(nodes.Pause())
-        return now_ms < self._deaf_until_ms
-
-    def _listened_until(self) -> int:
-        """Return the time that a job is told: that up to which its nodes could be heard.
-
-        After a pause it stands still until what came in meanwhile is read, so that no step, of
-        whatever command, draws a conclusion from a deadline that passed unheard.
-        """
-        watch_ms = self._watch_timer.due_ms
-        if watch_ms is None or not self._could_not_hear(watch_ms):
-            self._job_ms = self._clock.now_ms()
-        return self._job_ms
+    def _renew_leases(self, late_ms: int) -> None:
+        """Silence that the server could not hear proves nothing."""
+        log.warning("this server was held up for %.1f s; leases are renewed", late_ms / 1000)
+        self._step_nodes(nodes.Pause())
 
     # ---------------------------------------------------------------- answers to operators
 
@@ -710,7 +444,7 @@ class Driver:
             UnknownJobError: nobody has ever joined it.
 
         """
-        state = await self._look(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
         if not state.membership.run:
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
@@ -720,7 +454,7 @@ class Driver:
     async def list(self) -> tuple[JobView, ...]:
         """Show every job that can be read, by name."""
         views = []
-        for rdzv_id in await self._ask_store(self._store.list()):
+        for rdzv_id in await self._jobs.names():
             try:
                 views.append(await self.status(rdzv_id))
             except RendezvousStateError as error:
@@ -735,20 +469,4 @@ class Driver:
 
         """
         await self.status(rdzv_id)
-        job = self._jobs.get(rdzv_id)
-        pending = job.pending if job else ()
-        rows = await self._ask_store(self._store.history(rdzv_id, limit))
-        return (*rows, *pending)[-limit:]
-
-    async def _look(self, rdzv_id: str) -> State:
-        """Return a job's present state; without waiting for a commit that is under way."""
-        job = self._jobs.get(rdzv_id)
-        if job is not None and job.state is not None:
-            return job.state
-        async with self._claim(rdzv_id) as claimed:
-            return _loaded(claimed)
-
-
-def _loaded(job: Job) -> State:
-    assert job.state is not None, "a claimed job is loaded"
-    return job.state
+        return await self._jobs.history(rdzv_id, limit)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -62,6 +63,24 @@ async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
     )
 
 
+async def _receive(context: Context) -> pb.NodeMessage | None:
+    """Return the next message of a node; None if its stream has ended, in whatever way.
+
+    Raises:
+        InvalidRequestError: what came is no message.
+
+    """
+    try:
+        message = await context.read()
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"a message can not be read: {error}; the sender speaks another protocol"
+        ) from error
+    except grpc.aio.BaseError:
+        return None
+    return message if isinstance(message, pb.NodeMessage) else None
+
+
 class RendezvousService(pb_grpc.RendezvousServicer):
     """The stream of one node, for all its jobs."""
 
@@ -95,12 +114,12 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         timeout_s = self._timings.hello_timeout_ms / 1000
         try:
             async with asyncio.timeout(timeout_s):
-                message = await context.read()
+                message = await _receive(context)
         except TimeoutError:
             raise InvalidRequestError(
                 f"no hello within {timeout_s:g} s; send it as the first message of the stream"
             ) from None
-        if not isinstance(message, pb.NodeMessage) or message.WhichOneof("body") != "hello":
+        if message is None or message.WhichOneof("body") != "hello":
             raise InvalidRequestError("the first message of a stream must be a hello")
         return message.hello
 
@@ -121,25 +140,28 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
     async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
         """Take in what the node says; it is heard at once, even while the store is away."""
-        while isinstance(message := await context.read(), pb.NodeMessage):
-            self._driver.heard(stream)
-            try:
+        try:
+            while (message := await _receive(context)) is not None:
+                self._driver.heard(stream)
                 self._take(message, stream, inbox)
-            except InvalidRequestError as error:
-                stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+        except InvalidRequestError as error:
+            stream.close(error)
         # The stream's end is no goodbye: see the contract.
         stream.close()
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
-        match message.WhichOneof("body"):
-            case "heartbeat":
-                pass
-            case "away":
-                deadline_ms = wire.away_ms_of(message.away, self._limits)
-                self._driver.plan_away(stream, deadline_ms)
-            case _:
-                speaker = wire.Speaker(stream.node_id, stream.incarnation)
-                self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
+        try:
+            match message.WhichOneof("body"):
+                case "heartbeat":
+                    pass
+                case "away":
+                    deadline_ms = wire.away_ms_of(message.away, self._limits)
+                    self._driver.plan_away(stream, deadline_ms)
+                case _:
+                    speaker = wire.Speaker(stream.node_id, stream.incarnation)
+                    self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
+        except InvalidRequestError as error:
+            stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
 
     def _queue(self, said: tuple[str, Command], stream: Stream, inbox: Inbox) -> None:
         try:
@@ -174,7 +196,11 @@ class RendezvousService(pb_grpc.RendezvousServicer):
             message = wire.server_message(
                 told, self._driver.leadership, self._version, self._clock.now_ms()
             )
-            await context.write(message)
+            try:
+                await context.write(message)
+            except grpc.aio.BaseError:
+                stream.close()
+                return
 
 
 class ControlService(pb_grpc.ControlServicer):

@@ -1,0 +1,159 @@
+"""The store host: serves one round's c10d store on a socket that was listening before.
+
+    python store_host.py --fd N --ready-fd M [--port P]
+
+Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and takes Pythons
+older than rdzv's own. Says "ready" on M once clients are served, then sleeps until it is killed.
+
+The choices, tried with torch 2.13:
+
+* `master_listen_fd`: whoever connected before is served as soon as the store exists, so workers
+  need not wait for it. The store takes the descriptor over.
+* `wait_for_workers=False`: else the constructor would wait for all clients.
+* `use_libuv` as the workers decide it (USE_LIBUV, on by default). Both backends take a listening
+  socket, but the older serves no `multi_get`, `append` or queues, which clients ask for if their
+  own setting is libuv; so the two must agree.
+* `multi_tenant=False`: it shares one server between the stores of one process that have the same
+  port. There is one store here, and with it a second one by mistake would be silent.
+* The port is told in any case: libuv takes 0 for "whatever the socket has", the older does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.machinery
+import os
+import signal
+import socket
+import sys
+import types
+from datetime import timedelta
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+TIMEOUT = timedelta(seconds=60)
+
+
+def main() -> None:
+    """Serve the store until killed; exit with one line of explanation if that can not be done."""
+    die_with_parent()
+    options = parse_options()
+    try:
+        store = serve(options)
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        sys.exit(f"rdzv store host: {type(error).__name__}: {first_line}")
+    os.write(options.ready_fd, b"ready\n")
+    os.close(options.ready_fd)
+    while store is not None:
+        signal.pause()
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Serve a c10d TCPStore on a listening socket.")
+    parser.add_argument("--fd", type=int, required=True, help="the listening socket")
+    parser.add_argument("--ready-fd", type=int, required=True, help="where to say that it is ready")
+    parser.add_argument("--port", type=int, help="the port that the socket is to have")
+    parser.add_argument("--whole-torch", action="store_true", help="do not try to import less")
+    return parser.parse_args()
+
+
+def serve(options: argparse.Namespace) -> object:
+    """Return the store, which serves until it is deleted."""
+    host, port = reachable_at(options.fd)
+    if options.port not in (None, port):
+        raise ValueError(f"the socket has port {port}, not {options.port}")
+    store_type = import_store_type(whole_torch=options.whole_torch)
+    return store_type(
+        host,  # Where the store's own client connects; the socket decides where it listens.
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=False,
+        master_listen_fd=options.fd,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        timeout=TIMEOUT,
+    )
+
+
+def reachable_at(fd: int) -> tuple[str, int]:
+    """Return an address at which this machine reaches a listening socket, and its port."""
+    sock = socket.socket(fileno=fd)
+    try:
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise ValueError("the socket is not listening")
+        host, port = sock.getsockname()[:2]
+        if host == "0.0.0.0":
+            host = "127.0.0.1"
+        elif host == "::":
+            # IPv4 by preference: the loopback device may be without ::1.
+            only_v6 = sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            host = "::1" if only_v6 else "127.0.0.1"
+        return host, port
+    finally:
+        sock.detach()
+
+
+def import_store_type(*, whole_torch: bool) -> Any:
+    """Return the class `torch.distributed.TCPStore`, without the rest of torch if possible."""
+    stay_small()
+    if not whole_torch:
+        try:
+            return import_extension_alone()._distributed_c10d.TCPStore
+        except Exception:
+            # What was half imported goes with the process; descriptors and pid stay.
+            os.execv(sys.executable, [sys.executable, *sys.argv, "--whole-torch"])
+    return importlib.import_module("torch.distributed").TCPStore
+
+
+def import_extension_alone() -> Any:
+    """Import the C++ part of torch, which has the store, under empty packages.
+
+    Importing torch takes a second, five times as long, of the CPU that the first workers need,
+    and half as much memory again. This much knowledge of its insides is had nowhere else.
+    """
+    finder = importlib.machinery.PathFinder
+    found = finder.find_spec("torch", sys.path)
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("there is no torch")
+    folder = found.submodule_search_locations[0]
+    for name in ("torch", "torch.distributed"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = []
+    torch: Any = sys.modules["torch"]
+    torch.__path__ = [folder]
+    torch.distributed = sys.modules["torch.distributed"]
+    libraries = os.path.join(folder, "lib", "libtorch_global_deps.so")  # noqa: PTH118
+    ctypes.CDLL(libraries, mode=ctypes.RTLD_GLOBAL)
+    extension: Any = importlib.import_module("torch._C")
+    if not extension._c10d_init():
+        raise ImportError("torch was built without distributed")
+    return extension
+
+
+def stay_small() -> None:
+    """Keep torch off the GPUs, and from plug-ins and thread pools that serving needs none of."""
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="",
+        HIP_VISIBLE_DEVICES="",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+    )
+    # Python puts a script's folder first: this one's modules are not for torch to import.
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent dies, however it was started."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("rdzv store host: its parent is gone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""Decide, persist, publish: in that order, one command at a time for each job.
+
+A commit of which nobody knows whether it happened leaves its job in doubt: the next to claim the
+job finds out, and no one is told anything before that. What is in memory is therefore always what
+is stored, and everything that was announced is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from rdzv.core import rendezvous
+from rdzv.core.commands import Command, Fail, Join, Tick
+from rdzv.core.events import Event
+from rdzv.core.invariants import violations
+from rdzv.core.model import State
+from rdzv.core.rendezvous import Transition
+from rdzv.errors import (
+    InvariantError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from rdzv.server import observe
+from rdzv.server.clock import Clock, LoopWatch, Timer
+from rdzv.server.config import Config
+from rdzv.server.tasks import Tasks
+from rdzv.stores.base import Record, RevisionConflictError, Store
+
+log = logging.getLogger("rdzv.jobs")
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One job in memory. `lock` guards all of it."""
+
+    rdzv_id: str
+    timer: Timer
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    claims: int = 0
+    """Who holds the lock or waits for it."""
+    loaded: State | None = None
+    """None until it is loaded. Always one whose durable half is stored."""
+    revision: int = 0
+    doubt: tuple[Command, Transition] | None = None
+    """A step whose commit may or may not have happened."""
+    pending: tuple[Record, ...] = ()
+    """History that rides on the next commit."""
+    node_ids: set[str] = field(default_factory=set)
+    """At least the nodes that are present."""
+
+    @property
+    def state(self) -> State:
+        """The state of a job that is claimed, and so is loaded."""
+        assert self.loaded is not None, "only a claimed job is asked for its state"
+        return self.loaded
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can be forgotten: nobody is in it, and the store has all of it."""
+        if self.claims or self.doubt or self.pending:
+            return False
+        if self.loaded is None:
+            return not self.node_ids
+        membership = self.loaded.membership
+        return not membership.run or membership.ended is not None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A step that is stored, and of which everyone may now hear."""
+
+    command: Command
+    before: State
+    after: State
+    events: tuple[Event, ...]
+
+
+class Jobs:
+    """All jobs of one server: those in the store, and in memory those that are alive."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        watch: LoopWatch,
+        config: Config,
+        tasks: Tasks,
+        new_uid: Callable[[], str],
+        publish: Callable[[Job, News], None],
+        on_load: Callable[[Job], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._watch = watch
+        self._limits = config.limits
+        self._tuning = config.tuning
+        self._retry_after_ms = config.timings.store_retry_ms
+        self._tasks = tasks
+        self._new_uid = new_uid
+        self._tell = publish
+        self._on_load = on_load
+        self._jobs: dict[str, Job] = {}
+        self._store_away_since_ms: int | None = None
+
+    # ---------------------------------------------------------------- decide, persist, publish
+
+    async def submit(self, rdzv_id: str, command: Command) -> State:
+        """Run one command to its end: decide, persist, publish — in that order.
+
+        A caller that is cancelled does not cut it short.
+
+        Raises:
+            RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
+                it may have, and is to be repeated.
+
+        """
+        outcome = await asyncio.shield(self._tasks.start(self._outcome(rdzv_id, command)))
+        if isinstance(outcome, RendezvousError):
+            raise outcome
+        return outcome
+
+    async def _outcome(self, rdzv_id: str, command: Command) -> State | RendezvousError:
+        try:
+            async with self.claim(rdzv_id) as job:
+                return await self.step(job, command)
+        except RendezvousError as error:
+            return error
+
+    async def step(self, job: Job, command: Command) -> State:
+        """Do the work of `submit` for a job that the caller has claimed."""
+        if isinstance(command, Join):
+            command = replace(command, new_run=self._new_uid())
+        transition = self._decide(job.state, command)
+        if broken := violations(job.state, transition.state):
+            raise await self._reload_broken(job, command, broken)
+        if transition.state.membership is not job.state.membership:
+            await self._persist(job, command, transition)
+        self._publish(job, command, transition)
+        return transition.state
+
+    def _decide(self, state: State, command: Command) -> Transition:
+        now_ms = self._watch.listened_until_ms()
+        command = _aged(command, self._clock.now_ms() - now_ms)
+        try:
+            return rendezvous.step(state, command, now_ms)
+        except RendezvousError:
+            raise
+        except Exception as error:
+            # Values are immutable: whatever went wrong inside, nothing was changed.
+            log.exception("job %s: %s failed", state.membership.rdzv_id, command)
+            raise _bug(state.membership.rdzv_id, command, f"failed: {error!r}") from error
+
+    async def _reload_broken(self, job: Job, command: Command, broken: list[str]) -> InvariantError:
+        what = f"would break {'; '.join(broken)}"
+        log.error("job %s: %s %s", job.rdzv_id, command, what)
+        await self._load(job)
+        # Not at once, or a tick that breaks something would spin.
+        job.timer.arm(self._retry_ms())
+        return _bug(job.rdzv_id, command, what)
+
+    async def _persist(self, job: Job, command: Command, transition: Transition) -> None:
+        membership = transition.state.membership
+        rows = (*job.pending, *self._rows(transition))
+        try:
+            job.revision = await self._ask(
+                self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
+            )
+        except RevisionConflictError as error:
+            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
+            await self._load(job)
+            raise RendezvousConnectionError(f"{error}; try again") from error
+        except RendezvousConnectionError as error:
+            if not error.definite:
+                job.doubt = (command, transition)
+            raise
+        job.pending = ()
+
+    def _publish(self, job: Job, command: Command, transition: Transition) -> None:
+        """Make a step that is stored the present, and tell everyone. Waits for nothing."""
+        before, after = job.state, transition.state
+        job.loaded = after
+        job.timer.arm(transition.wake_at_ms)
+        rows = self._rows(transition)
+        if after.membership is before.membership:
+            self._postpone(job, rows)
+        observe.publish(rows, transition.events)
+        self._tell(job, News(command, before, after, transition.events))
+
+    def _rows(self, transition: Transition) -> tuple[Record, ...]:
+        membership = transition.state.membership
+        now_ms = self._clock.now_ms()
+        return observe.records(membership.rdzv_id, membership.run, transition.events, now_ms)
+
+    def _postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
+        """Keep history for the next commit; too much of it gets one of its own."""
+        job.pending += rows
+        if len(job.pending) > self._limits.pending_rows:
+            rows, job.pending = job.pending, ()
+            self._tasks.start(self._flush(rows))
+
+    # ---------------------------------------------------------------- claiming and loading
+
+    @asynccontextmanager
+    async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
+        """Hold one job, loaded and beyond doubt. A job that is idle afterwards is forgotten.
+
+        Raises:
+            RendezvousConnectionError: the store is away.
+            RendezvousStateError: what is stored can not be read.
+            LimitExceededError: too many jobs.
+
+        """
+        job = self._jobs.get(rdzv_id) or self._new_job(rdzv_id)
+        job.claims += 1
+        try:
+            async with job.lock:
+                if job.loaded is None:
+                    await self._load(job)
+                if job.doubt is not None:
+                    await self._resolve(job, *job.doubt)
+                yield job
+        except (RendezvousConnectionError, InvariantError):
+            # Its timer, if nobody else, comes back to it.
+            job.timer.arm_by(self._retry_ms())
+            raise
+        finally:
+            job.claims -= 1
+            if job.idle:
+                job.timer.cancel()
+                del self._jobs[rdzv_id]
+
+    def _new_job(self, rdzv_id: str) -> Job:
+        if len(self._jobs) >= self._limits.jobs:
+            raise LimitExceededError(
+                f"job {rdzv_id} would be one too many: this server holds {self._limits.jobs}; try "
+                "again when others have ended, or raise the limit `jobs`"
+            )
+        timer = Timer(self._clock, lambda due_ms: self._tick(job, due_ms))
+        job = self._jobs[rdzv_id] = Job(rdzv_id, timer)
+        return job
+
+    async def _load(self, job: Job) -> None:
+        """Begin anew from what is stored; `on_load` brings everyone who was there up to date."""
+        job.loaded, job.doubt = None, None
+        stored = await self._ask(self._store.load(job.rdzv_id))
+        now_ms = self._clock.now_ms()
+        if stored is None:
+            job.loaded, job.revision = rendezvous.vacant(job.rdzv_id, self._tuning), 0
+        else:
+            job.loaded = rendezvous.restore(stored.membership, self._tuning, now_ms)
+            job.revision = stored.revision
+        job.timer.arm(now_ms)
+        self._on_load(job)
+
+    async def _resolve(self, job: Job, command: Command, transition: Transition) -> None:
+        """Find out whether a commit has happened, and go on from there."""
+        stored = await self._ask(self._store.load(job.rdzv_id))
+        revision = stored.revision if stored else 0
+        if revision == job.revision:
+            job.doubt = None
+        elif stored and stored.membership == transition.state.membership:
+            job.revision, job.doubt, job.pending = revision, None, ()
+            self._publish(job, command, transition)
+        else:
+            await self._load(job)
+
+    def _tick(self, job: Job, due_ms: int) -> None:
+        if self._watch.late(due_ms):
+            job.timer.arm_by(self._watch.settled_ms)
+        else:
+            # Nobody waits for the outcome: if it is an error, `claim` has armed the timer again.
+            self._tasks.start(self._outcome(job.rdzv_id, Tick()))
+
+    def _retry_ms(self) -> int:
+        return self._clock.now_ms() + self._retry_after_ms
+
+    # ---------------------------------------------------------------- the store
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        """Await the store; say once that it is away, and once that it is back."""
+        now_ms = self._clock.now_ms()
+        try:
+            result = await answer
+        except RendezvousConnectionError as error:
+            if self._store_away_since_ms is None:
+                self._store_away_since_ms = now_ms
+                log.error("the store is away: %s; workers run on, nothing new is decided", error)
+            raise
+        if self._store_away_since_ms is not None:
+            away_s = (now_ms - self._store_away_since_ms) / 1000
+            self._store_away_since_ms = None
+            log.warning("the store is back after %.1f s", away_s)
+        return result
+
+    async def _flush(self, rows: tuple[Record, ...]) -> None:
+        try:
+            if rows:
+                await self._ask(self._store.append(rows))
+        except RendezvousError as error:
+            # It is in the log all the same; a job never waits for its history.
+            log.warning("%d rows of history are lost: %s", len(rows), error)
+
+    async def take_over(self) -> int:
+        """Return this server's leadership number."""
+        # Anchored to the clock, so that it does not go back with a store that was lost or restored.
+        return await self._ask(self._store.take_over(at_least=self._clock.now_ms() // 1000))
+
+    async def names(self) -> tuple[str, ...]:
+        """Return the rdzv_ids of all jobs that are stored."""
+        return await self._ask(self._store.list())
+
+    async def look(self, rdzv_id: str) -> State:
+        """Return a job's present state, without waiting for a commit that is under way."""
+        if (state := self.peek(rdzv_id)) is not None:
+            return state
+        async with self.claim(rdzv_id) as job:
+            return job.state
+
+    def peek(self, rdzv_id: str) -> State | None:
+        """Return the present state of a job that is in memory."""
+        job = self._jobs.get(rdzv_id)
+        return job.loaded if job else None
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return a job's newest events, oldest first, with those that wait for a commit."""
+        job = self._jobs.get(rdzv_id)
+        pending = job.pending if job else ()
+        rows = await self._ask(self._store.history(rdzv_id, limit))
+        return (*rows, *pending)[-limit:]
+
+    def stop_timers(self) -> None:
+        """Let time pass for no job any more."""
+        for job in self._jobs.values():
+            job.timer.cancel()
+
+    async def flush(self) -> None:
+        """Write the history that still waits for a commit."""
+        await self._flush(tuple(row for job in self._jobs.values() for row in job.pending))
+
+
+def _aged(command: Command, deaf_ms: int) -> Command:
+    """Count the ages in a command back from the time that its job is told, not from the present."""
+    if deaf_ms <= 0 or not isinstance(command, Fail | Join):
+        return command
+    failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)
+    return replace(command, failures=tuple(failures))
+
+
+def _bug(rdzv_id: str, command: Command, what: str) -> InvariantError:
+    return InvariantError(
+        f"a bug of rdzvd, please report it: {type(command).__name__} in job {rdzv_id} {what}; "
+        "nothing was changed"
+    )

@@ -1,0 +1,274 @@
+"""A server and nodes on this machine, as real processes, for the integration tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rdzv.client import ControlClient, JobStatus, parse_endpoint
+from rdzv.errors import RendezvousError
+
+BIN = Path(sys.executable).parent
+WORKERS = Path(__file__).with_name("workers")
+DEADLINE_S = 60.0
+JOB = "job"
+
+
+class Node:
+    """One rdzvrun, and what its workers have reported."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], output: Path) -> None:
+        self.name = name
+        self.process = process
+        self.output = output
+
+    @property
+    def text(self) -> str:
+        """All that it has written so far."""
+        return self.output.read_text()
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Return its exit code; on a timeout, show what it wrote."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} does not end; it wrote:\n{self.text}") from None
+
+    def descendants(self) -> list[int]:
+        return descendants(self.process.pid)
+
+    def workers(self) -> list[int]:
+        """Return the pids of its workers: the processes with a RANK."""
+        return [pid for pid in self.descendants() if "RANK" in environ(pid)]
+
+    def kill_tree(self) -> None:
+        """SIGKILL the agent and all below it, as when the machine dies."""
+        for pid in [self.process.pid, *self.descendants()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Cluster:
+    """A server, its nodes, and the folder that they use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reports = folder / "reports"
+        self.reports.mkdir()
+        self.finish_file = folder / "finish"
+        self.mark = uuid.uuid4().hex
+        self.nodes: list[Node] = []
+        self.server: subprocess.Popen[str] | None = None
+        self.endpoint = ""
+
+    # ------------------------------------------------------------------ processes
+
+    def start_server(self, listen: str = "") -> None:
+        """Start rdzvd on a free port; again, on the port and data that it had before."""
+        command = [str(BIN / "rdzvd"), "--data-dir", str(self.folder / "data")]
+        command += ["--listen", listen or self.endpoint or "127.0.0.1:0"]
+        with (self.folder / "rdzvd.log").open("a") as log:
+            self.server = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environ()
+            )
+        assert self.server.stdout is not None
+        ready = self.server.stdout.readline()
+        assert ready.startswith("rdzvd ready: listening on "), self.server_log
+        self.endpoint = ready.split()[4].rstrip(",")
+
+    @property
+    def server_log(self) -> str:
+        return (self.folder / "rdzvd.log").read_text()
+
+    def kill_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        assert self.server.stdout is not None
+        self.server.stdout.close()
+
+    def start_node(
+        self,
+        name: str,
+        *options: str,
+        worker: str = "report.py",
+        args: tuple[str, ...] = (),
+        nnodes: str = "2:3",
+        nproc: int = 1,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Node:
+        """Start one rdzvrun of the job."""
+        command = [
+            str(BIN / "rdzvrun"),
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={JOB}",
+            f"--nnodes={nnodes}",
+            f"--nproc-per-node={nproc}",
+            f"--node-id={name}",
+            f"--log-dir={self.folder / 'logs'}",
+            *options,
+            str(WORKERS / worker),
+            *args,
+        ]
+        return self.start(name, command, environ=environ, cwd=cwd)
+
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Node:
+        """Start a program as a node."""
+        output = self.folder / f"{name}-{len(self.nodes)}.log"
+        with output.open("w") as log:
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**self.environ(), **(environ or {})},
+                cwd=cwd,
+            )
+        node = Node(name, process, output)
+        self.nodes.append(node)
+        return node
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment of everything that is started here."""
+        return {
+            **os.environ,
+            "RDZV_TEST_MARK": self.mark,
+            "RDZV_TEST_REPORTS": str(self.reports),
+            "RDZV_TEST_FINISH": str(self.finish_file),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def marked(self) -> list[int]:
+        """Return every process that carries this cluster's mark, whoever its parent is."""
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return [pid for pid in pids if environ(pid).get("RDZV_TEST_MARK") == self.mark]
+
+    # ------------------------------------------------------------------ looking and waiting
+
+    def status(self) -> JobStatus:
+        """Ask the server what the job does."""
+        with ControlClient(parse_endpoint(self.endpoint)) as client:
+            return client.status(JOB)
+
+    def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
+        """Wait until something holds, and return what it returned."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = holds()
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {timeout_s:g} s until {what}\n{self.describe()}")
+            time.sleep(0.02)
+
+    def describe(self) -> str:
+        """Show all that was written, for a test that failed."""
+        parts = [f"--- rdzvd\n{self.server_log}"] if self.server else []
+        parts += [f"--- {node.name}\n{node.text}" for node in self.nodes]
+        return "\n".join(parts)
+
+    def wait_for_round(self, number: int, *, workers: int) -> list[dict[str, Any]]:
+        """Wait until all workers of a round have reported; return their reports by RANK."""
+
+        def complete() -> list[dict[str, Any]]:
+            found = [r for r in self.all_reports() if r["RDZV_ROUND"] == str(number)]
+            return found if len(found) >= workers else []
+
+        found = self.wait_until(f"round {number} has {workers} workers", complete)
+        assert len(found) == workers, found
+        return sorted(found, key=lambda report: int(report["RANK"]))
+
+    def all_reports(self) -> list[dict[str, Any]]:
+        """Read what every worker has said about itself at its start."""
+        found = []
+        for path in self.reports.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(json.loads(path.read_text()))
+        return found
+
+    def wait_for_state(self, state: str, timeout_s: float = DEADLINE_S) -> JobStatus:
+        def reached() -> JobStatus | None:
+            with contextlib.suppress(RendezvousError):
+                status = self.status()
+                return status if status.state == state else None
+            return None
+
+        status = self.wait_until(f"the job is {state}", reached, timeout_s)
+        assert isinstance(status, JobStatus)
+        return status
+
+    def finish(self) -> None:
+        """Let the workers end with success."""
+        self.finish_file.touch()
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> None:
+        """End everything, and insist that nothing is left."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.kill_tree()
+        if self.server is not None and self.server.poll() is None:
+            self.server.terminate()
+            self.server.wait(20)
+        if self.server is not None and self.server.stdout is not None:
+            self.server.stdout.close()
+        self.wait_until("no process is left", lambda: not self.marked(), 10.0)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """Run a cluster until the body ends; what it wrote is shown where the test fails."""
+    made = Cluster(folder)
+    made.start_server()
+    try:
+        yield made
+    except BaseException:
+        print(made.describe())
+        raise
+    finally:
+        made.stop()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below one."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *descendants(child)]
+    return found
+
+
+def environ(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; nothing if it is gone."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+    return {}
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process is there, and is no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

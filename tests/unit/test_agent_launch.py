@@ -1,0 +1,290 @@
+"""What a node can offer for a job: addresses, a listening socket for the store, an interpreter."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import launch
+from rdzv.agent.core.model import Job
+from rdzv.agent.launch import (
+    Launch,
+    StoreSocket,
+    check_startable,
+    has_torch,
+    is_loopback,
+    local_address,
+    machine_id,
+)
+from rdzv.client import Endpoint
+from rdzv.core.model import Settings
+from rdzv.errors import InvalidRequestError
+
+JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
+
+
+@pytest.fixture
+def store() -> Iterator[StoreSocket]:
+    held = StoreSocket(loopback_only=True)
+    yield held
+    held.release()
+
+
+# ------------------------------------------------------------------ the store's socket
+
+
+def test_the_port_stays_the_same_until_it_is_taken_or_released(store: StoreSocket) -> None:
+    first = store.port
+    assert store.port == first
+    taken = store.take()
+    assert taken is not None
+    with taken:
+        assert taken.getsockname()[1] == first
+        assert store.port != first
+    second = store.port
+    store.release()
+    assert store.port not in (first, second)
+
+
+def test_there_is_nothing_to_take_or_release_twice(store: StoreSocket) -> None:
+    assert store.take() is None
+    assert store.port
+    store.release()
+    store.release()
+    assert store.take() is None
+
+
+def test_a_released_port_is_free(store: StoreSocket) -> None:
+    port = store.port
+    store.release()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+class Forgetful(StoreSocket):
+    """Binds the ports of a list, as a system would that gives out the same ones again."""
+
+    ports: list[int]
+
+    def _bind(self) -> socket.socket:
+        return socket.create_server(("127.0.0.1", self.ports.pop(0)))
+
+
+def test_a_port_that_was_offered_is_never_offered_again() -> None:
+    store = Forgetful(loopback_only=True)
+    store.ports = [0]
+    first = store.port
+    store.release()
+    store.ports = [first, 0]
+    second = store.port
+    assert second != first
+    store.release()
+    # The one that was refused has been given back, too.
+    with socket.create_server(("127.0.0.1", first)):
+        pass
+
+
+def test_no_socket_is_lost_when_none_can_be_bound() -> None:
+    store = Forgetful(loopback_only=True)
+    store.ports = [0]
+    first = store.port
+    store.release()
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        store.ports = [first, busy.getsockname()[1]]
+        with pytest.raises(OSError, match="in use"):
+            _ = store.port
+    with socket.create_server(("127.0.0.1", first)):
+        pass
+
+
+def test_clients_can_connect_before_anyone_accepts(store: StoreSocket) -> None:
+    port = store.port
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            client.sendall(b"%d\n" % number)
+        taken = store.take()
+        assert taken is not None
+        served = stack.enter_context(taken).accept()[0]
+        with served:
+            assert served.recv(10) == b"0\n"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
+def test_the_store_can_be_reached_by_both_protocols() -> None:
+    store = StoreSocket(loopback_only=False)
+    for address in ("127.0.0.1", "::1"):
+        socket.create_connection((address, store.port), timeout=5).close()
+    store.release()
+
+
+def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    store = StoreSocket(loopback_only=False)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    store.release()
+
+
+def test_a_store_for_this_machine_alone_listens_on_loopback(store: StoreSocket) -> None:
+    assert store.port
+    taken = store.take()
+    assert taken is not None
+    with taken:
+        assert taken.getsockname()[0] == "127.0.0.1"
+
+
+# ------------------------------------------------------------------ this machine
+
+
+def test_a_machine_has_one_name() -> None:
+    assert machine_id() == machine_id()
+    boot_id, _, namespace = machine_id().partition("/")
+    assert boot_id
+    assert namespace.startswith("net:[")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("::1%lo", True),
+        ("10.0.0.5", False),
+        ("fe80::1%eth0", False),
+        ("0.0.0.0", False),
+        ("localhost.example", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_what_only_this_machine_reaches(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+async def test_the_address_towards_a_local_server_is_loopback() -> None:
+    assert is_loopback(await local_address(Endpoint("127.0.0.1", 29400)))
+
+
+async def test_without_a_name_service_there_is_still_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror("no name service")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fail)
+    assert await local_address(Endpoint("head", 29400)) == "127.0.0.1"
+
+
+async def test_a_name_service_that_never_answers_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
+    assert await local_address(Endpoint("head", 29400)) == "127.0.0.1"
+
+
+# ------------------------------------------------------------------ the job's interpreter
+
+
+async def test_this_interpreter_is_asked_for_torch() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert await has_torch(sys.executable)
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("exit 0", True), ("exit 1", False), ("kill -9 $$", False)]
+)
+async def test_the_interpreter_has_the_last_word(tmp_path: Path, text: str, expected: bool) -> None:
+    assert await has_torch(program(tmp_path, text)) is expected
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "", "/etc/passwd"])
+async def test_what_is_no_interpreter_has_no_torch(python: str) -> None:
+    assert not await has_torch(python)
+
+
+async def test_an_interpreter_that_never_answers_has_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.05)
+    assert not await has_torch(program(tmp_path, "exec sleep 60"))
+
+
+# ------------------------------------------------------------------ what is run
+
+
+def test_a_script_is_run_by_the_jobs_interpreter() -> None:
+    job = Launch(JOB, "train.py", ("--rank=${local_rank}", "x y"), python="/bin/python9")
+    assert job.argv(3) == ("/bin/python9", "-u", "train.py", "--rank=3", "x y")
+
+
+def test_a_module_is_run_as_one() -> None:
+    job = Launch(JOB, "pkg.train", ("a",), module=True, python="p")
+    assert job.argv(0) == ("p", "-u", "-m", "pkg.train", "a")
+
+
+def test_a_program_is_run_as_it_is() -> None:
+    assert Launch(JOB, "bash", ("-c", "true"), no_python=True).argv(0) == ("bash", "-c", "true")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            Launch(JOB, "nowhere.py"),
+            "the script 'nowhere.py' is not on this node (looked in {cwd}); give a path that "
+            "exists on every node",
+        ),
+        (
+            Launch(JOB, "nowhere", no_python=True),
+            "'nowhere' is no program on this node; give its path, or make it executable",
+        ),
+        (
+            Launch(JOB, "train.py", python="/nowhere/python"),
+            "the interpreter '/nowhere/python' is not on this node; set PYTHON_EXEC to one that is",
+        ),
+        (
+            Launch(JOB, "train.py", python=""),
+            "the interpreter '' is not on this node; set PYTHON_EXEC to one that is",
+        ),
+    ],
+)
+def test_what_can_not_be_started_is_refused_with_the_remedy(
+    what: Launch, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_startable(what)
+    assert str(refusal.value) == message.format(cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        Launch(JOB, "train.py"),
+        Launch(JOB, "."),
+        Launch(JOB, "only.python.can.tell", module=True),
+        Launch(JOB, "sh", no_python=True),
+    ],
+)
+def test_what_can_be_started_passes(
+    what: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    check_startable(what)
