@@ -429,7 +429,7 @@ async def test_what_is_no_message_ends_the_stream_with_its_code(tmp_path: Path) 
         async with grpc.aio.insecure_channel(server.address) as channel:
             greeting = pb.NodeMessage(hello=hello("n1")).SerializeToString()
             for said in ([b"\xff\xff"], [greeting, b"\xff\xff"], [b""]):
-                call = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")()
+                call: Any = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")()
                 for message in said:
                     await call.write(message)
                 with pytest.raises(grpc.aio.AioRpcError) as error:

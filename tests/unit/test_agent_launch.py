@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 import sys
 from collections.abc import Iterator
@@ -195,8 +196,8 @@ async def test_a_name_service_that_never_answers_is_not_waited_for(
 
 
 async def test_this_interpreter_is_asked_for_torch() -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    assert await has_torch(sys.executable)
+    here = importlib.util.find_spec("torch") is not None
+    assert await has_torch(sys.executable) is here
 
 
 def program(folder: Path, text: str) -> str:

@@ -278,7 +278,7 @@ class JobDriver:
             case events.RoundCompleted():
                 self._tell_round(event.assignment)
             case events.RoundEnded():
-                log.warning("round %d ended: %s", event.round, event.reason)
+                log.warning("round %d ended (%s): %s", event.round, event.cause, event.reason)
             case events.WorkerExited() if event.exit_code != 0:
                 if self._state.phase is Phase.RUNNING:
                     how = describe_exit(event.exit_code, event.signal)
@@ -287,12 +287,17 @@ class JobDriver:
             case events.WorkersStuck():
                 pids = ", ".join(str(pid) for pid in event.pids)
                 log.error("processes survive SIGKILL: pid %s", pids)
-            case events.StoreHostExited() if self._state.phase is Phase.RUNNING:
+            case events.StoreHostExited() if self._serves(event.round):
                 log.warning("the store host of round %d exited: %s", event.round, event.reason)
             case events.Signalled():
                 log.warning("received %s; leaving the job", event.name)
             case _:
                 log.debug("%s", event)
+
+    def _serves(self, round_: int) -> bool:
+        """Whether this node is to serve the store of a round that is not over."""
+        line, phase = self._state.assignment, self._state.phase
+        return line is not None and line.round == round_ and phase is Phase.RUNNING
 
     def _tell_round(self, line: Assignment) -> None:
         last = line.rank_first + self._launch.job.local_world_size - 1

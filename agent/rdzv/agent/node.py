@@ -14,7 +14,7 @@ from pathlib import Path
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Outcome
 from rdzv.agent.driver import JobDriver
-from rdzv.agent.launch import Launch
+from rdzv.agent.launch import Launch, local_address
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.v1 import rdzv_pb2 as pb
@@ -36,7 +36,7 @@ async def take_part(
     async with contextlib.AsyncExitStack() as stack:
         if not endpoints:
             endpoints = [await stack.enter_async_context(_embedded_server())]
-        link = ServerLink(endpoints, _identity(node_id))
+        link = ServerLink(endpoints, await _identity(node_id, endpoints[0]))
         drivers = [JobDriver(launch, link) for launch in launches]
         with _signals_to(drivers):
             try:
@@ -48,12 +48,13 @@ async def take_part(
                     await driver.close()
 
 
-def _identity(node_id: str) -> Identity:
+async def _identity(node_id: str, endpoint: Endpoint) -> Identity:
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
         # Workers end with their agent, whichever kind it is, until runners outlive it.
         kind=pb.AGENT_KIND_FOREGROUND,
+        address=await local_address(endpoint),
         pid=os.getpid(),
         version=metadata.version("rdzv"),
     )

@@ -495,7 +495,9 @@ def _open_log(name: str, path: str | None) -> int | None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
         fd = os.open(path, flags, 0o666)
     except (OSError, ValueError) as error:
-        raise StartError(f"{name} {path!r}: {_reason(error)}") from error
+        folder = getattr(error, "filename", path)
+        where = f"{name} {path!r}" if folder == path else f"{name} {path!r}: its folder {folder!r}"
+        raise StartError(f"{where}: {_reason(error)}") from error
     os.set_blocking(fd, True)
     return fd
 

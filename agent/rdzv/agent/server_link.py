@@ -91,6 +91,7 @@ class Identity:
     node_id: str
     instance: str
     kind: pb.AgentKind.ValueType
+    address: str
     pid: int
     version: str
 
@@ -281,6 +282,7 @@ class ServerLink:
             node_id=self._identity.node_id,
             instance=self._identity.instance,
             kind=self._identity.kind,
+            address=self._identity.address,
             pid=self._identity.pid,
             leadership=self._leadership,
             incarnation=self._incarnation,

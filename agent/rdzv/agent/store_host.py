@@ -105,7 +105,8 @@ def import_store_type(*, whole_torch: bool) -> Any:
             return import_extension_alone()._distributed_c10d.TCPStore
         except Exception:
             # What was half imported goes with the process; descriptors and pid stay.
-            os.execv(sys.executable, [sys.executable, *sys.argv, "--whole-torch"])
+            command = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
+            os.execv(sys.executable, [*command, "--whole-torch"])
     return importlib.import_module("torch.distributed").TCPStore
 
 

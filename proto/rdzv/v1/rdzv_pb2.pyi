@@ -417,7 +417,9 @@ class Offer(google.protobuf.message.Message):
     topology: builtins.str
     """Label of the place in the network (rack, block, ...); nodes of one label sit together."""
     store_port: builtins.int
-    """Port of a listening socket that the node holds ready for the c10d store."""
+    """Port of a listening socket that the node holds ready for the c10d store; 0 in the belief of
+    a node that has workers, and needs none.
+    """
     can_host_store: builtins.bool
     """Whether the job's interpreter can serve that store from outside the workers."""
     shutdown_timeout_ms: builtins.int

@@ -47,7 +47,7 @@ class RendezvousServicer(object):
     def Attach(self, request_iterator, context):
         """The node's stream. Its first message is Hello, the server's first is
         Welcome; a refused Hello ends the call with a status whose trailing
-        metadata carries the error's code (`rdzv-error`) . The end of the stream is
+        metadata carries the error's code (`rdzv-error`). The end of the stream is
         not a goodbye: a node that leaves says Leave for each of its jobs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,7 @@ class RendezvousStub:
     ]
     """The node's stream. Its first message is Hello, the server's first is
     Welcome; a refused Hello ends the call with a status whose trailing
-    metadata carries the error's code (`rdzv-error`) . The end of the stream is
+    metadata carries the error's code (`rdzv-error`). The end of the stream is
     not a goodbye: a node that leaves says Leave for each of its jobs.
     """
 
@@ -48,7 +48,7 @@ class RendezvousAsyncStub:
     ]
     """The node's stream. Its first message is Hello, the server's first is
     Welcome; a refused Hello ends the call with a status whose trailing
-    metadata carries the error's code (`rdzv-error`) . The end of the stream is
+    metadata carries the error's code (`rdzv-error`). The end of the stream is
     not a goodbye: a node that leaves says Leave for each of its jobs.
     """
 
@@ -61,7 +61,7 @@ class RendezvousServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.ServerMessage], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.ServerMessage]]:
         """The node's stream. Its first message is Hello, the server's first is
         Welcome; a refused Hello ends the call with a status whose trailing
-        metadata carries the error's code (`rdzv-error`) . The end of the stream is
+        metadata carries the error's code (`rdzv-error`). The end of the stream is
         not a goodbye: a node that leaves says Leave for each of its jobs.
         """
 

@@ -113,7 +113,7 @@ def _explain_running(state: State, now_ms: int) -> str:
 def _explain_stopping(state: State, now_ms: int) -> str:
     round_ = _round(state)
     end = round_.end
-    why = f"round {round_.number} ended ({end.reason})" if end else ""
+    why = f"round {round_.number} ended ({end.cause}: {end.reason})" if end else ""
     return f"{why}; waiting for {_names(state.seats)} to stop" + _missing(state, now_ms)
 
 
@@ -204,7 +204,7 @@ def view(state: State, now_ms: int) -> JobView:
         master_port=round_.master_port if round_ else 0,
         last_failure=failures,
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
-        last_end=round_.end.reason if round_ and round_.end else None,
+        last_end=f"{round_.end.cause}: {round_.end.reason}" if round_ and round_.end else None,
     )
 
 
@@ -347,7 +347,7 @@ def _seconds(ms: int) -> str:
     ms = max(ms, 0)
     if ms < 10_000:
         return f"{ms / 1000:.1f} s"
-    seconds = ms // 1000
+    seconds = round(ms / 1000)
     if seconds < 60:
         return f"{seconds} s"
     if seconds < 3600:

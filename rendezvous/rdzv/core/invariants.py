@@ -12,28 +12,35 @@ from rdzv.core.model import Membership, Round, State
 def violations(before: State, after: State) -> list[str]:
     """Name every guarantee that the step from `before` to `after` would break."""
     return [
-        *_presence(after),
+        *_presence(before, after),
         *_durability(before.membership, after.membership),
         *_new_round(before, after),
     ]
 
 
-def _presence(state: State) -> list[str]:
+def _presence(before: State, after: State) -> list[str]:
     """Nobody is seated, waiting and stuck at once, and all seats are the round's."""
     found = []
-    seats, waiting, stuck = set(state.seats), set(state.waiting), set(state.stuck)
+    seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
         found.append("presence: a node has two places at once")
-    if set(state.away) - seats - waiting - stuck:
+    if not all(after.present(node_id) for node_id in after.away):
         found.append("presence: a node is away that is not present")
+    if (not after.membership.run or after.membership.ended) and after.anybody:
+        found.append("presence: a node is present in a run that is closed")
+    if after.seats is not before.seats:
+        found += _seats_of_round(after)
+    return found
+
+
+def _seats_of_round(state: State) -> list[str]:
+    found = []
     round_ = state.membership.round
     participants = {p.node_id for p in round_.participants} if round_ else set()
-    if seats - participants:
+    if state.seats.keys() - participants:
         found.append("presence: a node holds a seat of a round that it is no participant of")
-    if round_ is not None and seats & set(round_.gone):
+    if round_ is not None and state.seats.keys() & set(round_.gone):
         found.append("presence: a node holds a seat that was given up")
-    if (not state.membership.run or state.membership.ended) and (seats or waiting or stuck):
-        found.append("presence: a node is present in a run that is closed")
     return found
 
 

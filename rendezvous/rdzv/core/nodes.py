@@ -238,7 +238,9 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     _refuse_usurper(nodes, old, command, now_ms)
     same = old is not None and _same_instance(old, command)
     counter = nodes.counter + (0 if same else 1)
-    incarnation = old.incarnation if old and same else (nodes.leadership << _COUNTER_BITS) + counter
+    incarnation = (nodes.leadership << _COUNTER_BITS) + counter
+    if old is not None and same:
+        incarnation = max(old.incarnation, command.incarnation)
     lease_ms = nodes.tuning.lease_for(len(nodes.records) + (0 if old else 1))
     record = NodeRecord(
         node_id=command.node_id,
@@ -263,9 +265,10 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
 
 
 def _same_instance(old: NodeRecord, command: Connect) -> bool:
+    """Whether the speaker is the one on record, or has held its place since that was written."""
     if old.instance:
         return old.instance == command.instance
-    return old.incarnation == command.incarnation
+    return command.incarnation >= old.incarnation
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
@@ -280,7 +283,7 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
     if old.stream is not None and now_ms < old.expires_at_ms:
         age_s = (now_ms - old.since_ms) / 1000
         raise NodeSupersededError(
-            f"node_id {command.node_id} is in use by {_who(old)} since {age_s:.0f} s ago; "
+            f"node_id {command.node_id} is in use by {_who(old)}, connected {age_s:.0f} s ago; "
             "give this node another --node-id, or stop the other one"
         )
     if not old.instance and now_ms < old.until_ms:

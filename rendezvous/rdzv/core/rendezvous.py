@@ -420,7 +420,7 @@ def _confirm_stopped(work: _Step, command: Join, round_: Round) -> None:
         if round_.live and failures:
             _end_by_failure(work, failures)
         elif round_.live:
-            reason = f"{command.node_id} stopped its workers"
+            reason = f"{command.node_id}: it has stopped its workers"
             _end_round(work, Cause.NODE_LEFT, reason, broken=False)
         else:
             _add_failures(work, failures)
@@ -488,7 +488,7 @@ def _failures(
 
 def _end_by_failure(work: _Step, failures: tuple[Failure, ...]) -> None:
     first = root_cause(failures, work.state.tuning.root_cause_window_ms)
-    reason = f"worker failure: {describe_failure(first[0])}" if first else "worker failure"
+    reason = describe_failure(first[0]) if first else "a worker failed"
     _end_round(work, Cause.WORKER_FAILURE, reason, broken=True)
     _add_failures(work, failures)
 
@@ -528,9 +528,9 @@ def _leave(work: _Step, command: Leave) -> None:
         return
     if round_.live and not seat.succeeded:
         cause = Cause.START_FAILED if command.cause is LeaveCause.START_FAILED else Cause.NODE_LEFT
-        _end_round(work, cause, f"{command.node_id} leaves: {command.reason}", broken=False)
+        _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=False)
     if not seat.succeeded and not seat.leaving:
-        _charge_instead(work, Cause.NODE_LEFT, f"{command.node_id} leaves: {command.reason}")
+        _charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
     if seat.succeeded or command.left_round == round_.number:
         _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
     elif not seat.leaving:
@@ -563,7 +563,7 @@ def _report_store_host(work: _Step, command: ReportStoreHost) -> None:
         and round_.number == command.round
         and round_.participants[0].node_id == command.node_id
     ):
-        reason = f"the store host on {command.node_id} failed: {command.reason}"
+        reason = f"on {command.node_id}: {command.reason}"
         _end_round(work, Cause.STORE_HOST, reason, broken=True)
 
 
@@ -591,7 +591,7 @@ def _give_up(work: _Step, node_id: str, reason: str) -> None:
         _depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
         return
     if seat is not None and not seat.succeeded:
-        text = f"{node_id} was lost: {reason}"
+        text = f"{node_id}: {reason}"
         _end_round(work, Cause.NODE_LOST, text, broken=True)
         _charge_instead(work, Cause.NODE_LOST, text)
     _depart(work, node_id, NodeState.LOST, reason, None)
@@ -739,13 +739,13 @@ def _settle_charge(work: _Step) -> bool:
     work.state = replace(work.state, stop_deadline_ms=None)
     work.events.append(RoundSettled(round_.number, end.cause, end.reason, len(spent), max_restarts))
     if not budget_left:
-        reason = f"{end.reason}; restarts spent: {len(spent)} of {max_restarts}"
+        reason = f"{end.cause}: {end.reason}; restarts spent: {len(spent)} of {max_restarts}"
         _close(work, Result.FAILED, reason, failures=failures)
     return True
 
 
 def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
-    return f"worker failure: {describe_failure(failures[0])}" if failures else end.reason
+    return describe_failure(failures[0]) if failures else end.reason
 
 
 def _restarts_that_count(work: _Step) -> int:
@@ -874,7 +874,7 @@ def _admit_newcomers(work: _Step) -> bool:
         return False
     newcomers = _newcomers(work.state, work.now_ms)
     names = ", ".join(newcomers[:8]) + (" ..." if len(newcomers) > 8 else "")
-    _end_round(work, Cause.NODES_JOINED, f"joined: {names}", broken=False)
+    _end_round(work, Cause.NODES_JOINED, names, broken=False)
     return True
 
 

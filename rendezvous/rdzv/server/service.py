@@ -102,7 +102,12 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         except RendezvousError as error:
             await _abort(context, error)
         try:
+            # Now, for a first write that is cut short would not know that it has sent them, and
+            # the status that follows would fail to send them again: the node would hear nothing.
+            await context.send_initial_metadata(())
             end = await self._serve(stream, message.beliefs, context)
+        except grpc.aio.BaseError:
+            end = None
         finally:
             # Also when the node died, for then this call is cancelled.
             self._driver.detach(stream)

@@ -186,7 +186,7 @@ def _settings(message: pb.Settings, limits: Limits) -> Settings:
     )
 
 
-def _offer(message: pb.Offer, limits: Limits) -> Offer:
+def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
     return Offer(
         address=_address("address", message.address, limits),
         local_world_size=_within(
@@ -196,7 +196,7 @@ def _offer(message: pb.Offer, limits: Limits) -> Offer:
         topology=_label("topology", message.topology, limits),
         host_name=_address("host_name", message.host_name, limits, needed=False),
         machine=_label("machine", message.machine, limits),
-        store_port=_within("store_port", message.store_port, 1, 65_535),
+        store_port=_within("store_port", message.store_port, least_port, 65_535),
         can_host_store=message.can_host_store,
         shutdown_timeout_ms=_within(
             "shutdown_timeout_ms", message.shutdown_timeout_ms, 0, limits.timeout_ms
@@ -263,13 +263,15 @@ def check_protocol(version: int) -> None:
 
 def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     """Read what a node believes about one job, and the commands that say so."""
-    join = _join(message.join, speaker, limits)
+    phase = message.phase
+    # Only who waits for a round holds a port ready for its store.
+    least_port = 1 if phase == pb.Belief.JOINING else 0
+    join = _join(message.join, speaker, limits, least_port)
     rdzv_id = rdzv_id_of(message.join.rdzv_id, limits)
     round_ = message.round.round if message.HasField("round") else None
     if message.HasField("round") and message.round.rdzv_id != rdzv_id:
         raise _refuse("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
     run = _uid("run", message.round.run or join.run, limits, needed=False)
-    phase = message.phase
     if phase == pb.Belief.JOINING:
         return Belief(rdzv_id, run, round_, has_workers=False, commands=(join,))
     if phase == pb.Belief.LEAVING:
@@ -332,13 +334,13 @@ def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
     return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
 
 
-def _join(message: pb.Join, speaker: Speaker, limits: Limits) -> Join:
+def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 1) -> Join:
     return Join(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
         run=_uid("run", message.run, limits, needed=False),
         settings=_settings(message.settings, limits),
-        offer=_offer(message.offer, limits),
+        offer=_offer(message.offer, limits, least_port),
         left_round=message.left_round if message.HasField("left_round") else None,
         failures=_failures(message.failures, limits),
         refuse_reuse=message.refuse_reuse,

@@ -1,0 +1,42 @@
+"""Plays the agent: `agent.py FOLDER SCRIPT ARGUMENTS`.
+
+Starts a runner, and with it the script as a worker and a sleeper in place of the store host; says
+"up PID" with the runner's pid. Then it is killed, or told by a line to kill the runner itself,
+after which it sweeps up and says what the runner exited with and what it could not sweep.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from rdzv.agent import runner_link
+
+
+async def main() -> None:
+    events: asyncio.Queue[runner_link.RunnerEvent] = asyncio.Queue()
+    runner_link.become_subreaper()
+    link = await runner_link.RunnerLink.spawn(events.put_nowait)
+    env = dict(os.environ)
+    argv = (sys.executable, "-S", *sys.argv[2:])
+    link.start_workers(0, [runner_link.WorkerSpec(0, argv, env, None, None, None)])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        link.start_store_host(0, listening, sys.argv[1] + "/store_host", env)
+    while not isinstance(await events.get(), runner_link.WorkerStarted):
+        pass
+    print("up", link.pid, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    os.kill(link.pid, signal.SIGKILL)
+    while not isinstance(event := await events.get(), runner_link.RunnerExited):
+        pass
+    print("swept", event.exit_code, runner_link.sweep_descendants(), flush=True)
+    await link.close(10)
+
+
+if __name__ == "__main__":
+    stand_in = Path(sys.argv[1], "store_host")
+    stand_in.write_text("#!/bin/sh\ntouch $(dirname $0)/hosting; exec sleep 1000\n")
+    stand_in.chmod(0o755)
+    asyncio.run(main())

@@ -1,0 +1,300 @@
+"""Real servers, nodes and workers: what happens when they die, leave and come."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import JOB, Cluster, Node, alive, cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def start_three(c: Cluster, *options: str, **how: object) -> list[Node]:
+    """Start n1, n2 and n3, so that the first round has all of them."""
+    return [c.start_node(f"n{i}", *options, **how) for i in (1, 2, 3)]  # type: ignore[arg-type]
+
+
+def ranks(reports: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    keys = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    return [tuple(report[key] for key in keys) for report in reports]
+
+
+def exit_codes(nodes: list[Node]) -> list[int]:
+    return [node.wait() for node in nodes]
+
+
+# ------------------------------------------------------------------ forming and ending
+
+
+def test_three_nodes_form_one_round_with_exact_ranks_and_succeed(c: Cluster) -> None:
+    nodes = start_three(c, nproc=2, nnodes="3")
+    reports = c.wait_for_round(0, workers=6)
+    assert ranks(reports) == [(str(r), str(r % 2), str(r // 2), "6", "3") for r in range(6)]
+    assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in reports}) == 1
+    assert {r["TORCHELASTIC_USE_AGENT_STORE"] for r in reports} == {"True"}
+    assert {r["TORCHELASTIC_RUN_ID"] for r in reports} == {JOB}
+    assert {r["TORCHELASTIC_RESTART_COUNT"] for r in reports} == {"0"}
+    status = c.wait_for_state("running")
+    seats = [(n.node_id, n.state, n.group_rank, n.rank_first) for n in status.nodes]
+    expected = [("n1", "seated", 0, 0), ("n2", "seated", 1, 2), ("n3", "seated", 2, 4)]
+    assert seats == expected
+    c.finish()
+    assert exit_codes(nodes) == [0, 0, 0]
+    assert c.status().state == "succeeded"
+
+
+def test_nodes_with_different_numbers_of_workers_tile_the_ranks(c: Cluster) -> None:
+    c.start_node("n1", nproc=1, nnodes="2")
+    c.start_node("n2", nproc=3, nnodes="2")
+    reports = c.wait_for_round(0, workers=4)
+    assert [r["RANK"] for r in reports] == ["0", "1", "2", "3"]
+    assert [r["LOCAL_WORLD_SIZE"] for r in reports] == ["1", "3", "3", "3"]
+
+
+def test_a_node_that_succeeds_early_waits_for_the_others(c: Cluster) -> None:
+    early = c.start_node("n1", nnodes="2", args=("exit=0",))
+    late = c.start_node("n2", nnodes="2")
+    c.wait_for_round(0, workers=2)
+    c.wait_until("n1 has succeeded", lambda: "succeeded" in [n.state for n in c.status().nodes])
+    assert early.process.poll() is None
+    c.finish()
+    assert exit_codes([early, late]) == [0, 0]
+
+
+def test_a_failure_before_the_last_success_restarts_all(c: Cluster) -> None:
+    nodes = [
+        c.start_node("n1", "--max-restarts=1", nnodes="2", args=("exit=0",)),
+        c.start_node("n2", "--max-restarts=1", nnodes="2", args=("fail-first",)),
+    ]
+    reports = c.wait_for_round(1, workers=2)
+    assert [r["TORCHELASTIC_RESTART_COUNT"] for r in reports] == ["1", "1"]
+    c.finish()
+    assert exit_codes(nodes) == [0, 0]
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_killed_worker_restarts_the_group_and_spends_one_restart(c: Cluster) -> None:
+    start_three(c, "--max-restarts=2", nproc=2, nnodes="3")
+    first = c.wait_for_round(0, workers=6)
+    os.kill(first[2]["pid"], signal.SIGKILL)
+    second = c.wait_for_round(1, workers=6)
+    assert ranks(second) == ranks(first)
+    assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"1"}
+    assert not any(alive(r["pid"]) for r in first)
+    status = c.wait_for_state("running")
+    assert (status.restarts, status.max_restarts, status.round) == (1, 2, 1)
+    assert status.last_failure is not None
+    worst = status.last_failure.root_cause
+    assert (worst.node_id, worst.rank, worst.signal) == ("n2", 2, signal.SIGKILL)
+
+
+def test_when_the_budget_is_spent_every_node_fails_with_the_same_root_cause(c: Cluster) -> None:
+    nodes = [
+        c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py", args=("boom",)) for i in (1, 2)
+    ]
+    assert exit_codes(nodes) == [1, 1]
+    for node in nodes:
+        assert "rank 1 (local_rank 0) on n2" in node.text
+        assert "ValueError: boom, said rank 1" in node.text
+        assert "raise ValueError" in node.text
+    status = c.status()
+    assert (status.state, status.restarts, status.max_restarts) == ("failed", 0, 0)
+    assert "ValueError: boom, said rank 1" in status.reason
+
+
+def test_a_killed_node_costs_no_restart_though_its_peers_fail_at_once(c: Cluster) -> None:
+    """With max_restarts=0: the peers' all-reduce fails within milliseconds of the kill."""
+    nodes = start_three(c, "--max-restarts=0", worker="all_reduce.py")
+    first = c.wait_for_round(0, workers=3)
+    assert [r["GROUP_RANK"] for r in first] == ["0", "1", "2"]
+    nodes[0].kill_tree()
+    second = c.wait_for_round(1, workers=2)
+    assert [r["RANK"] for r in second] == ["0", "1"]
+    assert second[0]["MASTER_PORT"] != first[0]["MASTER_PORT"]
+    status = c.wait_for_state("running")
+    assert (status.restarts, status.world_size) == (0, 2)
+    lost = [n for n in status.nodes if n.node_id == "n1"]
+    assert [n.state for n in lost] == ["lost"]
+    c.finish()
+    assert exit_codes(nodes[1:]) == [0, 0]
+
+
+def test_below_min_nodes_the_job_waits_and_says_for_whom(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
+    c.wait_for_round(0, workers=2)
+    nodes[1].kill_tree()
+    status = c.wait_for_state("joining")
+    assert "waiting for 1 more node (have 1 of 2:2" in status.reason
+    assert "n2 was lost" in status.reason
+    c.start_node("n3", nnodes="2")
+    assert [r["GROUP_RANK"] for r in c.wait_for_round(1, workers=2)] == ["0", "1"]
+
+
+def test_join_timeout_ends_with_75_and_says_who_was_there(c: Cluster) -> None:
+    node = c.start_node("n1", "--rdzv-conf=join_timeout=1", nnodes="2")
+    assert node.wait() == 75
+    assert "1 of 2:2 nodes; there: n1" in node.text
+    assert c.status().state == "failed"
+
+
+# ------------------------------------------------------------------ coming and going
+
+
+def test_a_node_that_gets_sigterm_leaves_and_lets_its_workers_save(c: Cluster) -> None:
+    saved = c.folder / "saved"
+    nodes = start_three(c, args=(f"term={saved}",))
+    c.wait_for_round(0, workers=3)
+    nodes[2].process.send_signal(signal.SIGTERM)
+    assert nodes[2].wait() == 128 + signal.SIGTERM
+    assert saved.read_text() == "saved"
+    c.wait_for_round(1, workers=2)
+    status = c.wait_for_state("running")
+    assert status.restarts == 0
+    assert {n.node_id: n.state for n in status.nodes}["n3"] == "left"
+
+
+def test_a_late_node_is_taken_in_by_one_free_restart(c: Cluster) -> None:
+    for i in (1, 2):
+        c.start_node(f"n{i}", "--rdzv-conf=last_call_timeout=0")
+    c.wait_for_round(0, workers=2)
+    c.start_node("n3", "--rdzv-conf=last_call_timeout=0")
+    second = c.wait_for_round(1, workers=3)
+    assert [r["RANK"] for r in second] == ["0", "1", "2"]
+    assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"0"}
+
+
+def test_a_spare_takes_the_seat_of_a_lost_node_and_ends_with_the_job(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
+    first = c.wait_for_round(0, workers=2)
+    spare = c.start_node("n3", nnodes="2")
+    c.wait_until("n3 is a spare", lambda: "spare" in [n.state for n in c.status().nodes])
+    assert "spare: all 2 seats are taken" in c.wait_until(
+        "n3 says so", lambda: spare.text if "spare" in spare.text else ""
+    )
+    nodes[0].kill_tree()
+    second = c.wait_for_round(1, workers=2)
+    assert {n.node_id: n.group_rank for n in c.status().nodes if n.state == "seated"} == {
+        "n3": 0,
+        "n2": 1,
+    }
+    assert ranks(second) == ranks(first)
+    c.finish()
+    assert exit_codes([nodes[1], spare]) == [0, 0]
+
+
+def test_a_spare_that_was_never_seated_exits_with_success(c: Cluster) -> None:
+    c.start_node("n1", nnodes="1")
+    c.wait_for_round(0, workers=1)
+    spare = c.start_node("n2", nnodes="1")
+    c.wait_until("n2 is a spare", lambda: "spare" in [n.state for n in c.status().nodes])
+    c.finish()
+    assert spare.wait() == 0
+
+
+def test_when_all_nodes_leave_the_job_is_stopped(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
+    c.wait_for_round(0, workers=2)
+    for node in nodes:
+        node.process.send_signal(signal.SIGINT)
+    assert exit_codes(nodes) == [130, 130]
+    assert c.status().state == "stopped"
+
+
+# ------------------------------------------------------------------ the control plane
+
+
+def test_killing_and_restarting_the_server_restarts_no_worker(c: Cluster) -> None:
+    nodes = start_three(c, worker="all_reduce.py")
+    first = c.wait_for_round(0, workers=3)
+    for _ in range(3):
+        c.kill_server()
+        c.start_server()
+
+        def all_seated() -> bool:
+            return [n.state for n in c.status().nodes] == ["seated"] * 3
+
+        c.wait_until("all are seated again", all_seated)
+    assert all(alive(r["pid"]) for r in first)
+    assert len(c.all_reports()) == 3
+    c.finish()
+    assert exit_codes(nodes) == [0, 0, 0]
+
+
+def test_a_worker_that_fails_while_the_server_is_away_is_charged_when_it_is_back(
+    c: Cluster,
+) -> None:
+    nodes = start_three(c, "--max-restarts=1")
+    first = c.wait_for_round(0, workers=3)
+    c.kill_server()
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    c.wait_until("n2 has noticed", lambda: "failed: signal 9" in nodes[1].text)
+    c.start_server()
+    second = c.wait_for_round(1, workers=3)
+    assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"1"}
+
+
+def test_success_while_the_server_is_away_is_not_lost(c: Cluster) -> None:
+    nodes = start_three(c)
+    c.wait_for_round(0, workers=3)
+    c.kill_server()
+    c.finish()
+    c.wait_until("all workers are gone", lambda: not any(n.workers() for n in nodes))
+    c.start_server()
+    assert exit_codes(nodes) == [0, 0, 0]
+
+
+def test_nothing_of_a_job_outlives_its_agent(c: Cluster) -> None:
+    node = c.start_node("n1", nnodes="1", nproc=2, args=("child",))
+    c.wait_for_round(0, workers=2)
+    below = node.descendants()
+    assert len(below) >= 5, "runner, two workers, two grandchildren"
+    node.process.kill()
+    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below), timeout_s=2.0)
+
+
+def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> None:
+    node = c.start_node("n1", nnodes="1", nproc=2, args=("child",))
+    c.wait_for_round(0, workers=2)
+    below = node.descendants()
+    os.kill(below[0], signal.SIGKILL)
+    assert node.wait() == 1
+    assert "runner" in node.text
+    assert not any(alive(pid) for pid in below)
+
+
+@pytest.mark.timeout(400)
+def test_twenty_restarts_in_a_row_all_initialise(c: Cluster) -> None:
+    """2 nodes of 2 workers, gloo: each attempt has a store that nobody else has used."""
+    nodes = [
+        c.start_node(
+            f"n{i}", "--max-restarts=20", nnodes="2", nproc=2, worker="all_reduce.py",
+            args=("die=20",),
+        )
+        for i in (1, 2)
+    ]  # fmt: skip
+    last = c.wait_until(
+        "the twentieth restart is up",
+        lambda: [r for r in c.all_reports() if r["TORCHELASTIC_RESTART_COUNT"] == "20"],
+        timeout_s=350,
+    )
+    assert last
+    c.finish()
+    assert exit_codes(nodes) == [0, 0]
+    by_attempt = [r["TORCHELASTIC_RESTART_COUNT"] for r in c.all_reports()]
+    assert {attempt: by_attempt.count(attempt) for attempt in set(by_attempt)} == {
+        str(attempt): 4 for attempt in range(21)
+    }
+    ports = {r["RDZV_ROUND"]: r["MASTER_PORT"] for r in c.all_reports()}
+    assert len(set(ports.values())) == len(ports) == 21

@@ -1,0 +1,703 @@
+"""The runner with real processes: what it starts, what it tells, and that it leaves nothing.
+
+Every process of a test carries a mark in its environment, as do all that descend from it; a test
+ends with a look through /proc for the mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from rdzv.agent import runner, runner_link
+from rdzv.agent.runner_link import (
+    RunnerEvent,
+    RunnerExited,
+    RunnerLink,
+    RunnerRefused,
+    StoreHostExited,
+    StoreHostReady,
+    WorkerExited,
+    WorkersGone,
+    WorkerSpec,
+    WorkersStartFailed,
+    WorkersStuck,
+    WorkerStarted,
+)
+
+SCRIPTS = Path(__file__).with_name("runner_scripts")
+STORE_HOST = Path(runner_link.__file__).with_name("store_host.py")
+PATIENCE_S = 30.0
+FOR_EVER_MS = 3_600_000
+
+E = TypeVar("E", bound=RunnerEvent)
+
+
+# ---------------------------------------------------------------------- tools
+
+
+async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait for something outside this process, which sends no event, to become so."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def marked(mark: str) -> list[int]:
+    """List the processes that carry a mark; zombies have lost theirs."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                environ = (process / "environ").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in environ:
+                found.append(int(process.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process, "" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+@contextmanager
+def playing(script: str, *arguments: str | Path, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """Run one of the scripts, with its input and output at hand, and kill it in the end."""
+    with subprocess.Popen(
+        [sys.executable, SCRIPTS / script, *arguments],
+        env={**os.environ, **env},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> list[str]:
+    """Return the words of the next line that a script says."""
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+class Node:
+    """A runner and what it says."""
+
+    link: RunnerLink
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"RDZV_TEST_MARK={uuid.uuid4()}"
+        self.env = {"PATH": os.environ["PATH"], **dict([self.mark.split("=")])}
+        self.events: list[RunnerEvent] = []
+        self._news = asyncio.Event()
+
+    def hear(self, event: RunnerEvent) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def heard(self, kind: type[E], **fields: object) -> E:
+        """Wait for the first event of a kind with these fields."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                self._news.clear()
+                for event in self.events:
+                    if isinstance(event, kind) and all(
+                        getattr(event, name) == value for name, value in fields.items()
+                    ):
+                        return event
+                await self._news.wait()
+
+    def spec(self, *argv: str | Path, local_rank: int = 0) -> WorkerSpec:
+        return WorkerSpec(local_rank, tuple(map(str, argv)), self.env, None, None, None)
+
+    def python(self, code: str, local_rank: int = 0) -> WorkerSpec:
+        return self.spec(sys.executable, "-S", "-c", code, local_rank=local_rank)
+
+    async def start(self, number: int, *workers: WorkerSpec) -> list[int]:
+        """Start workers; return their pids."""
+        self.link.start_workers(number, workers)
+        return [
+            (await self.heard(WorkerStarted, round=number, local_rank=worker.local_rank)).pid
+            for worker in workers
+        ]
+
+    async def stop(self, number: int, grace_ms: int = FOR_EVER_MS) -> None:
+        self.link.stop_workers(number, signal.SIGTERM, grace_ms)
+        await self.heard(WorkersGone, round=number)
+
+    def start_store_host(self, number: int, python: str = sys.executable) -> int:
+        """Start a store host; return its port."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.link.start_store_host(number, listening, python, self.env)
+            port: int = listening.getsockname()[1]
+            return port
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(tmp_path)
+    node.link = await RunnerLink.spawn(node.hear)
+    yield node
+    await node.link.close(PATIENCE_S)
+    assert marked(node.mark) == []
+    assert state_of(node.link.pid) == ""
+    assert [event for event in node.events if isinstance(event, RunnerExited)] == node.events[-1:]
+
+
+# Says in a file that it is ready, then waits to be signalled.
+READY_AND_WAIT = """
+import pathlib, signal, sys
+def ready():
+    pathlib.Path({path!r}).touch()
+    while True:
+        signal.pause()
+"""
+
+
+def waiting(path: Path, before: str = "") -> str:
+    return READY_AND_WAIT.format(path=str(path)) + before + "\nready()\n"
+
+
+# ---------------------------------------------------------------------- workers
+
+
+async def test_exit_codes_and_signals_are_reported(node: Node) -> None:
+    pids = await node.start(
+        0,
+        node.python("pass", 0),
+        node.python("raise SystemExit(7)", 1),
+        node.python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 2),
+    )
+    assert await node.heard(WorkerExited, local_rank=0) == WorkerExited(0, 0, pids[0], 0, None, 0)
+    assert await node.heard(WorkerExited, local_rank=1) == WorkerExited(0, 1, pids[1], 7, None, 0)
+    assert await node.heard(WorkerExited, local_rank=2) == WorkerExited(0, 2, pids[2], None, 11, 0)
+    assert not any(isinstance(event, WorkersGone) for event in node.events)
+    await node.stop(0)
+
+
+async def test_a_handler_has_time_to_save(node: Node) -> None:
+    ready, saved = node.folder / "ready", node.folder / "saved"
+    handler = f"""
+def save(*_):
+    with open({str(saved)!r}, "a") as file:
+        file.write("saved\\n")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, save)
+"""
+    await node.start(0, node.python(waiting(ready, handler)))
+    await until(ready.exists)
+    await node.stop(0)
+    assert saved.read_text() == "saved\n"
+    assert (await node.heard(WorkerExited)).exit_code == 3
+
+
+IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+async def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(node: Node) -> None:
+    ready = node.folder / "ready"
+    await node.start(0, node.python(waiting(ready, IGNORE_SIGTERM)))
+    await until(ready.exists)
+    asked = time.monotonic()
+    await node.stop(0, grace_ms=300)
+    assert time.monotonic() - asked >= 0.3
+    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
+
+
+@pytest.mark.parametrize("graces_ms", [(FOR_EVER_MS, 100), (100, FOR_EVER_MS)])
+async def test_a_second_stop_shortens_the_grace_and_never_lengthens_it(
+    node: Node, graces_ms: tuple[int, int]
+) -> None:
+    """Nor does it send the same signal again: a handler that saves is not entered twice."""
+    ready, count = node.folder / "ready", node.folder / "count"
+    handler = f"signal.signal(signal.SIGTERM, lambda *_: open({str(count)!r}, 'a').write('x'))"
+    await node.start(0, node.python(waiting(ready, handler)))
+    await until(ready.exists)
+    for grace_ms in graces_ms:
+        node.link.stop_workers(0, signal.SIGTERM, grace_ms)
+    await node.heard(WorkersGone, round=0)
+    assert count.read_text() == "x"
+
+
+async def test_other_signals_can_stop_a_round(node: Node) -> None:
+    pids = await node.start(0, node.spec("sleep", "1000"), node.spec("sleep", "9", local_rank=1))
+    node.link.stop_workers(0, signal.SIGUSR1, FOR_EVER_MS)
+    await node.heard(WorkersGone, round=0)
+    for pid in pids:
+        assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
+
+
+async def test_descendants_are_left_alone_until_the_stop_and_gone_after_it(node: Node) -> None:
+    await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "leave"))
+    assert (await node.heard(WorkerExited)).exit_code == 0
+    pids = {int((node.folder / name).read_text()) for name in ("child", "session", "daemon")}
+    assert set(marked(node.mark)) == pids
+    await node.stop(0)
+    assert marked(node.mark) == []
+    assert not any(map(state_of, pids))
+
+
+async def test_descendants_of_a_worker_that_stays_are_gone_after_a_stop(node: Node) -> None:
+    await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"))
+    await until((node.folder / "ready").exists)
+    await node.stop(0, grace_ms=50)
+    assert marked(node.mark) == []
+
+
+async def test_the_process_group_of_a_worker_that_has_exited_is_signalled_too(node: Node) -> None:
+    """While another worker has its grace, what the first left behind has the same."""
+    ready, heard = node.folder / "ready", node.folder / "heard"
+    child = waiting(
+        ready, f"signal.signal(signal.SIGTERM, lambda *_: open({str(heard)!r}, 'w').close())"
+    )
+    parent = f"import os\nif os.fork() == 0:\n    exec({child!r})"
+    stays = node.folder / "stays"
+    await node.start(
+        0, node.python(parent), node.python(waiting(stays, IGNORE_SIGTERM), local_rank=1)
+    )
+    await node.heard(WorkerExited, local_rank=0)
+    await until(lambda: ready.exists() and stays.exists())
+    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS)
+    await until(heard.exists)
+    node.link.stop_workers(0, signal.SIGTERM, 0)
+    await node.heard(WorkersGone)
+
+
+async def test_orphans_that_exit_are_reaped(node: Node) -> None:
+    orphan = node.folder / "orphan"
+    write = f"open({str(orphan)!r}, 'w').write(str(os.getpid()))"
+    code = f"import os, time\nif os.fork() == 0:\n    {write}\n    os._exit(0)\ntime.sleep(0.05)"
+    await node.start(0, node.python(code))
+    await node.heard(WorkerExited)
+    await until(lambda: runner.children_of(node.link.pid) == [])
+    assert state_of(int(orphan.read_text())) == ""
+    await node.stop(0)
+
+
+async def test_two_rounds_one_after_another(node: Node) -> None:
+    await node.start(0, node.spec("sleep", "1000"))
+    node.link.start_workers(1, [node.spec("sleep", "1000")])
+    refused = await node.heard(RunnerRefused)
+    assert refused.reason == "round 1 can not start: 0 is not gone"
+    await node.stop(0)
+    await node.start(1, node.spec("sleep", "1000"))
+    node.events.clear()
+    await node.stop(0)
+    assert node.events == [WorkersGone(0)]
+    await node.stop(1)
+
+
+async def test_what_can_not_be_reaped_is_reported_once_and_gone_when_it_can(node: Node) -> None:
+    """A tracer stands in for a kernel that does not let go of a process."""
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
+    with playing("tracer.py", str(pid)) as tracer:
+        if line_of(tracer) != ["0"]:
+            pytest.skip("ptrace is not permitted here")
+        node.link.stop_workers(0, signal.SIGTERM, 0)
+        assert await node.heard(WorkersStuck) == WorkersStuck(0, (pid,))
+        await asyncio.sleep(2 * runner.SWEEP_INTERVAL_S)  # Time to repeat itself, or to give up.
+        assert [type(event) for event in node.events] == [WorkerStarted, WorkersStuck]
+    await node.heard(WorkersGone)
+    assert (await node.heard(WorkerExited)).pid == pid
+
+
+# ---------------------------------------------------------------------- starting
+
+
+@contextmanager
+def hostile_signals() -> Iterator[None]:
+    """Ignore one signal and block another, for a process that is started meanwhile."""
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGCHLD])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2, signal.SIGCHLD])
+        signal.signal(signal.SIGUSR1, handler)
+
+
+async def test_workers_have_default_signals_and_no_other_descriptors(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with hostile_signals():
+        node.link = await RunnerLink.spawn(node.hear)
+    node.start_store_host(0)
+    status, fds = tmp_path / "status", tmp_path / "fds"
+    await node.start(
+        0,
+        replace(node.spec("cat", "/proc/self/status"), stdout=str(status)),
+        replace(node.spec("ls", "/proc/self/fd", local_rank=1), stdout=str(fds)),
+    )
+    await node.heard(WorkerExited, local_rank=0, exit_code=0)
+    await node.heard(WorkerExited, local_rank=1, exit_code=0)
+    lines = dict(line.split(":\t") for line in status.read_text().splitlines())
+    assert int(lines["SigBlk"], 16) == 0
+    assert int(lines["SigIgn"], 16) == 0
+    assert fds.read_text().split() == ["0", "1", "2", "3"]  # 3 is that of ls, at its folder.
+    await node.link.close(PATIENCE_S)
+    assert marked(node.mark) == []
+
+
+async def test_a_worker_leads_a_session_and_starts_where_it_was_told(node: Node) -> None:
+    out, err = node.folder / "logs" / "0" / "out", node.folder / "logs" / "0" / "err"
+    code = """
+import os, sys
+print(os.getcwd(), os.getsid(0) == os.getpid() == os.getpgid(0), flush=True)
+said = os.environb[b"ODD"], os.fsencode(sys.argv[1]), len(os.environb)
+print(*map(ascii, said), file=sys.stderr)
+"""
+    odd = os.fsdecode(b"\xff\xc3\xa4")
+    spec = WorkerSpec(
+        local_rank=0,
+        argv=(sys.executable, "-S", "-c", code, odd),
+        env={**node.env, "ODD": odd, "LC_ALL": "C.UTF-8"},
+        cwd=str(node.folder),
+        stdout=str(out),
+        stderr=str(err),
+    )
+    for number in range(2):
+        await node.start(number, spec)
+        await node.heard(WorkerExited, round=number, exit_code=0)
+        await node.stop(number)
+    assert out.read_text() == f"{node.folder} True\n" * 2  # Appended to.
+    assert err.read_text() == "b'\\xff\\xc3\\xa4' b'\\xff\\xc3\\xa4' 4\n" * 2
+
+
+async def test_many_large_environments_arrive(node: Node) -> None:
+    large = {f"LARGE_{index}": "x" * 100_000 for index in range(10)}
+    code = "import os; raise SystemExit(sum(map(len, os.environ.values())) < 1_000_000)"
+    specs = [replace(node.python(code, rank), env={**node.env, **large}) for rank in range(4)]
+    await node.start(0, *specs)
+    for rank in range(4):
+        assert (await node.heard(WorkerExited, local_rank=rank)).exit_code == 0
+    await node.stop(0)
+
+
+def no_interpreter(node: Node) -> WorkerSpec:
+    script = node.folder / "script"
+    script.write_text("#!/nonexistent/python\n")
+    script.chmod(0o755)
+    return node.spec(script)
+
+
+def log_under_a_file(node: Node) -> WorkerSpec:
+    (node.folder / "file").touch()
+    return replace(node.spec("true"), stdout=str(node.folder / "file" / "log"))
+
+
+def log_is_a_pipe_that_nobody_reads(node: Node) -> WorkerSpec:
+    os.mkfifo(node.folder / "fifo")
+    return replace(node.spec("true"), stderr=str(node.folder / "fifo"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (lambda node: node.spec("/nonexistent"), "argv[0] '/nonexistent': No such file"),
+        (lambda node: node.spec("/"), "argv[0] '/': Permission denied"),
+        (no_interpreter, "it is the interpreter named in its first line that is not"),
+        (
+            lambda node: replace(node.spec("true"), cwd="/nonexistent"),
+            "cwd '/nonexistent': No such",
+        ),
+        (log_under_a_file, "stdout '{folder}/file/log': its folder '{folder}/file': File exists"),
+        (log_is_a_pipe_that_nobody_reads, "stderr '{folder}/fifo': No such device"),
+        (lambda node: node.spec("true", "\0"), "embedded null byte"),
+        (lambda node: node.spec("true", *["x" * 100_000] * 180), "is too large"),
+    ],
+)
+async def test_when_one_worker_can_not_start_none_does(
+    node: Node, broken: Callable[[Node], WorkerSpec], reason: str
+) -> None:
+    bad = replace(broken(node), local_rank=1)
+    node.link.start_workers(0, [node.spec("sleep", "1000"), bad])
+    failed = await node.heard(WorkersStartFailed, round=0)
+    assert reason.format(folder=node.folder) in failed.reason
+    await node.heard(WorkersGone, round=0)
+    assert marked(node.mark) == []
+    await node.start(1, node.spec("sleep", "1000"))
+
+
+# ---------------------------------------------------------------------- ends
+
+
+async def test_nothing_outlives_the_agents_sigkill(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with playing(
+        "agent.py", tmp_path, SCRIPTS / "tree.py", tmp_path, "stay", **node.env
+    ) as process:
+        assert line_of(process)[0] == "up"
+        await until((tmp_path / "ready").exists)
+        await until((tmp_path / "hosting").exists)
+        # The agent, its runner, the worker and three descendants, the store host.
+        assert len(marked(node.mark)) == 7
+        process.kill()
+        await until(lambda: marked(node.mark) == [], within_s=2.0)
+
+
+async def test_nothing_outlives_the_runners_sigkill(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with playing(
+        "agent.py", tmp_path, SCRIPTS / "tree.py", tmp_path, "stay", **node.env
+    ) as process:
+        assert line_of(process)[0] == "up"
+        await until((tmp_path / "ready").exists)
+        await until((tmp_path / "hosting").exists)
+        assert process.stdin is not None
+        print(file=process.stdin, flush=True)
+        assert line_of(process) == ["swept", "-9", "[]"]
+        assert set(marked(node.mark)) <= {process.pid}
+        assert process.wait(PATIENCE_S) == 0
+
+
+async def test_kill_ends_everything_and_the_runner_last(node: Node) -> None:
+    node.start_store_host(0, "/bin/cat")  # Fails, but that does not matter here.
+    await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"))
+    await until((node.folder / "ready").exists)
+    node.link.kill()
+    assert (await node.heard(RunnerExited)).exit_code == 0
+    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
+    assert marked(node.mark) == []
+
+
+async def test_the_runner_ignores_signals_that_are_meant_for_workers(node: Node) -> None:
+    await node.start(0, node.python("pass"))
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        os.kill(node.link.pid, signum)
+    await node.heard(WorkerExited, exit_code=0)
+    await node.stop(0)
+
+
+async def test_a_runner_that_hangs_is_killed_with_its_workers(node: Node) -> None:
+    await node.start(0, node.spec("sleep", "1000"))
+    os.kill(node.link.pid, signal.SIGSTOP)
+    await node.link.close(0.2)
+    assert (await node.heard(RunnerExited)).exit_code == -signal.SIGKILL
+    await until(lambda: marked(node.mark) == [])
+    node.link.stop_workers(0, signal.SIGTERM, 0)  # Does nothing.
+
+
+# ---------------------------------------------------------------------- the wire
+
+
+@contextmanager
+def bare_runner() -> Iterator[socket.socket]:
+    """A runner without a link, and the agent's end of its socket."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE_S)
+    with theirs:
+        command = [sys.executable, "-I", "-S", runner.__file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    with ours:
+        yield ours
+    assert process.wait(PATIENCE_S) == 0
+
+
+def frame(message: object) -> bytes:
+    payload = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return struct.pack(">I", len(payload)) + payload
+
+
+def read_event(sock: socket.socket) -> dict[str, object]:
+    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
+    event: dict[str, object] = json.loads(sock.recv(length, socket.MSG_WAITALL))
+    return event
+
+
+WORKER = {"local_rank": 0, "argv": ["true"], "env": {}}
+STOP = {"type": "stop_workers", "round": 0, "signal": 15}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"{", "a frame is not JSON"),
+        (b"[" * 100_000, "a frame is not JSON"),
+        (b"\xff", "a frame is not JSON"),
+        ([], "a frame is not a JSON object"),
+        ({}, "type: expected str, got None"),
+        ({"type": "dance"}, "there is no request 'dance'"),
+        ({"type": "start_workers"}, "round: expected int"),
+        ({"type": "start_workers", "round": True}, "round: expected int, got True"),
+        ({"type": "start_workers", "round": 0, "workers": []}, "workers: there are none"),
+        ({"type": "start_workers", "round": 0, "workers": [3]}, "workers: expected objects"),
+        ({"type": "start_workers", "round": 0, "workers": [WORKER] * 2}, "occurs twice"),
+        ({"type": "start_workers", "round": 0, "workers": [{**WORKER, "argv": []}]}, "argv: "),
+        ({"type": "start_workers", "round": 0, "workers": [{**WORKER, "env": {"A": 1}}]}, "env: "),
+        ({"type": "start_workers", "round": 0, "workers": [{**WORKER, "cwd": 1}]}, "cwd: "),
+        ({**STOP, "grace_s": -1}, "grace_s: expected 0 to"),
+        ({**STOP, "grace_s": float("nan")}, "grace_s: expected 0 to"),
+        ({**STOP, "signal": 4711, "grace_s": 1}, "there is no signal 4711"),
+        ({"type": "start_store_host", "round": 0, "argv": ["x"], "env": {}}, "listening socket"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_changes_nothing(request_: object, reason: str) -> None:
+    with bare_runner() as sock:
+        sock.sendall(frame(request_) + frame({**STOP, "grace_s": 0}))
+        refused = read_event(sock)
+        assert refused["type"] == "error"
+        assert reason in str(refused["reason"])
+        assert read_event(sock) == {"type": "gone", "round": 0}
+
+
+def test_a_frame_that_is_too_large_is_skipped() -> None:
+    with bare_runner() as sock:
+        length = runner.MAX_FRAME_BYTES + 1
+        sock.sendall(struct.pack(">I", length) + bytes(length) + frame({**STOP, "grace_s": 0}))
+        assert read_event(sock)["reason"] == f"a frame of {length} bytes is too large"
+        assert read_event(sock) == {"type": "gone", "round": 0}
+
+
+def test_a_descriptor_that_belongs_to_no_request_is_closed() -> None:
+    read_end, write_end = os.pipe()
+    with bare_runner() as sock, os.fdopen(read_end, "rb") as pipe:
+        socket.send_fds(sock, [frame({**STOP, "grace_s": 0})], [write_end])
+        os.close(write_end)
+        assert read_event(sock) == {"type": "gone", "round": 0}
+        assert pipe.read() == b""
+
+
+# ---------------------------------------------------------------------- the store host
+
+
+async def test_a_store_serves_clients_that_were_there_before_it(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        client = await asyncio.create_subprocess_exec(
+            sys.executable,
+            SCRIPTS / "store_client.py",
+            str(port),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        listening.setblocking(False)
+        async with asyncio.timeout(PATIENCE_S):
+            await readable(listening)  # The client is in the backlog.
+        node.link.start_store_host(0, listening, sys.executable, node.env)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    await node.heard(StoreHostReady, round=0)
+    assert await client.stdout.readline() == b"b'value' [b'1', b'2']\n"
+
+    # It outlives the workers of its round.
+    await node.start(0, node.spec("sleep", "1000"))
+    await node.stop(0)
+    assert len(marked(node.mark)) == 1
+
+    node.link.stop_store_host(0)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, None, signal.SIGKILL)
+    client.stdin.write(b"\n")
+    async with asyncio.timeout(PATIENCE_S):
+        said, _ = await client.communicate()
+    assert said == b"DistNetworkError\n"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+
+
+async def readable(sock: socket.socket) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+async def test_each_round_has_its_own_store_host(node: Node) -> None:
+    for number in range(2):
+        node.start_store_host(number)
+        await node.heard(StoreHostReady, round=number)
+    node.start_store_host(1)
+    assert (await node.heard(RunnerRefused)).reason == "round 1 has a store host"
+    node.link.stop_store_host(0)
+    assert (await node.heard(StoreHostExited)).round == 0
+    node.link.stop_store_host(0)  # Does nothing.
+
+
+@pytest.mark.parametrize(("python", "exit_code"), [("/bin/false", 1), ("/nonexistent", 127)])
+async def test_a_store_host_that_fails_is_reported(node: Node, python: str, exit_code: int) -> None:
+    node.start_store_host(0, python)
+    assert await node.heard(StoreHostExited) == StoreHostExited(0, exit_code, None)
+    assert not any(isinstance(event, StoreHostReady) for event in node.events)
+
+
+def run_store_host(
+    listening: socket.socket, ready_fd: int, *options: str, python: Sequence[str] = (), **env: str
+) -> subprocess.Popen[str]:
+    fd = listening.fileno()
+    command = [sys.executable, *python, str(STORE_HOST), "--fd", str(fd)]
+    return subprocess.Popen(
+        [*command, "--ready-fd", str(ready_fd), *options],
+        pass_fds=[fd, ready_fd],
+        env={**os.environ, **env},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("option", ["", "--whole-torch"])
+@pytest.mark.parametrize("use_libuv", ["0", "1"])
+def test_a_store_host_by_itself_on_a_dual_stack_socket(option: str, use_libuv: str) -> None:
+    read_end, write_end = os.pipe()
+    with (
+        os.fdopen(read_end, "rb") as ready,
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening,
+    ):
+        options = [option] if option else []
+        with run_store_host(listening, write_end, *options, USE_LIBUV=use_libuv) as host:
+            os.close(write_end)
+            try:
+                assert ready.read() == b"ready\n"
+                port = listening.getsockname()[1]
+                socket.create_connection(("127.0.0.1", port)).close()
+            finally:
+                host.kill()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("not listening", "ValueError: the socket is not listening"),
+        ("other port", "ValueError: the socket has port"),
+        ("no torch", "ModuleNotFoundError: No module named 'torch'"),
+    ],
+)
+def test_a_store_host_fails_with_one_clear_line(case: str, reason: str) -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as ready, closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        if case != "not listening":
+            sock.listen()
+        options = ["--port", "1"] if case == "other port" else []
+        python = ["-I", "-S"] if case == "no torch" else []
+        with run_store_host(sock, write_end, *options, python=python) as host:
+            os.close(write_end)
+            _, said = host.communicate(timeout=PATIENCE_S)
+        assert ready.read() == b""
+    assert host.returncode == 1
+    assert said.startswith(f"rdzv store host: {reason}")
+    assert said.count("\n") == 1

@@ -1,0 +1,385 @@
+"""rdzvrun's command line: torchrun's options, their defaults, and what is wrong with bad ones."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent.launch import Launch
+from rdzv.agent.options import parse_conf, parse_launch, parse_nnodes, parse_redirects
+from rdzv.client import Endpoint
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.errors import InvalidRequestError
+
+HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
+
+
+@pytest.fixture(autouse=True)
+def _no_inherited_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(*argv: str) -> Launch:
+    return parse_launch([*argv, "train.py"])[0]
+
+
+def endpoints(*argv: str) -> list[Endpoint]:
+    return parse_launch([*argv, "train.py"])[1]
+
+
+# ------------------------------------------------------------------ defaults
+
+
+def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
+    found, servers = parse_launch(["train.py"])
+    assert servers == []
+    assert (found.script, found.args) == ("train.py", ())
+    assert (found.module, found.no_python, found.refuse_reuse) == (False, False, False)
+    assert (found.python, found.role, found.topology, found.local_addr) == (
+        sys.executable,
+        "default",
+        "",
+        "",
+    )
+    assert (found.log_dir, found.redirects) == (None, {0: 0})
+    assert found.job.settings == Settings(
+        min_nodes=1,
+        max_nodes=1,
+        max_restarts=0,
+        join_timeout_ms=600_000,
+        last_call_timeout_ms=30_000,
+        scale_up=ScaleUp.EAGER,
+        restart_window_ms=0,
+    )
+    assert found.job.local_world_size == 1
+    assert found.job.shutdown_timeout_ms == 30_000
+    assert found.job.failure_stop_timeout_ms == 5_000
+    assert found.job.server_timeout_ms == 600_000
+
+
+def test_a_job_of_its_own_has_a_name_of_its_own() -> None:
+    names = {launch().job.rdzv_id for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith("standalone-") for name in names)
+
+
+def test_nodes_of_one_machine_have_different_names() -> None:
+    assert launch().job.node_id == f"{socket.gethostname()}-{os.getpid()}"
+
+
+# ------------------------------------------------------------------ every option
+
+ALL_OPTIONS = {
+    "--nnodes": "2:4",
+    "--nproc-per-node": "8",
+    "--rdzv-endpoint": "head:7",
+    "--rdzv-backend": "rdzv",
+    "--rdzv-id": "job-7",
+    "--rdzv-conf": "join_timeout=1,last_call_timeout=0.5,scale_up=on-restart,restart_window=60,"
+    "reuse=false,failure_stop_timeout=2,server_timeout=3",
+    "--node-id": "n1",
+    "--max-restarts": "5",
+    "--role": "trainer",
+    "--topology": "rack-1",
+    "--local-addr": "10.0.0.5",
+    "--log-dir": "logs",
+    "--redirects": "3",
+    "--shutdown-timeout": "1.5",
+}
+
+
+@pytest.mark.parametrize("spell", [str, lambda name: "--" + name[2:].replace("-", "_")])
+@pytest.mark.parametrize("apart", [True, False])
+def test_every_option_arrives_in_either_spelling(spell: type[str], apart: bool) -> None:
+    argv: list[str] = []
+    for name, value in ALL_OPTIONS.items():
+        argv += [spell(name), value] if apart else [f"{spell(name)}={value}"]
+    found, servers = parse_launch([*argv, "train.py"])
+    assert servers == [Endpoint("head", 7)]
+    assert found.job.settings == Settings(2, 4, 5, 1_000, 500, ScaleUp.ON_RESTART, 60_000)
+    assert (found.job.rdzv_id, found.job.node_id) == ("job-7", "n1")
+    assert found.job.local_world_size == 8
+    assert found.job.shutdown_timeout_ms == 1_500
+    assert found.job.failure_stop_timeout_ms == 2_000
+    assert found.job.server_timeout_ms == 3_000
+    assert (found.role, found.topology, found.local_addr) == ("trainer", "rack-1", "10.0.0.5")
+    assert found.log_dir == Path.cwd() / "logs"
+    assert found.redirects == dict.fromkeys(range(8), 3)
+    assert found.refuse_reuse
+
+
+def test_flags_arrive() -> None:
+    assert launch("-m").module
+    assert launch("--module").module
+    assert launch("--no-python").no_python
+    assert launch("--no_python").no_python
+    assert launch("-r", "1").redirects == {0: 1}
+    assert endpoints("--standalone", *HEAD) == []
+
+
+def test_the_interpreter_and_the_timeout_come_from_torchruns_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert launch().python == "/opt/python"
+    assert launch().job.shutdown_timeout_ms == 7_000
+    assert launch("--shutdown-timeout=0").job.shutdown_timeout_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("head", [("head", 29400)]),
+        ("head:7", [("head", 7)]),
+        ("a, b:7 ,[::1]:8,", [("a", 29400), ("b", 7), ("::1", 8)]),
+        ("[::1]", [("::1", 29400)]),
+    ],
+)
+def test_there_may_be_several_servers(text: str, expected: list[tuple[str, int]]) -> None:
+    found = endpoints(f"--rdzv-endpoint={text}", "--rdzv-id=j")
+    assert [(endpoint.host, endpoint.port) for endpoint in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1", (1, 1)), ("3", (3, 3)), ("2:4", (2, 4)), ("3:3", (3, 3))]
+)
+def test_numbers_of_nodes(text: str, expected: tuple[int, int]) -> None:
+    assert parse_nnodes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", {0: 0, 1: 0}),
+        ("2", {0: 2, 1: 2}),
+        ("0:3", {0: 3}),
+        ("0:3,1:0", {0: 3, 1: 0}),
+        ("11:2,117:1", {11: 2, 117: 1}),
+    ],
+)
+def test_output_is_redirected_for_all_or_by_local_rank(text: str, expected: dict[int, int]) -> None:
+    assert parse_redirects(text, 2) == expected
+
+
+# ------------------------------------------------------------------ the script's own arguments
+
+
+@pytest.mark.parametrize(
+    ("argv", "script", "args"),
+    [
+        (
+            ["train.py", "--nnodes=9", "--rdzv_id", "x"],
+            "train.py",
+            ("--nnodes=9", "--rdzv_id", "x"),
+        ),
+        (["train.py", "--a_b", "--a-b", "-r"], "train.py", ("--a_b", "--a-b", "-r")),
+        (["train.py", "--help", "--version"], "train.py", ("--help", "--version")),
+        # torchrun's own command line swallows the first of these two dashes as well.
+        (["--role=a", "train.py", "--", "x"], "train.py", ("x",)),
+        (["--role=a", "train.py", "x", "--", "y"], "train.py", ("x", "--", "y")),
+        (["--role=a", "--", "train.py", "--role=b"], "train.py", ("--role=b",)),
+        (["train.py", "x", "--standalone"], "train.py", ("x", "--standalone")),
+        (["train.py", "", "a b", "${local_rank}"], "train.py", ("", "a b", "${local_rank}")),
+        (["-m", "pkg.train", "-m", "x"], "pkg.train", ("-m", "x")),
+        (["--no-python", "bash", "-c", "true"], "bash", ("-c", "true")),
+    ],
+)
+def test_what_follows_the_script_belongs_to_the_script(
+    argv: list[str], script: str, args: tuple[str, ...]
+) -> None:
+    found = parse_launch(argv)[0]
+    assert (found.script, found.args) == (script, args)
+    assert found.role == ("a" if "--role=a" in argv else "default")
+
+
+# ------------------------------------------------------------------ what makes no sense
+
+REFUSED = [
+    ("--nnodes=x", "--nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=", "--nnodes= is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=1:", "--nnodes=1: is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=1:2:3", "--nnodes=1:2:3 is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=-1", "--nnodes=-1 is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=0:2", "--nnodes=0:2: a job needs at least 1 node; raise the minimum"),
+    ("--nnodes=4:2", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
+    (
+        "--nnodes=2",
+        "--nnodes=2 needs a server; start rdzvd and give its address as --rdzv-endpoint=HOST:PORT",
+    ),
+    (
+        "--nnodes=2 --standalone",
+        "--standalone is for one node, and --nnodes=2 asks for more; leave one of them out",
+    ),
+    (
+        "--rdzv-endpoint=head",
+        "--rdzv-id is missing: without a name of its own the job could be mixed up with another; "
+        "give all nodes of this job the same --rdzv-id=NAME",
+    ),
+    (
+        "--rdzv-endpoint=head:x --rdzv-id=j",
+        "endpoint 'head:x' can not be used: 'x' is no port; a port is a number from 1 to 65535",
+    ),
+    (
+        "--rdzv-endpoint=, --rdzv-id=j",
+        "--rdzv-endpoint=, names no server; give HOST:PORT of an rdzvd",
+    ),
+    (
+        "--rdzv-backend=c10d",
+        "--rdzv-backend=c10d is not supported by this version; use rdzv with "
+        "--rdzv-endpoint=HOST:PORT of an rdzvd, or --standalone",
+    ),
+    ("--nproc-per-node=x", "--nproc-per-node=x is no number of workers; give one from 1 on"),
+    ("--nproc-per-node=-1", "--nproc-per-node=-1 is no number of workers; give one from 1 on"),
+    ("--nproc-per-node=0", "--nproc-per-node=0 is too small; give at least 1"),
+    ("--max-restarts=-1", "--max-restarts=-1 is too small; give at least 0"),
+    (
+        "--shutdown-timeout=-1",
+        "--shutdown-timeout=-1: give a number of seconds from 0 to 86400",
+    ),
+    (
+        "--shutdown-timeout=nan",
+        "--shutdown-timeout=nan: give a number of seconds from 0 to 86400",
+    ),
+    ("--rdzv-conf=a", "--rdzv-conf: 'a' is not of the form key=value"),
+    ("--rdzv-conf=reuse=", "--rdzv-conf: 'reuse=' is not of the form key=value"),
+    ("--rdzv-conf==1", "--rdzv-conf: '=1' is not of the form key=value"),
+    (
+        "--rdzv-conf=join_timeout=soon",
+        "--rdzv-conf: join_timeout=soon is no number of seconds; give one from 0 on",
+    ),
+    (
+        "--rdzv-conf=server_timeout=-1",
+        "--rdzv-conf: server_timeout=-1 is no number of seconds; give one from 0 on",
+    ),
+    (
+        "--rdzv-conf=restart_window=inf",
+        "--rdzv-conf: restart_window=inf is no number of seconds; give one from 0 on",
+    ),
+    (
+        "--rdzv-conf=failure_stop_timeout=nan",
+        "--rdzv-conf: failure_stop_timeout=nan is no number of seconds; give one from 0 on",
+    ),
+    ("--rdzv-conf=reuse=maybe", "--rdzv-conf: reuse=maybe is neither true nor false"),
+    (
+        "--rdzv-conf=scale_up=lazy",
+        "--rdzv-conf: scale_up=lazy is none of eager, on-restart",
+    ),
+    (
+        "--redirects=4",
+        "--redirects=4: '4' is not of the form LOCAL_RANK:N with N from 0 to 3",
+    ),
+    (
+        "--redirects=0:1,1",
+        "--redirects=0:1,1: '1' is not of the form LOCAL_RANK:N with N from 0 to 3",
+    ),
+    (
+        "--redirects=x:1",
+        "--redirects=x:1: 'x:1' is not of the form LOCAL_RANK:N with N from 0 to 3",
+    ),
+    ("-m --no-python", "-m and --no-python exclude each other; leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_makes_no_sense_is_refused_with_the_remedy(options: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        launch(*options.split())
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan", ""])
+def test_a_variable_that_makes_no_sense_is_named(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
+    with pytest.raises(InvalidRequestError) as refusal:
+        launch()
+    expected = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={value}: give a number of seconds from 0 to 86400"
+    assert str(refusal.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: script"),
+        (["--max-restarts=x", "t"], "argument --max-restarts/--max_restarts: invalid int value"),
+        (["--shutdown-timeout=x", "t"], "invalid float value: 'x'"),
+        (["--nproc=2", "t"], "unrecognized arguments: --nproc=2"),
+        (["--nope", "t"], "unrecognized arguments: --nope"),
+        (["--role"], "argument --role: expected one argument"),
+    ],
+)
+def test_usage_errors_exit_with_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_launch(argv)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    conf = parse_conf("timeout=900, join_timeout = 5 ,,")
+    assert conf == {"timeout": "900", "join_timeout": "5"}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "--rdzv-conf: unknown key timeout; known: join_timeout, last_call_timeout, scale_up, "
+        "restart_window, reuse, failure_stop_timeout, server_timeout"
+    )
+
+
+def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_launch(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in (*ALL_OPTIONS, "--standalone", "--module", "--no-python", "--version", "-r", "-m"):
+        assert f"  {name}" in text or f", {name}" in text, name
+    for key in parse_conf(ALL_OPTIONS["--rdzv-conf"]):
+        assert f"{key}:" in " ".join(text.split())
+    assert "--rdzv_id" not in text
+
+
+# ------------------------------------------------------------------ the program
+
+PROGRAM = """
+import sys
+from rdzv.agent.run import main
+sys.modules["torch"] = None  # importing it is an error from here on
+status = []
+for line in sys.argv[1].split(";"):
+    try:
+        main(line.split())
+    except SystemExit as end:
+        status.append(end.code)
+print(status)
+"""
+
+
+def test_the_program_refuses_with_exit_code_2_and_without_torch(tmp_path: Path) -> None:
+    lines = (
+        "--nnodes=x train.py",
+        "nowhere.py",
+        "--no-python nowhere",
+        "--nope train.py",
+        "--version",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ";".join(lines)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2, 0]"
+    assert "Traceback" not in done.stderr
+    refusals = [line for line in done.stderr.splitlines() if line.startswith("rdzvrun: ")]
+    assert refusals[0] == ("rdzvrun: --nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4")
+    assert "nowhere.py" in refusals[1]

@@ -1,0 +1,573 @@
+"""The node's stream to the server, against a server that does what each story tells it to.
+
+Nothing here asserts how long something takes: a story waits for what must come.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from rdzv.agent import server_link
+from rdzv.agent.core import events
+from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
+from rdzv.client import Endpoint
+from rdzv.core.model import Result
+from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc
+
+IDENTITY = Identity("n1", "instance-1", pb.AGENT_KIND_FOREGROUND, "127.0.0.1", 4711, "1.2.3")
+PATIENCE_S = 20.0
+NOBODY = Endpoint("127.0.0.1", 9)
+"""A port that no server listens on."""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the link try again at once, unless a story says otherwise."""
+    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 0.01)
+    monkeypatch.setattr(server_link, "STEADY_S", 0.0)
+
+
+class Talk:
+    """One stream, as the server has it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+        self._heard: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue()
+        self._end: asyncio.Future[tuple[grpc.StatusCode, str, str] | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self.over = asyncio.Event()
+
+    async def serve(self) -> None:
+        reader = asyncio.create_task(self._read())
+        try:
+            end = await self._end
+        finally:
+            self.over.set()
+            reader.cancel()
+        if end is not None:
+            status, code, text = end
+            trailing = ((ERROR_CODE_METADATA_KEY, code),) if code else ()
+            await self._context.abort(status, text, trailing_metadata=trailing)
+
+    async def _read(self) -> None:
+        while isinstance(message := await self._context.read(), pb.NodeMessage):
+            self._heard.put_nowait(message)
+        self._heard.put_nowait(None)
+
+    async def hear(self) -> pb.NodeMessage | None:
+        """Return the next message; None when the node has nothing more to say."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._heard.get()
+
+    async def hear_all(self) -> list[str]:
+        """Return what was said until the node ended the stream, but for heartbeats."""
+        found = []
+        while (message := await self.hear()) is not None:
+            if not message.HasField("heartbeat"):
+                found.append(said(message))
+        return found
+
+    async def hello(self) -> pb.Hello:
+        message = await self.hear()
+        assert message is not None
+        assert message.WhichOneof("body") == "hello"
+        return message.hello
+
+    async def say(self, leadership: int = 1, **body: object) -> None:
+        await self._context.write(pb.ServerMessage(leadership=leadership, **body))  # type: ignore[arg-type]
+
+    async def welcome(
+        self, leadership: int = 1, incarnation: int = 7, interval_ms: int = 0
+    ) -> None:
+        welcome = pb.Welcome(incarnation=incarnation, heartbeat_interval_ms=interval_ms or 60_000)
+        await self.say(leadership, welcome=welcome)
+
+    def end(
+        self, status: grpc.StatusCode = grpc.StatusCode.OK, code: str = "", text: str = ""
+    ) -> None:
+        self._end.set_result(None if status is grpc.StatusCode.OK else (status, code, text))
+
+
+def said(message: pb.NodeMessage) -> str:
+    """Name a message by what tells it apart here."""
+    body = message.WhichOneof("body")
+    return f"{body} {message.succeeded.round}" if body == "succeeded" else str(body)
+
+
+class Server(rdzv_pb2_grpc.RendezvousServicer):
+    """Hands every stream to the story."""
+
+    def __init__(self) -> None:
+        self._talks: asyncio.Queue[Talk] = asyncio.Queue()
+        self.server = grpc.aio.server()
+        rdzv_pb2_grpc.add_RendezvousServicer_to_server(self, self.server)
+        self.endpoint = Endpoint("127.0.0.1", self.server.add_insecure_port("127.0.0.1:0"))
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: object, context: grpc.aio.ServicerContext
+    ) -> None:
+        talk = Talk(context)
+        self._talks.put_nowait(talk)
+        await talk.serve()
+
+    async def talk(self) -> Talk:
+        """Return the next stream that was opened."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._talks.get()
+
+    async def greet(self, **welcome: int) -> tuple[Talk, pb.Hello]:
+        """Welcome the next stream."""
+        talk = await self.talk()
+        hello = await talk.hello()
+        await talk.welcome(**welcome)
+        return talk, hello
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    served = Server()
+    await served.server.start()
+    yield served
+    await served.server.stop(None)
+
+
+class Job:
+    """Notes what its driver would hear, and believes what the story says."""
+
+    def __init__(self, rdzv_id: str = "job-7") -> None:
+        self.rdzv_id = rdzv_id
+        self.run: str | None = ""
+        self.notes: list[str] = []
+        self.everything: list[events.Event] = []
+        self._heard: asyncio.Queue[events.Event] = asyncio.Queue()
+
+    def belief(self) -> pb.Belief | None:
+        if self.run is None:
+            return None
+        return pb.Belief(join=pb.Join(rdzv_id=self.rdzv_id, run=self.run))
+
+    def post(self, event: events.Event) -> None:
+        self.everything.append(event)
+        self._heard.put_nowait(event)
+
+    def note(self, reason: str) -> None:
+        self.notes.append(reason)
+
+    async def hear(self, kind: type[events.Event]) -> events.Event:
+        """Return the next event of a kind, passing over others."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not isinstance(event := await self._heard.get(), kind):
+                pass
+        return event
+
+
+def link_to(*endpoints: Endpoint, jobs: tuple[Job, ...] = ()) -> ServerLink:
+    link = ServerLink(endpoints, IDENTITY)
+    for job in jobs:
+        link.add(job)
+    return link
+
+
+@contextlib.asynccontextmanager
+async def running(link: ServerLink) -> AsyncIterator["asyncio.Task[None]"]:
+    """Let a link run, and see that nothing of it is left."""
+    task = asyncio.create_task(link.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.timeout(PATIENCE_S):
+                await task
+
+
+def success(round_: int) -> pb.NodeMessage:
+    return pb.NodeMessage(succeeded=pb.Succeeded(rdzv_id="job-7", run="r1", round=round_))
+
+
+# ------------------------------------------------------------------ the hello
+
+
+async def test_the_hello_comes_first_and_says_who_speaks_and_what_is_believed(
+    server: Server,
+) -> None:
+    job, ended = Job(), Job("job-8")
+    ended.run = None
+    link = link_to(server.endpoint, jobs=(job, ended))
+    link.say(success(0))  # nobody hears it; the hello says it
+    async with running(link):
+        talk = await server.talk()
+        hello = await talk.hello()
+        assert (hello.node_id, hello.instance, hello.kind) == ("n1", "instance-1", IDENTITY.kind)
+        assert (hello.pid, hello.agent_version, hello.protocol_version) == (4711, "1.2.3", 1)
+        assert (hello.leadership, hello.incarnation) == (0, 0)
+        assert [belief.join.rdzv_id for belief in hello.beliefs] == ["job-7"]
+        assert job.everything == []
+        await talk.welcome()
+        assert await job.hear(events.ServerConnected)
+        link.say(success(1))
+        link.close()
+        assert await talk.hear_all() == ["succeeded 1"]
+
+
+async def test_the_next_hello_says_what_is_believed_then(server: Server) -> None:
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link):
+        talk, _ = await server.greet(leadership=3, incarnation=9)
+        await job.hear(events.ServerConnected)
+        talk.end()
+        await job.hear(events.ServerLost)
+        job.run = "r1"
+        link.say(success(5))
+        talk, hello = await server.greet(leadership=3)
+        assert hello.beliefs[0].join.run == "r1"
+        assert (hello.leadership, hello.incarnation) == (3, 9)
+        await job.hear(events.ServerConnected)
+        link.say(success(6))
+        link.close()
+        assert await talk.hear_all() == ["succeeded 6"]
+
+
+async def test_what_is_said_before_the_welcome_follows_the_hello(server: Server) -> None:
+    link = link_to(server.endpoint, jobs=(Job(),))
+    async with running(link):
+        talk = await server.talk()
+        await talk.hello()
+        for round_ in range(3):
+            link.say(success(round_))
+        await talk.welcome()
+        link.close()
+        assert await talk.hear_all() == ["succeeded 0", "succeeded 1", "succeeded 2"]
+
+
+# ------------------------------------------------------------------ heartbeats
+
+
+async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first one, whose wait began before the interval was known."""
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
+    async with running(link_to(server.endpoint, jobs=(Job(),))):
+        talk, _ = await server.greet(interval_ms=100)
+        for _ in range(3):
+            message = await talk.hear()
+            assert message is not None
+            assert message.HasField("heartbeat")
+
+
+# ------------------------------------------------------------------ what the server says
+
+
+async def test_each_job_hears_what_is_about_it(server: Server) -> None:
+    first, second = Job("job-1"), Job("job-2")
+    async with running(link_to(server.endpoint, jobs=(first, second))):
+        talk, _ = await server.greet()
+        await talk.say(joined=pb.Joined(rdzv_id="job-3", run="r3"))
+        await talk.say(joined=pb.Joined(rdzv_id="job-1", run="r1", run_number=1))
+        await talk.say(waiting=pb.Waiting(rdzv_id="job-2", reason="waiting for 1 more node"))
+        await talk.say()
+        await talk.say(refused=pb.Refused(rdzv_id="job-2", code="InvalidRequestError", message="m"))
+        assert await second.hear(events.Refused) == events.Refused("InvalidRequestError", "m")
+        assert first.everything == [events.ServerConnected(), events.Joined("r1", 1)]
+        assert (first.notes, second.notes) == ([], ["waiting for 1 more node"])
+
+
+async def test_a_deposed_server_changes_nothing(server: Server) -> None:
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet(leadership=5)
+        await job.hear(events.ServerConnected)
+        await talk.say(
+            leadership=4, closed=pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED)
+        )
+        await job.hear(events.ServerLost)
+        talk = await server.talk()
+        assert (await talk.hello()).leadership == 5
+        await talk.welcome(leadership=4)
+        await job.hear(events.ServerLost)
+        talk, hello = await server.greet(leadership=6)
+        assert hello.leadership == 5
+        await job.hear(events.ServerConnected)
+        await talk.say(leadership=6, closed=pb.Closed(rdzv_id="job-7", run="r1"))
+        closed = await job.hear(events.RunClosed)
+        assert closed == events.RunClosed("r1", Result.FAILED, "", False, ())
+    closings = [event for event in job.everything if isinstance(event, events.RunClosed)]
+    connections = [event for event in job.everything if isinstance(event, events.ServerConnected)]
+    assert (len(closings), len(connections)) == (1, 2)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("code", sorted(FINAL_REFUSALS))
+async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: str) -> None:
+    jobs = (Job("job-1"), Job("job-2"))
+    async with running(link_to(server.endpoint, jobs=jobs)):
+        talk = await server.talk()
+        status = grpc.StatusCode[ERRORS[code].grpc_status]
+        talk.end(status, code, "node_id n1 is in use")
+        for job in jobs:
+            assert await job.hear(events.Refused) == events.Refused(code, "node_id n1 is in use")
+
+
+@pytest.mark.parametrize("code", [*sorted(ERRORS.keys() - FINAL_REFUSALS), "", "UnheardOfError"])
+async def test_anything_else_is_tried_again(server: Server, code: str) -> None:
+    job = Job()
+    error = ERRORS.get(code)
+    status = grpc.StatusCode[error.grpc_status] if error else grpc.StatusCode.UNAVAILABLE
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        for _ in range(2):
+            (await server.talk()).end(status, code, "not now")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    assert {type(event) for event in job.everything} == {events.ServerLost, events.ServerConnected}
+
+
+async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> None:
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        await talk.say(
+            refused=pb.Refused(rdzv_id="job-7", code="LimitExceededError", message="too many")
+        )
+        lost = await job.hear(events.ServerLost)
+        assert lost == events.ServerLost("the server can not do it now: too many")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    assert events.Refused not in {type(event) for event in job.everything}
+
+
+async def test_a_server_that_welcomes_and_then_hangs_up_is_not_asked_without_a_pause(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    def pause(_: float, longest_s: float) -> float:
+        pauses.append(longest_s)
+        return 0.0
+
+    monkeypatch.setattr(server_link, "STEADY_S", 3_600.0)
+    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 0.1)
+    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 1.0)
+    monkeypatch.setattr("random.uniform", pause)
+    async with running(link_to(server.endpoint, jobs=(Job(),))):
+        for _ in range(7):
+            talk, _ = await server.greet()
+            talk.end()
+    assert pauses[:5] == [0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+async def test_a_stream_that_stood_for_long_is_opened_again_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: float) -> float:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("random.uniform", fail)
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        for _ in range(4):
+            talk, _ = await server.greet()
+            await job.hear(events.ServerConnected)
+            talk.end()
+
+
+# ------------------------------------------------------------------ servers that are not there
+
+
+async def test_servers_are_tried_in_turn(server: Server) -> None:
+    job = Job()
+    async with running(link_to(NOBODY, NOBODY, server.endpoint, jobs=(job,))):
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    lost = [event for event in job.everything if isinstance(event, events.ServerLost)]
+    assert len(lost) == 2
+    assert "127.0.0.1:9" in lost[0].reason
+
+
+async def test_a_server_that_dies_is_lost_and_found(server: Server) -> None:
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        await server.server.stop(None)
+        await job.hear(events.ServerLost)
+        assert talk.over.is_set()
+        another = grpc.aio.server()
+        rdzv_pb2_grpc.add_RendezvousServicer_to_server(server, another)
+        assert another.add_insecure_port(str(server.endpoint)) == server.endpoint.port
+        await another.start()
+        await server.greet()
+        await job.hear(events.ServerConnected)
+        await another.stop(None)
+
+
+async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 0.1)
+    job = Job()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = Endpoint("127.0.0.1", mute.getsockname()[1])
+        async with running(link_to(endpoint, server.endpoint, jobs=(job,))):
+            await server.greet()
+            await job.hear(events.ServerConnected)
+    assert job.everything[0] == events.ServerLost("no answer within 0.1 s")
+
+
+async def test_a_stream_without_a_welcome_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 0.1)
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        silent = await server.talk()
+        await job.hear(events.ServerLost)
+        async with asyncio.timeout(PATIENCE_S):
+            await silent.over.wait()
+        await server.greet()
+        await job.hear(events.ServerConnected)
+
+
+async def test_a_server_that_says_goodbye_before_the_welcome_is_tried_again(
+    server: Server,
+) -> None:
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        (await server.talk()).end()
+        assert await job.hear(events.ServerLost) == events.ServerLost("the server ended the stream")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+
+
+async def test_the_user_hears_once_that_it_is_lost_and_once_that_it_is_back(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rdzv.agent")
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        assert caplog.messages == []
+        talk.end()
+        for _ in range(4):
+            (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", "it is gone")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    lost, found = caplog.messages
+    assert "trying again" in lost
+    assert found == f"connected to the server at {server.endpoint} again"
+
+
+# ------------------------------------------------------------------ the end
+
+
+async def test_all_that_was_said_is_sent_before_the_end(server: Server) -> None:
+    link = link_to(server.endpoint, jobs=(Job(),))
+    async with running(link) as task:
+        talk, _ = await server.greet()
+        for round_ in range(500):
+            link.say(success(round_))
+        link.close()
+        assert await talk.hear_all() == [f"succeeded {round_}" for round_ in range(500)]
+        talk.end()
+        async with asyncio.timeout(PATIENCE_S):
+            await task
+
+
+async def test_a_link_that_is_closed_between_two_attempts_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 3_600.0)
+    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 3_600.0)
+    job = Job()
+    link = link_to(NOBODY, jobs=(job,))
+    async with running(link) as task:
+        await job.hear(events.ServerLost)
+        await job.hear(events.ServerLost)
+        link.close()
+        link.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await task
+
+
+async def test_a_link_that_is_closed_before_it_runs_does_nothing() -> None:
+    link = link_to(NOBODY, jobs=(Job(),))
+    link.close()
+    await link.run()
+
+
+async def test_a_link_can_be_cancelled_while_a_server_keeps_silent(server: Server) -> None:
+    link = link_to(server.endpoint, jobs=(Job(),))
+    async with running(link) as task:
+        talk = await server.talk()
+        await talk.hello()
+        link.close()
+        assert await talk.hear() is None
+        task.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await talk.over.wait()
+
+
+async def test_a_job_that_fails_is_not_swallowed(server: Server) -> None:
+    class Broken(Job):
+        def post(self, event: events.Event) -> None:
+            raise RuntimeError("a bug")
+
+    task = asyncio.create_task(link_to(server.endpoint, jobs=(Broken(),)).run())
+    talk, _ = await server.greet()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RuntimeError, match="a bug"):
+            await task
+        await talk.over.wait()
+
+
+async def test_a_stream_that_is_too_slow_is_opened_anew(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "OUTBOX_MESSAGES", 5)
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link):
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        for round_ in range(7):
+            link.say(success(round_))
+        await job.hear(events.ServerLost)
+        async with asyncio.timeout(PATIENCE_S):
+            await talk.over.wait()
+        await server.greet()
+        await job.hear(events.ServerConnected)
+
+
+async def test_a_stream_that_is_too_slow_is_given_up_at_the_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "OUTBOX_MESSAGES", 5)
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link) as task:
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        heartbeat = await talk.hear()
+        assert heartbeat is not None
+        for round_ in range(5):
+            link.say(success(round_))
+        link.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await task

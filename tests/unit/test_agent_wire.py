@@ -1,0 +1,357 @@
+"""What the agent says is what the server understands, and the other way round."""
+
+from dataclasses import replace
+
+import pytest
+
+from rdzv.agent import wire
+from rdzv.agent.core import commands, events
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    NodeFailure,
+    Phase,
+    WorkerFailure,
+)
+from rdzv.core import commands as asked
+from rdzv.core.model import Cause, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.server import wire as server_wire
+from rdzv.server.config import Limits
+from rdzv.v1 import rdzv_pb2 as pb
+
+SETTINGS = Settings(
+    min_nodes=2,
+    max_nodes=4,
+    max_restarts=3,
+    join_timeout_ms=4_000,
+    last_call_timeout_ms=500,
+    scale_up=ScaleUp.ON_RESTART,
+    restart_window_ms=60_000,
+)
+JOB = Job("job-7", "n1", SETTINGS, local_world_size=8)
+OFFER = Offer(
+    address="10.0.0.5",
+    local_world_size=8,
+    role="trainer",
+    topology="rack-1",
+    host_name="host-5",
+    machine="boot/net:[1]",
+    store_port=4711,
+    can_host_store=True,
+    shutdown_timeout_ms=7_000,
+)
+LINE = Assignment(
+    run="r1",
+    round=5,
+    group_rank=1,
+    group_world_size=3,
+    rank_first=4,
+    world_size=10,
+    role_rank_first=2,
+    role_world_size=6,
+    master_addr="10.0.0.1",
+    master_port=4712,
+    use_agent_store=True,
+    restarts=2,
+    max_restarts=7,
+)
+NOW_MS = 10_000
+FAILURE = WorkerFailure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
+KILLED = WorkerFailure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
+LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
+SPEAKER = server_wire.Speaker("n1", 12)
+LIMITS = Limits()
+
+REPORTED = asked.FailureReport(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", 40)
+REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", 0)
+
+
+def heard(message: pb.NodeMessage) -> asked.Command:
+    """Return what the server makes of a message that has gone over the wire."""
+    message = pb.NodeMessage.FromString(message.SerializeToString())
+    rdzv_id, command = server_wire.command_of(message, SPEAKER, LIMITS)
+    assert rdzv_id == "job-7"
+    return command
+
+
+# ------------------------------------------------------------------ what the agent says
+
+
+def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> None:
+    say = commands.SayJoin("r1", 5, (FAILURE, KILLED))
+    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=True)
+    assert heard(pb.NodeMessage(join=join)) == asked.Join(
+        "n1",
+        12,
+        "r1",
+        SETTINGS,
+        OFFER,
+        left_round=5,
+        failures=(REPORTED, REPORTED_KILL),
+        refuse_reuse=True,
+    )
+
+
+def test_a_fresh_join_names_no_round() -> None:
+    say = commands.SayJoin("", None, ())
+    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
+    assert heard(pb.NodeMessage(join=join)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
+
+
+def test_round_0_is_a_round_that_can_be_left() -> None:
+    say = commands.SayJoin("r1", 0, ())
+    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
+    command = heard(pb.NodeMessage(join=join))
+    assert isinstance(command, asked.Join)
+    assert command.left_round == 0
+
+
+@pytest.mark.parametrize(
+    ("say", "expected"),
+    [
+        (
+            commands.SayFailed("r1", 5, (FAILURE, KILLED)),
+            asked.Fail("n1", 12, "r1", 5, (REPORTED, REPORTED_KILL)),
+        ),
+        (commands.SaySucceeded("r1", 5), asked.Succeed("n1", 12, "r1", 5)),
+        (
+            commands.SayLeave("r1", LEAVING, None),
+            asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, "its agent received SIGTERM"),
+        ),
+        (
+            commands.SayLeave("r1", replace(LEAVING, cause=LeaveCause.START_FAILED), 0),
+            asked.Leave("n1", 12, "r1", LeaveCause.START_FAILED, LEAVING.reason, left_round=0),
+        ),
+        (commands.SayStuck("r1", 5, (7, 8)), asked.ReportStuck("n1", 12, "r1", 5, (7, 8))),
+        (
+            commands.SayStoreHostFailed("r1", 5, "exit code 1"),
+            asked.ReportStoreHost("n1", 12, "r1", 5, "exit code 1"),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_report_is_heard_as_it_was_said(say: commands.SayFailed, expected: asked.Command) -> None:
+    assert heard(wire.report(say, "job-7", NOW_MS)) == expected
+
+
+@pytest.mark.parametrize("cause", LeaveCause)
+def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
+    say = commands.SayLeave("r1", replace(LEAVING, cause=cause), 5)
+    command = heard(wire.report(say, "job-7", NOW_MS))
+    assert isinstance(command, asked.Leave)
+    assert command.cause is cause
+
+
+def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
+    failure = replace(FAILURE, message="no file caf\udce9", traceback="caf\udce9")
+    leaving = replace(LEAVING, reason="no folder caf\udce9")
+    fail = heard(wire.report(commands.SayFailed("r1", 5, (failure,)), "job-7", NOW_MS))
+    assert isinstance(fail, asked.Fail)
+    assert fail.failures[0].message == r"no file caf\udce9"
+    assert fail.failures[0].traceback == r"caf\udce9"
+    leave = heard(wire.report(commands.SayLeave("r1", leaving, 5), "job-7", NOW_MS))
+    assert isinstance(leave, asked.Leave)
+    assert leave.reason == r"no folder caf\udce9"
+    say = commands.SayStoreHostFailed("r1", 5, "caf\udce9")
+    store = heard(wire.report(say, "job-7", NOW_MS))
+    assert isinstance(store, asked.ReportStoreHost)
+    assert store.reason == r"caf\udce9"
+
+
+# ------------------------------------------------------------------ what a node believes
+
+IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
+REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
+RESUME = asked.Resume("n1", 12, "r1", 5)
+FAIL = asked.Fail("n1", 12, "r1", 5, (REPORTED,))
+LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
+
+BELIEFS = {
+    "a fresh node": (AgentState(JOB), False, (asked.Join("n1", 12, "", SETTINGS, OFFER),)),
+    "admitted": (
+        AgentState(JOB, run="r1"),
+        False,
+        (asked.Join("n1", 12, "r1", SETTINGS, OFFER),),
+    ),
+    "rejoining": (
+        REJOINING,
+        False,
+        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,)),),
+    ),
+    "running": (replace(IN_ROUND, phase=Phase.RUNNING), True, (RESUME,)),
+    "stopping": (
+        replace(IN_ROUND, phase=Phase.STOPPING, failures=(FAILURE,)),
+        True,
+        (RESUME, FAIL),
+    ),
+    "succeeded": (
+        replace(IN_ROUND, phase=Phase.SUCCEEDED),
+        True,
+        (RESUME, asked.Succeed("n1", 12, "r1", 5)),
+    ),
+    "leaving": (
+        replace(IN_ROUND, phase=Phase.LEAVING, leaving=LEAVING),
+        True,
+        (RESUME, LEAVE),
+    ),
+}
+
+
+def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
+    believed = wire.belief(state, offer, NOW_MS, refuse_reuse=False)
+    return pb.Belief.FromString(believed.SerializeToString())
+
+
+@pytest.mark.parametrize(("state", "has_workers", "expected"), BELIEFS.values(), ids=BELIEFS)
+def test_the_server_learns_all_that_it_missed(
+    state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
+) -> None:
+    found = server_wire.belief_of(belief_of(state), SPEAKER, LIMITS)
+    assert found.commands == expected
+    assert found.has_workers == has_workers
+    assert (found.rdzv_id, found.run) == ("job-7", state.run)
+    assert found.round == (state.assignment.round if state.assignment else None)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
+def test_every_phase_can_be_believed(phase: Phase) -> None:
+    assert belief_of(replace(IN_ROUND, phase=phase)).phase == pb.Belief.Phase.Value(phase.name)
+
+
+def test_the_round_is_told_in_full_so_that_it_can_be_adopted() -> None:
+    believed = belief_of(replace(IN_ROUND, phase=Phase.RUNNING))
+    assert believed.round.rdzv_id == "job-7"
+    assert wire.event(pb.ServerMessage(round_completed=believed.round)) == events.RoundCompleted(
+        LINE
+    )
+
+
+def test_a_node_that_has_workers_does_not_say_that_they_are_gone() -> None:
+    for name in ("running", "stopping", "succeeded", "leaving"):
+        believed = belief_of(BELIEFS[name][0])
+        assert not believed.join.HasField("left_round")
+        assert not believed.leave.HasField("left_round")
+        assert not believed.join.failures
+
+
+def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
+    """Otherwise a server that starts anew would refuse every node that trains."""
+    for state, has_workers, expected in BELIEFS.values():
+        if has_workers:
+            believed = belief_of(state, replace(OFFER, store_port=0))
+            assert server_wire.belief_of(believed, SPEAKER, LIMITS).commands == expected
+
+
+# ------------------------------------------------------------------ what the server says
+
+TOLD = {
+    "joined": (
+        pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="r1", run_number=2)),
+        events.Joined("r1", 2),
+    ),
+    "round_completed": (
+        pb.ServerMessage(
+            round_completed=pb.RoundCompleted(
+                rdzv_id="job-7",
+                **{name: getattr(LINE, name) for name in Assignment.__dataclass_fields__},
+            )
+        ),
+        events.RoundCompleted(LINE),
+    ),
+    "round_ended": (
+        pb.ServerMessage(
+            round_ended=pb.RoundEnded(
+                rdzv_id="job-7", run="r1", round=5, cause=pb.NODE_LOST, reason="why", broken=True
+            )
+        ),
+        events.RoundEnded("r1", 5, Cause.NODE_LOST, "why", broken=True),
+    ),
+    "closed": (
+        pb.ServerMessage(
+            closed=pb.Closed(
+                rdzv_id="job-7",
+                run="r1",
+                result=pb.RESULT_FAILED,
+                reason="why",
+                retry_sensible=True,
+                root_cause=pb.RootCause(
+                    failures=[
+                        pb.NodeFailure(
+                            node_id="n2",
+                            address="10.0.0.2",
+                            failure=pb.WorkerFailure(
+                                local_rank=0,
+                                rank=8,
+                                pid=7,
+                                exit_code=0,
+                                message="m",
+                                traceback="t",
+                            ),
+                        ),
+                        pb.NodeFailure(node_id="n3", failure=pb.WorkerFailure(signal=9)),
+                    ]
+                ),
+            )
+        ),
+        events.RunClosed(
+            "r1",
+            Result.FAILED,
+            "why",
+            True,
+            (
+                NodeFailure("n2", "10.0.0.2", 0, 8, 7, 0, None, "m", "t"),
+                NodeFailure("n3", "", 0, 0, 0, None, 9, "", ""),
+            ),
+        ),
+    ),
+    "refused": (
+        pb.ServerMessage(refused=pb.Refused(rdzv_id="job-7", code="X", message="why")),
+        events.Refused("X", "why"),
+    ),
+    "waiting": (pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="why")), None),
+    "welcome": (pb.ServerMessage(welcome=pb.Welcome(incarnation=1)), None),
+}
+
+
+@pytest.mark.parametrize(("message", "expected"), TOLD.values(), ids=TOLD)
+def test_what_the_server_says_becomes_an_event(
+    message: pb.ServerMessage, expected: events.Event | None
+) -> None:
+    message = pb.ServerMessage.FromString(message.SerializeToString())
+    assert wire.event(message) == expected
+    assert wire.rdzv_id_of(message) == ("" if message.HasField("welcome") else "job-7")
+
+
+def test_every_message_of_the_server_is_known() -> None:
+    (body,) = pb.ServerMessage.DESCRIPTOR.oneofs
+    assert {field.name for field in body.fields} == set(TOLD)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
+    told = pb.ServerMessage(round_ended=pb.RoundEnded(cause=pb.Cause.Value(cause.name)))
+    event = wire.event(told)
+    assert isinstance(event, events.RoundEnded)
+    assert event.cause is cause
+
+
+@pytest.mark.parametrize("result", Result)
+def test_every_result_is_understood(result: Result) -> None:
+    told = pb.ServerMessage(closed=pb.Closed(result=pb.Result.Value(f"RESULT_{result.name}")))
+    event = wire.event(told)
+    assert isinstance(event, events.RunClosed)
+    assert event.result is result
+
+
+def test_the_unheard_of_is_no_obstacle() -> None:
+    assert wire.event(pb.ServerMessage()) is None
+    assert wire.rdzv_id_of(pb.ServerMessage()) == ""
+    odd = pb.RoundEnded(cause=4711, reason="new")  # type: ignore[arg-type]
+    event = wire.event(pb.ServerMessage(round_ended=odd))
+    assert isinstance(event, events.RoundEnded)
+    assert event.reason == "new"
+    closed = wire.event(pb.ServerMessage(closed=pb.Closed()))
+    assert isinstance(closed, events.RunClosed)
+    assert closed.result is Result.FAILED
