@@ -317,6 +317,7 @@ async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: st
     jobs = (Job("job-1"), Job("job-2"))
     async with running(link_to(server.endpoint, jobs=jobs)):
         talk = await server.talk()
+        await talk.hello()
         status = grpc.StatusCode[ERRORS[code].grpc_status]
         talk.end(status, code, "node_id n1 is in use")
         for job in jobs:
@@ -447,7 +448,9 @@ async def test_a_server_that_says_goodbye_before_the_welcome_is_tried_again(
 ) -> None:
     job = Job()
     async with running(link_to(server.endpoint, jobs=(job,))):
-        (await server.talk()).end()
+        talk = await server.talk()
+        await talk.hello()
+        talk.end()
         assert await job.hear(events.ServerLost) == events.ServerLost("the server ended the stream")
         await server.greet()
         await job.hear(events.ServerConnected)

@@ -279,7 +279,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_belief(round=None), "needs a round and its run"),
         (read_belief(round=pb.RoundCompleted(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
         (read_belief(join=pb.Join()), "min_nodes 0"),
-        (read_belief(phase=pb.Belief.LEAVING), "run '' is empty"),
+        (read_belief(phase=pb.Belief.LEAVING), "cause 0 is not known"),
         (lambda: wire.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
         (lambda: wire.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS), "say hello once"),
         (lambda: wire.away_ms_of(pb.Away(), LIMITS), "deadline_ms 0 is out of bounds"),

@@ -99,7 +99,7 @@ class JobDriver:
 
     def belief(self) -> pb.Belief | None:
         """Say all that this node believes about the job; None once it has ended."""
-        if self._state.phase is Phase.ENDED:
+        if self._state.phase is Phase.ENDED or not self._holds_port():
             return None
         reuse = self._launch.refuse_reuse
         return wire.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=reuse)
@@ -137,6 +137,14 @@ class JobDriver:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
+    def _holds_port(self) -> bool:
+        """Hold a port ready for the next round's store, if one is waited for."""
+        try:
+            return self._state.phase is not Phase.JOINING or self._store_socket.port > 0
+        except OSError as error:
+            self.post(events.RunnerLost(f"no port can be bound for the c10d store: {error}"))
+            return False
+
     def _current_offer(self) -> Offer:
         """Return the offer with the port that is held ready now."""
         if self._state.phase is not Phase.JOINING:
@@ -168,6 +176,8 @@ class JobDriver:
         return self._runner
 
     def _join(self, say: commands.SayJoin) -> None:
+        if not self._holds_port():
+            return
         reuse = self._launch.refuse_reuse
         join = wire.join(say, self._state, self._current_offer(), _now_ms(), refuse_reuse=reuse)
         self._link.say(pb.NodeMessage(join=join))
@@ -248,7 +258,7 @@ class JobDriver:
     def _lose_runner(self, event: runner_link.RunnerExited) -> None:
         """Kill what a dead runner has left behind, before anyone is told that it is gone."""
         if not self._ended.done():
-            runner_link.sweep_descendants(())
+            runner_link.sweep_orphans()
             reason = f"its runner exited unexpectedly ({event.exit_code})"
             self.post(events.RunnerLost(reason))
 

@@ -17,10 +17,7 @@ MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
 MAX_FILE_BYTES = 4 << 20
 
-NO_ERROR_FILE = (
-    "no error file; decorate the script's main function with "
-    "torch.distributed.elastic.multiprocessing.errors.record to see its traceback here"
-)
+NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors.record writes it)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import shutil
 import socket
 import sys
@@ -54,9 +55,10 @@ def check_startable(launch: Launch) -> None:
     """Refuse, before anything is started, a launch that can not work on this node.
 
     Raises:
-        InvalidRequestError: script, program or interpreter are not there.
+        InvalidRequestError: script, program or interpreter are not there, or logs have no place.
 
     """
+    _check_log_dir(launch.log_dir)
     if launch.no_python:
         if shutil.which(launch.script) is None:
             raise InvalidRequestError(
@@ -68,16 +70,48 @@ def check_startable(launch: Launch) -> None:
         raise InvalidRequestError(
             f"the interpreter {launch.python!r} is not on this node; set PYTHON_EXEC to one that is"
         )
-    if not launch.module and not Path(launch.script).exists():
+    if not launch.module and not _is_there(launch.script):
         raise InvalidRequestError(
-            f"the script {launch.script!r} is not on this node (looked in {Path.cwd()}); give a "
-            "path that exists on every node"
+            f"the script {launch.script!r} is not on this node (looked in {_working_directory()}); "
+            "give a path that exists on every node"
         )
+
+
+def _check_log_dir(log_dir: Path | None) -> None:
+    """Refuse a log directory that can not be made or written; make nothing yet."""
+    if log_dir is None:
+        return
+    there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
+    if not there.is_dir():
+        reason = f"{there} is no directory"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"{there} can not be written"
+    else:
+        return
+    raise InvalidRequestError(f"--log-dir={log_dir}: {reason}; give another")
+
+
+def _is_there(path: str | Path) -> bool:
+    """Say whether there is such a file; also where its folders can not be searched."""
+    try:
+        return bool(str(path)) and Path(path).exists()
+    except OSError:
+        return False
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "the working directory, which is gone"
 
 
 async def has_torch(python: str) -> bool:
     """Ask the job's interpreter whether it has torch, without importing it."""
-    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    question = (
+        "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
+        "import importlib.util; sys.exit(importlib.util.find_spec('torch') is None)"
+    )
     try:
         process = await asyncio.create_subprocess_exec(
             python,

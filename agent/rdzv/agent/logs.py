@@ -32,7 +32,7 @@ class RunLogs:
     """The log directory of one job on one node."""
 
     def __init__(self, log_dir: Path | None, rdzv_id: str, node_id: str) -> None:
-        self._base = log_dir or Path(tempfile.mkdtemp(prefix="rdzv_"))
+        self._base = log_dir
         self._rdzv_id = rdzv_id
         self._node_id = node_id
 
@@ -43,6 +43,9 @@ class RunLogs:
             OSError: a directory can not be made.
 
         """
+        if self._base is None:
+            # Not before there is something to keep: a node that never ran leaves nothing behind.
+            self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
         run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
         round_dir = run_dir / f"round_{assignment.round}"
         files = []

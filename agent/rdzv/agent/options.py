@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import math
 import os
 import socket
 import sys
@@ -23,6 +24,9 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 DEFAULT_PORT = 29400
+MAX_COUNT = 1_000_000
+"""Above every limit of a server, which then says which; what is larger fits into no message."""
+MAX_CONF_S = 30 * 86_400
 
 _CONF_KEYS = {
     "join_timeout": "seconds to wait for min_nodes before giving up (default 600)",
@@ -162,6 +166,8 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, list[Endpoi
 
     """
     args = _parser().parse_args(argv)
+    for option in ("rdzv_id", "node_id", "role", "topology", "local_addr"):
+        _check_printable(option, getattr(args, option))
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
     conf = parse_conf(args.rdzv_conf)
     standalone = args.standalone or (not args.rdzv_endpoint and max_nodes == 1)
@@ -174,7 +180,7 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, list[Endpoi
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             max_restarts=_at_least("--max-restarts", args.max_restarts, 0),
-            join_timeout_ms=_conf_ms(conf, "join_timeout", 600),
+            join_timeout_ms=_conf_ms(conf, "join_timeout", 600, least_ms=1),
             last_call_timeout_ms=_conf_ms(conf, "last_call_timeout", 30),
             scale_up=_scale_up(conf.get("scale_up", ScaleUp.EAGER.value)),
             restart_window_ms=_conf_ms(conf, "restart_window", 0),
@@ -212,6 +218,15 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, list[Endpoi
     return launch, endpoints
 
 
+def _check_printable(option: str, value: str) -> None:
+    """Refuse what no message can carry, and what would do things to a terminal."""
+    if not value.isprintable():
+        raise InvalidRequestError(
+            f"--{option.replace('_', '-')}={value!r} has characters that can not be printed; "
+            "leave them out"
+        )
+
+
 def _check_backend(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:
     if args.rdzv_backend not in ("", "rdzv"):
         raise InvalidRequestError(
@@ -246,7 +261,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
         raise InvalidRequestError(
             f"--nnodes={text} is no number of nodes; give N or MIN:MAX, e.g. 2:4"
         )
-    low, high = int(parts[0]), int(parts[-1])
+    low, high = (_count(f"--nnodes={text}", part) for part in (parts[0], parts[-1]))
     if low < 1:
         raise InvalidRequestError(
             f"--nnodes={text}: a job needs at least 1 node; raise the minimum"
@@ -271,17 +286,26 @@ def parse_conf(text: str) -> dict[str, str]:
     return conf
 
 
-def _conf_ms(conf: Mapping[str, str], key: str, default_s: float) -> int:
+def _conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
     text = conf.get(key, str(default_s))
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= 10_000_000:
+    if not 0 <= seconds < math.inf:
         raise InvalidRequestError(
             f"--rdzv-conf: {key}={text} is no number of seconds; give one from 0 on"
         )
-    return round(seconds * 1000)
+    if seconds > MAX_CONF_S:
+        raise InvalidRequestError(
+            f"--rdzv-conf: {key}={text} is too long; give at most {MAX_CONF_S} seconds (30 days)"
+        )
+    ms = round(seconds * 1000)
+    if ms < least_ms:
+        raise InvalidRequestError(
+            f"--rdzv-conf: {key}={text} is too short; give at least {least_ms / 1000:g} seconds"
+        )
+    return ms
 
 
 def _conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
@@ -304,12 +328,23 @@ def _nproc(text: str) -> int:
         raise InvalidRequestError(
             f"--nproc-per-node={text} is no number of workers; give one from 1 on"
         )
-    return _at_least("--nproc-per-node", int(text), 1)
+    count = _count(f"--nproc-per-node={text:.20}", text)
+    return _at_least("--nproc-per-node", count, 1)
+
+
+def _count(given: str, digits: str) -> int:
+    """Read a number of decimal digits, of which there may be any number."""
+    too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
+    if too_long or int(digits) > MAX_COUNT:
+        raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
+    return int(digits)
 
 
 def _at_least(option: str, value: int, least: int) -> int:
     if value < least:
         raise InvalidRequestError(f"{option}={value} is too small; give at least {least}")
+    if value > MAX_COUNT:
+        raise InvalidRequestError(f"{option}={value} is too large; give at most {MAX_COUNT}")
     return value
 
 
@@ -343,5 +378,5 @@ def parse_redirects(text: str, local_world_size: int) -> dict[int, int]:
             raise InvalidRequestError(
                 f"--redirects={text}: {pair!r} is not of the form LOCAL_RANK:N with N from 0 to 3"
             )
-        redirects[int(rank)] = int(what)
+        redirects[_count(f"--redirects={text}", rank)] = int(what)
     return redirects

@@ -50,12 +50,18 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def set_up_logging(program: str) -> None:
-    """Log to stderr, as LOGLEVEL says (default INFO); stdout is the workers'."""
+    """Log to stderr, as LOGLEVEL says (default INFO); stdout is the workers'.
+
+    Of an embedded server only what is wrong is shown: the agent itself tells what happens.
+    """
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {program}: %(message)s"))
-    log.handlers[:] = [handler]
-    log.propagate = False
+    everything = logging.getLogger("rdzv")
+    everything.handlers[:] = [handler]
+    everything.propagate = False
+    everything.setLevel(logging.WARNING)
+    logging.getLogger("rdzv.events").setLevel(logging.CRITICAL)
     log.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
 
 

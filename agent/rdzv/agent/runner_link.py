@@ -36,7 +36,7 @@ __all__ = [
     "WorkersStartFailed",
     "WorkersStuck",
     "become_subreaper",
-    "sweep_descendants",
+    "sweep_orphans",
 ]
 
 log = logging.getLogger("rdzv.agent.runner")
@@ -167,6 +167,7 @@ class RunnerLink:
         self._channel = channel
         self._on_event = on_event
         self._exited = asyncio.Event()
+        _runner_pids.add(process.pid)
         self._loop = asyncio.get_running_loop()
         self._pidfd = os.pidfd_open(process.pid)
         self._loop.add_reader(self._pidfd, self._notice_exit)
@@ -307,6 +308,7 @@ class RunnerLink:
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()
             self._exited.set()
+            _runner_pids.discard(self.pid)
             self._on_event(RunnerExited(code))
 
     def _drain(self) -> None:
@@ -320,6 +322,15 @@ class RunnerLink:
         """Kill a runner that can not be worked with; `RunnerExited` follows."""
         log.error("killing the runner, pid %d: %s", self.pid, reason)
         self._process.kill()
+
+
+_runner_pids: set[int] = set()
+"""The runners of this process that have not exited."""
+
+
+def sweep_orphans() -> None:
+    """Kill what dead runners have left behind, in a subreaper; the other runners go on."""
+    sweep_descendants(_runner_pids)
 
 
 def _start_runner(fd: int) -> subprocess.Popen[bytes]:

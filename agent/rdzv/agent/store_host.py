@@ -10,9 +10,8 @@ The choices, tried with torch 2.13:
 * `master_listen_fd`: whoever connected before is served as soon as the store exists, so workers
   need not wait for it. The store takes the descriptor over.
 * `wait_for_workers=False`: else the constructor would wait for all clients.
-* `use_libuv` as the workers decide it (USE_LIBUV, on by default). Both backends take a listening
-  socket, but the older serves no `multi_get`, `append` or queues, which clients ask for if their
-  own setting is libuv; so the two must agree.
+* `use_libuv` as the workers decide it (USE_LIBUV, on by default), so that server and clients are
+  of one kind, as they are under torchrun. Both kinds take a listening socket.
 * `multi_tenant=False`: it shares one server between the stores of one process that have the same
   port. There is one store here, and with it a second one by mistake would be silent.
 * The port is told in any case: libuv takes 0 for "whatever the socket has", the older does not.

@@ -13,6 +13,7 @@ from rdzv.agent.core.model import (
     WorkerFailure,
 )
 from rdzv.core.model import Cause, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.v1 import rdzv_pb2 as pb
 
 PROTOCOL_VERSION = 1
@@ -47,10 +48,12 @@ _RESULTS = {
 
 def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) -> pb.Belief:
     """Say all that this node believes about its job."""
+    # The join of a node without workers has them already.
+    failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
         join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse),
-        failures=_failures(state.failures, now_ms),
+        failures=_failures(failures, now_ms),
     )
     if state.assignment is not None:
         believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment))
@@ -124,6 +127,8 @@ def _round(rdzv_id: str, assignment: Assignment) -> pb.RoundCompleted:
 
 
 def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerFailure]:
+    """Report the earliest failures; the server keeps no more, and a message has a bound."""
+    earliest = sorted(failures, key=lambda failure: failure.at_ms)[:MAX_FAILURES]
     return [
         pb.WorkerFailure(
             local_rank=failure.local_rank,
@@ -135,7 +140,7 @@ def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerF
             traceback=_text(failure.traceback),
             age_ms=max(now_ms - failure.at_ms, 0),
         )
-        for failure in failures
+        for failure in earliest
     ]
 
 

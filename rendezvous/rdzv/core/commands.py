@@ -77,7 +77,10 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Leave the job; the seat is kept until a repetition names the round in `left_round`."""
+    """Leave the job; the seat is kept until a repetition names the round in `left_round`.
+
+    `run` is empty if the node leaves before it has heard which run it is in.
+    """
 
     node_id: str
     incarnation: int

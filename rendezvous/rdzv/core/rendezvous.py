@@ -247,6 +247,8 @@ def _apply_to_present(
             _mark_back(work, command.node_id)
         case MarkLost():
             _give_up(work, command.node_id, command.reason)
+        case Leave(run=""):
+            _leave(work, command)
         case _ if command.run != work.membership.run:
             pass
         case Fail():

@@ -362,7 +362,8 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
     return Leave(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
-        run=_uid("run", message.run, limits),
+        # Unknown to a node that leaves before it has heard which run it is in.
+        run=_uid("run", message.run, limits, needed=False),
         cause=_one_of("cause", message.cause, _LEAVE_CAUSES),
         reason=_sentence(message.reason, limits),
         left_round=message.left_round if message.HasField("left_round") else None,

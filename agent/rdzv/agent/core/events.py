@@ -119,7 +119,7 @@ class StoreHostExited:
 
 @dataclass(frozen=True, slots=True)
 class RunnerLost:
-    """The runner died; whatever it left behind has been killed."""
+    """This node can not start workers any more; those it had, and all they left, are gone."""
 
     reason: str
 

@@ -1,0 +1,488 @@
+"""The words of a scenario: commands as lines that people write, answers as lines that they read.
+
+A command is a verb, a node and what goes with it: `fail n1 round=0 rank=3 exit=1 "ValueError"`.
+`n1#2` is the second instance (incarnation 2) of n1; plain `n1` is the first. Durations carry
+their unit: `250ms`, `5s`, `2min`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+from rdzv.core import nodes
+from rdzv.core.commands import (
+    Command,
+    Fail,
+    FailureReport,
+    Join,
+    Leave,
+    MarkAway,
+    MarkBack,
+    MarkLost,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Succeed,
+    Tick,
+)
+from rdzv.core.events import (
+    Event,
+    LastCallBegan,
+    NodeCameBack,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunBegan,
+    RunEnded,
+    WorkerFailed,
+)
+from rdzv.core.explain import JobView
+from rdzv.core.model import Failure, LeaveCause, Offer, Round, ScaleUp, Settings, State, Tuning
+from rdzv.core.root_cause import describe_failure
+
+_COUNTER_BITS = 32
+_UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
+
+
+class ScenarioError(Exception):
+    """A line of a scenario can not be read."""
+
+
+def read_ms(text: str) -> int:
+    """Read a duration.
+
+    >>> [read_ms(text) for text in ("250ms", "1.5s", "10min")]
+    [250, 1500, 600000]
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|min|h)", text)
+    if not match:
+        raise ScenarioError(f"{text} is no duration; write 250ms, 5s, 10min")
+    return round(float(match[1]) * _UNITS_MS[match[2]])
+
+
+def write_ms(ms: int) -> str:
+    """Write a duration so that `read_ms` reads it.
+
+    >>> [write_ms(ms) for ms in (250, 1500, 600000, 0)]
+    ['250ms', '1.5s', '600s', '0s']
+    """
+    return f"{ms / 1000:g}s" if ms % 100 == 0 else f"{ms}ms"
+
+
+# ------------------------------------------------------------------ a line, taken apart
+
+
+@dataclass
+class Line:
+    """One command as written: a verb, plain words, and `key=value` pairs."""
+
+    verb: str
+    words: list[str] = field(default_factory=list)
+    pairs: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, text: str) -> Line:
+        """Take a line apart; what is in quotes is one word."""
+        tokens = shlex.split(text)
+        line = cls(tokens[0])
+        for token in tokens[1:]:
+            key, equals, value = token.partition("=")
+            if equals and key.isidentifier():
+                line.pairs[key] = value
+            else:
+                line.words.append(token)
+        return line
+
+    def word(self, default: str | None = None) -> str:
+        """Take the next plain word."""
+        if self.words:
+            return self.words.pop(0)
+        if default is None:
+            raise ScenarioError(f"{self.verb} lacks a word")
+        return default
+
+    def take(self, key: str, default: str) -> str:
+        return self.pairs.pop(key, default)
+
+    def number(self, key: str, default: int) -> int:
+        return int(self.take(key, str(default)))
+
+    def ms(self, key: str, default_ms: int) -> int:
+        return read_ms(self.take(key, write_ms(default_ms)))
+
+    def finish(self) -> None:
+        """Refuse what nobody has taken: a misspelt word must not pass unseen."""
+        if self.words or self.pairs:
+            raise ScenarioError(f"{self.verb} does not know {self.words or self.pairs}")
+
+
+# ------------------------------------------------------------------ settings and tuning
+
+
+def read_settings(line: Line, default: Settings) -> Settings:
+    """Take the settings of a job from a line; what is not named is as in `default`."""
+    bounds = line.take("nodes", f"{default.min_nodes}:{default.max_nodes}").partition(":")
+    return Settings(
+        min_nodes=int(bounds[0]),
+        max_nodes=int(bounds[2] or bounds[0]),
+        max_restarts=line.number("max_restarts", default.max_restarts),
+        join_timeout_ms=line.ms("join_timeout", default.join_timeout_ms),
+        last_call_timeout_ms=line.ms("last_call", default.last_call_timeout_ms),
+        scale_up=ScaleUp(line.take("scale_up", default.scale_up)),
+        restart_window_ms=line.ms("restart_window", default.restart_window_ms),
+    )
+
+
+def write_settings(settings: Settings, default: Settings) -> list[str]:
+    """Write what differs from `default`, so that `read_settings` reads it."""
+    written = []
+    if (settings.min_nodes, settings.max_nodes) != (default.min_nodes, default.max_nodes):
+        written.append(f"nodes={settings.min_nodes}:{settings.max_nodes}")
+    if settings.max_restarts != default.max_restarts:
+        written.append(f"max_restarts={settings.max_restarts}")
+    if settings.scale_up != default.scale_up:
+        written.append(f"scale_up={settings.scale_up}")
+    durations = {"join_timeout": "join_timeout_ms", "last_call": "last_call_timeout_ms"}
+    durations["restart_window"] = "restart_window_ms"
+    for word, name in durations.items():
+        if getattr(settings, name) != getattr(default, name):
+            written.append(f"{word}={write_ms(getattr(settings, name))}")
+    return written
+
+
+_T = TypeVar("_T", Tuning, nodes.NodesTuning)
+
+
+def read_tuning(line: Line, kind: type[_T]) -> _T:
+    """Take the server's own timings, named as in the code without their `_ms`."""
+    given = {}
+    for knob in fields(kind):
+        word = knob.name.removesuffix("_ms")
+        if word in line.pairs:
+            value = line.pairs[word]
+            given[knob.name] = read_ms(value) if knob.name.endswith("_ms") else int(value)
+    return kind(**given)
+
+
+def forget_tuning(line: Line, kind: type[_T]) -> None:
+    """Take away what `read_tuning` has read; two kinds of tuning share some words."""
+    for knob in fields(kind):
+        line.pairs.pop(knob.name.removesuffix("_ms"), None)
+
+
+# ------------------------------------------------------------------ commands
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command needs to know that its line does not say."""
+
+    settings: Settings
+    run: str
+    incarnation: Callable[[str], int]
+    now_ms: int
+
+
+def speaker(token: str, incarnation: Callable[[str], int]) -> tuple[str, int]:
+    """Read `n1`, `n1#2`, or `n1#1.2` for the second instance under leadership 1."""
+    node_id, hash_, number = token.partition("#")
+    if not hash_:
+        return node_id, incarnation(node_id)
+    leadership, dot, counter = number.rpartition(".")
+    return node_id, (int(leadership) << _COUNTER_BITS) + int(counter) if dot else int(number)
+
+
+def read_command(line: Line, said: Said) -> Command:
+    """Read one command to a rendezvous."""
+    if line.verb == "tick":
+        return Tick()
+    reader = _READERS.get(line.verb)
+    if reader is None:
+        raise ScenarioError(f"no such command: {line.verb}")
+    node_id, incarnation = speaker(line.word(), said.incarnation)
+    command = reader(line, node_id, incarnation, said)
+    line.finish()
+    return command
+
+
+def _read_offer(line: Line, node_id: str) -> Offer:
+    machine = line.take("machine", f"machine-of-{node_id}")
+    return Offer(
+        address=line.take("address", f"{node_id}.net"),
+        local_world_size=line.number("workers", 1),
+        role=line.take("role", "default"),
+        topology=line.take("topology", ""),
+        host_name=line.take("host_name", ""),
+        machine=machine,
+        store_port=line.number("port", 0),
+        can_host_store=line.take("store", "no") == "yes",
+        shutdown_timeout_ms=line.ms("shutdown_timeout", 30_000),
+    )
+
+
+def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    return Join(
+        node_id=node_id,
+        incarnation=incarnation,
+        run=line.take("run", ""),
+        settings=read_settings(line, said.settings),
+        offer=_read_offer(line, node_id),
+        left_round=int(line.pairs.pop("left_round")) if "left_round" in line.pairs else None,
+        refuse_reuse=line.take("reuse", "true") == "false",
+    )
+
+
+def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    return Join(
+        node_id=node_id,
+        incarnation=incarnation,
+        run=line.take("run", said.run),
+        settings=said.settings,
+        left_round=line.number("round", 0),
+        failures=_read_failures(line),
+        offer=_read_offer(line, node_id),
+    )
+
+
+def _read_failures(line: Line) -> tuple[FailureReport, ...]:
+    """Read `rank=3 exit=1 "message" traceback=... age=5ms`; without a rank there is none."""
+    if "rank" not in line.pairs:
+        return ()
+    return (
+        FailureReport(
+            rank=line.number("rank", 0),
+            local_rank=line.number("local_rank", 0),
+            pid=line.number("pid", 4711),
+            exit_code=int(line.pairs.pop("exit")) if "exit" in line.pairs else None,
+            signal=int(line.pairs.pop("signal")) if "signal" in line.pairs else None,
+            message=line.word(""),
+            traceback=line.take("traceback", ""),
+            age_ms=line.ms("age", 0),
+        ),
+    )
+
+
+def _read_fail(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    run, number = line.take("run", said.run), line.number("round", 0)
+    return Fail(node_id, incarnation, run, number, _read_failures(line))
+
+
+def _read_leave(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    cause = LeaveCause(line.take("cause", LeaveCause.SIGNAL))
+    run = line.take("run", said.run)
+    left_round = line.number("left_round", -1)
+    reason = line.word("its agent received SIGTERM")
+    return Leave(node_id, incarnation, run, cause, reason, None if left_round < 0 else left_round)
+
+
+def _read_stuck(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    pids = tuple(int(pid) for pid in line.take("pids", "4711").split(","))
+    run = line.take("run", said.run)
+    return ReportStuck(node_id, incarnation, run, line.number("round", 0), pids)
+
+
+def _read_store_host(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    run, number = line.take("run", said.run), line.number("round", 0)
+    return ReportStoreHost(node_id, incarnation, run, number, line.word("it exited 1"))
+
+
+def _read_away(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+    for_ms, firm = line.ms("for", 5_000), line.word("") == "firm"
+    return MarkAway(node_id, incarnation, said.now_ms + for_ms, firm)
+
+
+def _about_round(kind: type[Resume] | type[Succeed]) -> _Reader:
+    def read(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
+        return kind(node_id, incarnation, line.take("run", said.run), line.number("round", 0))
+
+    return read
+
+
+_Reader = Callable[[Line, str, int, Said], Command]
+
+_READERS: Mapping[str, _Reader] = {
+    "join": _read_join,
+    "stopped": _read_stopped,
+    "resume": _about_round(Resume),
+    "fail": _read_fail,
+    "succeed": _about_round(Succeed),
+    "leave": _read_leave,
+    "stuck": _read_stuck,
+    "store-host": _read_store_host,
+    "away": _read_away,
+    "back": lambda line, node_id, incarnation, said: MarkBack(node_id, incarnation),
+    "lost": lambda line, node_id, incarnation, said: MarkLost(
+        node_id, incarnation, line.word("lease ran out")
+    ),
+}
+
+
+def write_command(command: Command, default: Settings, now_ms: int, name: str) -> str:
+    """Write a command so that `read_command` reads it; `name` is that of its speaker."""
+    match command:
+        case Tick():
+            return "tick"
+        case Join():
+            words = ["join", name, *([f"run={command.run}"] if command.run else [])]
+            words += [f"left_round={command.left_round}"] if command.left_round is not None else []
+            words += [f"workers={command.offer.local_world_size}"]
+            return " ".join(words + write_settings(command.settings, default))
+        case Resume() | Succeed():
+            verb = type(command).__name__.lower()
+            return f"{verb} {name} run={command.run} round={command.round}"
+        case Fail():
+            first = command.failures[0] if command.failures else None
+            what = f" rank={first.rank} exit={first.exit_code}" if first else ""
+            return f"fail {name} run={command.run} round={command.round}{what}"
+        case Leave():
+            left = "" if command.left_round is None else f" left_round={command.left_round}"
+            return f"leave {name} run={command.run}{left}"
+        case ReportStuck():
+            return f"stuck {name} run={command.run} round={command.round}"
+        case ReportStoreHost():
+            return f"store-host {name} run={command.run} round={command.round}"
+        case MarkAway():
+            firm = " firm" if command.firm else ""
+            return f"away {name}{firm} for={command.until_ms - now_ms}ms"
+        case MarkBack():
+            return f"back {name}"
+        case MarkLost():
+            return f'lost {name} "{command.reason}"'
+
+
+# ------------------------------------------------------------------ answers
+
+
+def write_events(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
+    """Write what happened in one line."""
+    return " · ".join(_write_event(event) for event in events) or "-"
+
+
+def _write_event(event: Event | nodes.NodesEvent) -> str:
+    text = f"{type(event).__name__} {_what(event)}".rstrip()
+    # What the nodes core says is not about this job alone.
+    return f"[{text}]" if isinstance(event, nodes.NodesEvent) else text
+
+
+def _what(event: Event | nodes.NodesEvent) -> str:
+    match event:
+        case RunBegan():
+            return f"{event.run}: {event.reason}"
+        case NodeJoined():
+            return name(event.node_id, event.incarnation)
+        case NodeStopped() | NodeSucceeded():
+            return f"{event.node_id} round={event.round}"
+        case NodeLeaving() | NodeLeft() | NodeLost():
+            return f"{event.node_id}: {event.reason}"
+        case NodeWentAway():
+            return f"{event.node_id} for {write_ms(event.for_ms)}"
+        case NodeCameBack():
+            return f"{event.node_id} after {write_ms(event.after_ms)}"
+        case NodeStuck():
+            return f"{event.node_id} round={event.round}: {event.reason}"
+        case WorkerFailed():
+            return f"round={event.round} {write_failure(event.failure)}"
+        case LastCallBegan():
+            return f"{event.nodes} nodes, {write_ms(event.for_ms)}"
+        case RoundCompleted():
+            return write_round(event.round)
+        case RoundEnded():
+            broken = " (broken)" if event.end.broken else ""
+            return f"round={event.round}{broken} {event.end.cause}: {event.end.reason}"
+        case RoundSettled():
+            budget = f"{event.restarts} of {event.max_restarts} restarts"
+            return f"round={event.round} {event.cause}: {event.reason}; {budget}"
+        case RunEnded():
+            again = " (try again)" if event.ended.retry_sensible else ""
+            return f"{event.run} {event.ended.result}{again}: {event.ended.reason}"
+        case _:
+            return _what_of_node(event)
+
+
+def _what_of_node(event: nodes.NodesEvent) -> str:
+    who = name(event.node_id, event.incarnation)
+    match event:
+        case nodes.NodeConnected():
+            old = event.replaced and write_incarnation(event.replaced)
+            replaced = f" replaces #{old}" if old else ""
+            stale = f" closes stream {event.stale_stream}" if event.stale_stream else ""
+            return f"{who} lease={write_ms(event.lease_ms)}{replaced}{stale}"
+        case nodes.NodeAway():
+            return f"{who} until {write_ms(event.until_ms)}" + (" firm" if event.firm else "")
+        case nodes.NodeLost():
+            stale = f" closes stream {event.stream}" if event.stream else ""
+            return f"{who}{stale}: {event.reason}"
+
+
+def name(node_id: str, incarnation: int) -> str:
+    """Write `n1`, `n1#2` or `n1#1.2`, as `speaker` reads it."""
+    return node_id if incarnation == 1 else f"{node_id}#{write_incarnation(incarnation)}"
+
+
+def write_incarnation(incarnation: int) -> str:
+    leadership, counter = incarnation >> _COUNTER_BITS, incarnation % (1 << _COUNTER_BITS)
+    return f"{leadership}.{counter}" if leadership else f"{counter}"
+
+
+def write_failure(failure: Failure) -> str:
+    at = f" at {write_ms(failure.at_ms)}"
+    return describe_failure(failure) + at + (" with traceback" if failure.traceback else "")
+
+
+def write_round(round_: Round) -> str:
+    """Write `round=1 n1=0..7 n2=8..15 world_size=16 master=n1.net:29500`."""
+    parts = [f"round={round_.number}"]
+    roles = {participant.offer.role for participant in round_.participants}
+    for p in round_.participants:
+        last = p.rank_first + p.offer.local_world_size - 1
+        ranks = f"{p.rank_first}..{last}" if last > p.rank_first else f"{p.rank_first}"
+        role = f"({p.offer.role} {p.role_rank_first}/{p.role_world_size})" if len(roles) > 1 else ""
+        parts.append(f"{name(p.node_id, p.incarnation)}={ranks}{role}")
+    store = "" if round_.use_agent_store else " (store by RANK 0)"
+    parts += [f"world_size={round_.world_size}"]
+    if round_.restarts:
+        parts += [f"restarts={round_.restarts}"]
+    return " ".join(parts) + f" master={round_.master_addr}:{round_.master_port}{store}"
+
+
+def write_state(state: State) -> str:
+    """Write what the job is doing and who is where: `round 1 joining: n1, n2 stopping`."""
+    membership = state.membership
+    if not membership.run:
+        return "vacant"
+    if membership.ended is not None:
+        return f"{membership.run} {membership.ended.result}"
+    running = membership.round is not None and membership.round.live
+    number = membership.round.number if running and membership.round else membership.next_round
+    groups: dict[str, list[str]] = {}
+    for node_id, seat in state.seats.items():
+        doing = "succeeded" if seat.succeeded else "running" if running else "stopping"
+        groups.setdefault("leaving" if seat.leaving else doing, []).append(node_id)
+    groups["waiting"], groups["stuck"] = list(state.waiting), list(state.stuck)
+    who = [", ".join(sorted(group)) + f" {word}" for word, group in groups.items() if group]
+    if state.away:
+        who.append(f"of these away: {', '.join(sorted(state.away))}")
+    doing = "running" if running else "joining"
+    return f"round {number} {doing}: " + ("; ".join(who) or "nobody")
+
+
+def write_view(shown: JobView) -> list[str]:
+    """Write what `status` shows."""
+    written = [f"{shown.state}: {shown.reason}"]
+    for node in shown.nodes:
+        rank = "" if node.group_rank is None else f" GROUP_RANK {node.group_rank}"
+        written.append(f"  {node.node_id} {node.state}{rank}: {node.reason}".rstrip(": "))
+    return written
+
