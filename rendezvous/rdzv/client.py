@@ -178,8 +178,8 @@ class JobStatus:
     min_nodes: int
     max_nodes: int
     world_size: int | None
-    restarts: int
-    max_restarts: int
+    restarts: int | None
+    max_restarts: int | None
     master_addr: str | None
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
@@ -201,8 +201,8 @@ class JobSummary:
     min_nodes: int
     max_nodes: int
     world_size: int | None
-    restarts: int
-    max_restarts: int
+    restarts: int | None
+    max_restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +386,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         min_nodes=status.min_nodes,
         max_nodes=status.max_nodes,
         world_size=status.world_size or None,
-        restarts=status.restarts,
-        max_restarts=status.max_restarts,
+        restarts=_optional(status, "restarts"),
+        max_restarts=_optional(status, "max_restarts"),
         master_addr=status.master_addr or None,
         master_port=status.master_port or None,
         nodes=tuple(map(_node_status, status.nodes)),
@@ -444,8 +444,8 @@ def _job_summary(job: pb.JobSummary) -> JobSummary:
         min_nodes=job.min_nodes,
         max_nodes=job.max_nodes,
         world_size=job.world_size or None,
-        restarts=job.restarts,
-        max_restarts=job.max_restarts,
+        restarts=_optional(job, "restarts"),
+        max_restarts=_optional(job, "max_restarts"),
     )
 
 

@@ -160,36 +160,47 @@ def test_a_node_that_gets_sigterm_leaves_and_lets_its_workers_save(c: Cluster) -
     assert nodes[2].wait() == 128 + signal.SIGTERM
     assert saved.read_text() == "saved"
     c.wait_for_round(1, workers=2)
+
+
+def test_the_others_go_on_without_a_node_that_left_and_spend_nothing(c: Cluster) -> None:
+    """RANK 0's node leaves in the midst of an all-reduce: its peers fail, and are not charged."""
+    nodes = start_three(c, worker="all_reduce.py")
+    first = c.wait_for_round(0, workers=3)
+    nodes[0].process.send_signal(signal.SIGTERM)
+    second = c.wait_for_round(1, workers=2)
+    assert [r["RANK"] for r in second] == ["0", "1"]
+    assert second[0]["MASTER_PORT"] != first[0]["MASTER_PORT"]
     status = c.wait_for_state("running")
     assert status.restarts == 0
-    assert {n.node_id: n.state for n in status.nodes}["n3"] == "left"
+    assert {n.node_id: n.state for n in status.nodes}["n1"] == "left"
+    c.finish()
+    assert exit_codes(nodes[1:]) == [0, 0]
 
 
 def test_a_late_node_is_taken_in_by_one_free_restart(c: Cluster) -> None:
-    for i in (1, 2):
-        c.start_node(f"n{i}", "--rdzv-conf=last_call_timeout=0")
+    now = "--rdzv-conf=last_call_timeout=0"
+    nodes = [c.start_node(f"n{i}", now, worker="all_reduce.py") for i in (1, 2)]
     c.wait_for_round(0, workers=2)
-    c.start_node("n3", "--rdzv-conf=last_call_timeout=0")
+    nodes.append(c.start_node("n3", now, worker="all_reduce.py"))
     second = c.wait_for_round(1, workers=3)
     assert [r["RANK"] for r in second] == ["0", "1", "2"]
     assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"0"}
+    c.finish()
+    assert exit_codes(nodes) == [0, 0, 0]
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node_and_ends_with_the_job(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
+    nodes = [c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py") for i in (1, 2)]
     first = c.wait_for_round(0, workers=2)
-    spare = c.start_node("n3", nnodes="2")
+    spare = c.start_node("n3", nnodes="2", worker="all_reduce.py")
     c.wait_until("n3 is a spare", lambda: "spare" in [n.state for n in c.status().nodes])
-    assert "spare: all 2 seats are taken" in c.wait_until(
-        "n3 says so", lambda: spare.text if "spare" in spare.text else ""
-    )
+    c.wait_until("n3 says so", lambda: "spare: all 2 seats are taken" in spare.text)
     nodes[0].kill_tree()
     second = c.wait_for_round(1, workers=2)
-    assert {n.node_id: n.group_rank for n in c.status().nodes if n.state == "seated"} == {
-        "n3": 0,
-        "n2": 1,
-    }
+    seated = {n.node_id: n.group_rank for n in c.status().nodes if n.state == "seated"}
+    assert seated == {"n3": 0, "n2": 1}
     assert ranks(second) == ranks(first)
+    assert c.status().restarts == 0
     c.finish()
     assert exit_codes([nodes[1], spare]) == [0, 0]
 

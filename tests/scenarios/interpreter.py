@@ -109,6 +109,8 @@ class Stage:
         if line.verb == "status":
             yield from write_view(view(self.job.state, self.job.now_ms))
             return
+        if line.verb == "tick":
+            return  # Whatever fell due has been ticked on the way.
         try:
             yield write_events(self._events(line))
         except RendezvousError as error:

@@ -226,8 +226,8 @@ def _read_offer(line: Line, node_id: str) -> Offer:
         topology=line.take("topology", ""),
         host_name=line.take("host_name", ""),
         machine=machine,
-        store_port=line.number("port", 0),
-        can_host_store=line.take("store", "no") == "yes",
+        store_port=line.number("port", 29_500),
+        can_host_store=line.take("store", "yes") == "yes",
         shutdown_timeout_ms=line.ms("shutdown_timeout", 30_000),
     )
 

@@ -63,6 +63,7 @@ def join(
     left_round: int | None = None,
     failures: Iterable[FailureReport] = (),
     refuse_reuse: bool = False,
+    new_run: str = RUN,
     **offered: Any,
 ) -> Join:
     """Build a join; what is not a field of `Join` is what the node offers."""
@@ -75,6 +76,7 @@ def join(
         left_round=left_round,
         failures=tuple(failures),
         refuse_reuse=refuse_reuse,
+        new_run=new_run,
     )
 
 

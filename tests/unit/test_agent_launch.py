@@ -14,16 +14,14 @@ from rdzv.agent import launch
 from rdzv.agent.core.model import Job
 from rdzv.agent.launch import (
     Launch,
-    StoreSocket,
     check_startable,
     has_torch,
-    is_loopback,
     local_address,
-    machine_id,
 )
 from rdzv.client import Endpoint
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.meeting import StoreSocket, is_loopback, machine_id
 
 JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
 

@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,9 +16,9 @@ import click
 
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_USAGE
 from rdzv.agent.launch import Launch, check_startable
-from rdzv.agent.options import parse_launch
-from rdzv.agent.run import set_up_logging, summary
-from rdzv.client import Endpoint
+from rdzv.agent.options import DEFAULT_PORT, parse_launch
+from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging, summary
+from rdzv.client import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousError
 
 log = logging.getLogger("rdzv.agent")
@@ -77,6 +77,8 @@ def main(path: Path, check_config: bool) -> NoReturn:
     except (RendezvousError, OSError) as error:
         click.echo(f"rdzv-agent: {error}", err=True)
         sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     sys.exit(exit_code)
 
 
@@ -97,29 +99,49 @@ def read_config(path: Path) -> Config:
         InvalidRequestError: it can not be read, or a value makes no sense.
     """
     document = _load(path)
-    unknown = sorted(document.keys() - _KEYS)
-    if unknown:
-        raise InvalidRequestError(
-            f"{path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(_KEYS))}"
-        )
-    node_id = str(document.get("node_id", socket.gethostname()))
-    servers = document.get("server", [])
-    endpoint = ",".join([servers] if isinstance(servers, str) else servers)
-    if not endpoint:
-        raise InvalidRequestError(f"{path}: `server` is missing; give HOST:PORT of an rdzvd")
+    try:
+        return _check_config(document)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{path}: {error}") from error
+
+
+def _check_config(document: dict[str, Any]) -> Config:
+    _check_keys("", document, _KEYS)
+    node_id = document.get("node_id", socket.gethostname())
+    if not isinstance(node_id, str) or not node_id:
+        raise InvalidRequestError(f"`node_id` {node_id!r} is no name; give a string")
+    endpoints = _read_servers(document)
     jobs = document.get("job", [])
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise InvalidRequestError(f"`job` {jobs!r:.80} is no list of tables; begin with [[job]]")
     if not jobs:
-        raise InvalidRequestError(f"{path}: there is no [[job]]; name at least one")
-    launches: list[Launch] = []
-    endpoints: Sequence[Endpoint] = ()
-    for job in jobs:
-        launch, endpoints = _read_job(path, job, endpoint, node_id)
-        if launch.job.rdzv_id in {other.job.rdzv_id for other in launches}:
-            raise InvalidRequestError(
-                f"{path}: two [[job]] have the --rdzv-id {launch.job.rdzv_id}; rename one"
-            )
-        launches.append(launch)
+        raise InvalidRequestError("there is no [[job]]; name at least one")
+    launches = [_read_job(job, endpoints, node_id) for job in jobs]
+    names = [launch.job.rdzv_id for launch in launches]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(f"two [[job]] have the --rdzv-id {name}; rename one")
     return Config(node_id, tuple(endpoints), tuple(launches))
+
+
+def _check_keys(where: str, table: dict[str, Any], known: Collection[str]) -> None:
+    for key in table:
+        if key not in known:
+            names = ", ".join(sorted(known))
+            raise InvalidRequestError(f"{where}unknown key {key!r}; known: {names}")
+
+
+def _read_servers(document: dict[str, Any]) -> list[Endpoint]:
+    given = document.get("server", [])
+    servers = given.split(",") if isinstance(given, str) else given
+    if not _is_list_of_strings(servers):
+        raise InvalidRequestError(
+            f"`server` {given!r} is no address; give HOST:PORT of an rdzvd, or a list of them"
+        )
+    endpoints = [parse_endpoint(text, DEFAULT_PORT) for text in servers if text.strip()]
+    if not endpoints:
+        raise InvalidRequestError("`server` is missing; give HOST:PORT of an rdzvd")
+    return endpoints
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -131,31 +153,33 @@ def _load(path: Path) -> dict[str, Any]:
             f"the configuration {path} can not be read: {error.strerror}; write it, or name "
             "another with --config"
         ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidRequestError(f"{path} is not TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{path} is not TOML: {error}; correct it") from error
 
 
-def _read_job(
-    path: Path, job: dict[str, Any], endpoint: str, node_id: str
-) -> tuple[Launch, Sequence[Endpoint]]:
+def _is_list_of_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _read_job(job: dict[str, Any], endpoints: list[Endpoint], node_id: str) -> Launch:
+    _check_keys("[[job]]: ", job, ("args",))
     args = job.get("args")
-    if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
-        raise InvalidRequestError(f"{path}: a [[job]] needs `args`, a list of rdzvrun's arguments")
+    if not isinstance(args, list) or not _is_list_of_strings(args):
+        raise InvalidRequestError("a [[job]] needs `args`, a list of rdzvrun's arguments")
+    servers = ",".join(map(str, endpoints))
     try:
-        launch, endpoints = parse_launch(
-            [f"--rdzv-endpoint={endpoint}", f"--node-id={node_id}", *args]
-        )
-        check_startable(launch)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{path}: {error}") from error
+        launch, found = parse_launch([f"--rdzv-endpoint={servers}", f"--node-id={node_id}", *args])
     except SystemExit as error:
-        raise InvalidRequestError(f"{path}: args {args} are not rdzvrun's") from error
-    if launch.job.node_id != node_id or not endpoints:
         raise InvalidRequestError(
-            f"{path}: args {args} name a node or a server of their own; leave --node-id, "
+            f"args {args} are not rdzvrun's; see rdzvrun --help for what it takes"
+        ) from error
+    check_startable(launch)
+    if launch.job.node_id != node_id or found != endpoints:
+        raise InvalidRequestError(
+            f"args {args} name a node or a server of their own; leave --node-id, "
             "--rdzv-endpoint and --standalone to `node_id` and `server`"
         )
-    return launch, endpoints
+    return launch
 
 
 if __name__ == "__main__":

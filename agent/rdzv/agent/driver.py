@@ -21,17 +21,17 @@ from rdzv.agent.core.model import Assignment, Outcome, Phase
 from rdzv.agent.errors import describe_exit, read_error
 from rdzv.agent.launch import (
     Launch,
-    StoreSocket,
+    check_startable,
     has_torch,
-    is_loopback,
     local_address,
-    machine_id,
     reachable_host_name,
 )
 from rdzv.agent.logs import RunLogs, WorkerFiles
 from rdzv.agent.server_link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer
+from rdzv.errors import InvalidRequestError
+from rdzv.meeting import StoreSocket, is_loopback, machine_id
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
@@ -185,17 +185,24 @@ class JobDriver:
     def _start(self, assignment: Assignment) -> None:
         """Start the round's store host, if it is ours, and the workers."""
         try:
+            # Again before each round: what was there at the join may have gone since.
+            check_startable(self._launch)
             files = self._logs.open_round(assignment, self._launch.job.local_world_size)
+        except InvalidRequestError as error:
+            self._fail_start(assignment, str(error))
+            return
         except OSError as error:
-            self._store_socket.release()
-            reason = f"the log directory can not be written: {error}"
-            self.post(events.StartFailed(assignment.round, reason))
-            self.post(events.WorkersGone(assignment.round))
+            self._fail_start(assignment, f"the log directory can not be written: {error}")
             return
         self._files = files
         self._start_store_host(assignment)
         workers = [self._worker(assignment, rank, files[rank]) for rank in range(len(files))]
         self._owner.start_workers(assignment.round, workers)
+
+    def _fail_start(self, assignment: Assignment, reason: str) -> None:
+        self._store_socket.release()
+        self.post(events.StartFailed(assignment.round, reason))
+        self.post(events.WorkersGone(assignment.round))
 
     def _start_store_host(self, assignment: Assignment) -> None:
         """Give the socket that was offered to the store host, or free its port."""
@@ -250,7 +257,7 @@ class JobDriver:
                 how = describe_exit(event.exit_code, event.signal)
                 self.post(events.StoreHostExited(event.round, how))
             case runner_link.RunnerRefused():
-                log.error("its runner refuses to go on: %s", event.reason)
+                log.error("%s: its runner refuses to go on: %s", self.rdzv_id, event.reason)
                 self._owner.kill()
             case runner_link.RunnerExited():
                 self._lose_runner(event)
@@ -288,19 +295,22 @@ class JobDriver:
             case events.RoundCompleted():
                 self._tell_round(event.assignment)
             case events.RoundEnded():
-                log.warning("round %d ended (%s): %s", event.round, event.cause, event.reason)
+                text = "%s: round %d ended (%s): %s"
+                log.warning(text, self.rdzv_id, event.round, event.cause, event.reason)
             case events.WorkerExited() if event.exit_code != 0:
                 if self._state.phase is Phase.RUNNING:
                     how = describe_exit(event.exit_code, event.signal)
-                    text = "worker local_rank %d (pid %d) failed: %s: %s"
-                    log.warning(text, event.local_rank, event.pid, how, event.message)
+                    text = "%s: worker local_rank %d (pid %d) failed: %s: %s"
+                    worker = (event.local_rank, event.pid)
+                    log.warning(text, self.rdzv_id, *worker, how, event.message)
             case events.WorkersStuck():
                 pids = ", ".join(str(pid) for pid in event.pids)
-                log.error("processes survive SIGKILL: pid %s", pids)
+                log.error("%s: processes survive SIGKILL: pid %s", self.rdzv_id, pids)
             case events.StoreHostExited() if self._serves(event.round):
-                log.warning("the store host of round %d exited: %s", event.round, event.reason)
+                text = "%s: the store host of round %d exited: %s"
+                log.warning(text, self.rdzv_id, event.round, event.reason)
             case events.Signalled():
-                log.warning("received %s; leaving the job", event.name)
+                log.warning("%s: received %s; leaving the job", self.rdzv_id, event.name)
             case _:
                 log.debug("%s", event)
 
@@ -312,7 +322,8 @@ class JobDriver:
     def _tell_round(self, line: Assignment) -> None:
         last = line.rank_first + self._launch.job.local_world_size - 1
         log.info(
-            "round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %d of %d",
+            "%s: round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %d of %d",
+            self.rdzv_id,
             line.round,
             line.group_rank,
             line.group_world_size,

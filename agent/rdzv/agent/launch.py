@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import shutil
 import socket
@@ -16,6 +15,7 @@ from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.client import Endpoint
 from rdzv.errors import InvalidRequestError
+from rdzv.meeting import address_towards, leads_beyond_loopback
 
 PROBE_TIMEOUT_S = 10.0
 """How long the job's interpreter, or the name service, may take to answer a question."""
@@ -132,38 +132,15 @@ async def has_torch(python: str) -> bool:
         return False
 
 
-def machine_id() -> str:
-    """Name this machine and network namespace: nodes with the same name share a loopback."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot_id = socket.gethostname()
-    try:
-        namespace = str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        namespace = ""
-    return f"{boot_id}/{namespace}"
-
-
 async def local_address(endpoint: Endpoint) -> str:
-    """Return the address that this node has on its way to the server.
-
-    It is the local end of a connected datagram socket: nothing is sent.
-    """
+    """Return the address that this node has on its way to the server."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError):
         return await _own_name() or "127.0.0.1"
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return await _own_name() or "127.0.0.1"
+    return address_towards(found) or await _own_name() or "127.0.0.1"
 
 
 async def reachable_host_name() -> str:
@@ -179,81 +156,4 @@ async def _own_name() -> str:
             found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError):
         return ""
-    addresses = {str(address[0]) for *_, address in found}
-    return name if any(not is_loopback(address) for address in addresses) else ""
-
-
-def is_loopback(address: str) -> bool:
-    """Say whether only this machine can reach an address.
-
-    >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
-    [True, True, True, False, False]
-    """
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-class StoreSocket:
-    """The listening socket that a node holds ready for the c10d store of its next round.
-
-    Clients may connect as soon as the port was announced; the store host serves them when it is
-    up. A port is never offered twice, so that no client of an old round reaches a newer store.
-    """
-
-    def __init__(self, *, loopback_only: bool) -> None:
-        self._loopback_only = loopback_only
-        self._socket: socket.socket | None = None
-        self._offered: set[int] = set()
-
-    @property
-    def port(self) -> int:
-        """The port that is held, bound anew if none is.
-
-        Raises:
-            OSError: no port can be bound.
-
-        """
-        if self._socket is None:
-            self._socket = self._bind_new()
-            self._offered.add(_port_of(self._socket))
-        return _port_of(self._socket)
-
-    def take(self) -> socket.socket | None:
-        """Hand the socket over to the caller, who closes it."""
-        taken, self._socket = self._socket, None
-        return taken
-
-    def release(self) -> None:
-        """Free the port."""
-        taken = self.take()
-        if taken is not None:
-            taken.close()
-
-    def _bind_new(self) -> socket.socket:
-        rejected: list[socket.socket] = []
-        try:
-            while True:
-                candidate = self._bind()
-                if _port_of(candidate) not in self._offered:
-                    return candidate
-                rejected.append(candidate)
-        finally:
-            for held in rejected:
-                held.close()
-
-    def _bind(self) -> socket.socket:
-        if self._loopback_only:
-            return socket.create_server(("127.0.0.1", 0), backlog=4096)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
-            )
-        return socket.create_server(("0.0.0.0", 0), backlog=4096)
-
-
-def _port_of(sock: socket.socket) -> int:
-    return int(sock.getsockname()[1])
+    return name if leads_beyond_loopback(found) else ""

@@ -202,7 +202,7 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, list[Endpoi
         role=args.role,
         topology=args.topology,
         local_addr=args.local_addr,
-        log_dir=args.log_dir.absolute() if args.log_dir else None,
+        log_dir=_absolute(args.log_dir) if args.log_dir else None,
         redirects=parse_redirects(args.redirects, job.local_world_size),
         refuse_reuse=not _conf_bool(conf, "reuse", default=True),
     )
@@ -225,6 +225,16 @@ def _check_printable(option: str, value: str) -> None:
             f"--{option.replace('_', '-')}={value!r} has characters that can not be printed; "
             "leave them out"
         )
+
+
+def _absolute(log_dir: Path) -> Path:
+    try:
+        return log_dir.absolute()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--log-dir={log_dir}: the working directory can not be found ({error.strerror}); "
+            "give an absolute path"
+        ) from error
 
 
 def _check_backend(args: argparse.Namespace, standalone: bool, max_nodes: int) -> None:

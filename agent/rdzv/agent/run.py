@@ -22,9 +22,19 @@ from rdzv.errors import InvalidRequestError, RendezvousError
 
 log = logging.getLogger("rdzv.agent")
 
+EXIT_INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run rdzvrun and exit as the module's docstring says."""
+    try:
+        _run(argv)
+    except KeyboardInterrupt:
+        # Ctrl-C before it listens to signals, or after: there is nothing left to end.
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _run(argv: Sequence[str] | None) -> NoReturn:
     set_up_logging("rdzvrun")
     try:
         launch, endpoints = parse_launch(argv)

@@ -30,6 +30,7 @@ _LEAVE_CAUSES = {
     LeaveCause.SIGNAL: pb.Leave.SIGNAL,
     LeaveCause.START_FAILED: pb.Leave.START_FAILED,
     LeaveCause.TIMEOUT: pb.Leave.TIMEOUT,
+    LeaveCause.FAILED: pb.Leave.FAILED,
 }
 _CAUSES = {
     pb.WORKER_FAILURE: Cause.WORKER_FAILURE,

@@ -371,6 +371,9 @@ class Settings(google.protobuf.message.Message):
     min_nodes: builtins.int
     max_nodes: builtins.int
     max_restarts: builtins.int
+    """Worker failures that the whole job survives. Unset: every node's own agent keeps a count of
+    its own and does not tell it, as torch's does; it reports only the failure that ends it.
+    """
     join_timeout_ms: builtins.int
     last_call_timeout_ms: builtins.int
     scale_up: global___ScaleUp.ValueType
@@ -381,13 +384,15 @@ class Settings(google.protobuf.message.Message):
         *,
         min_nodes: builtins.int = ...,
         max_nodes: builtins.int = ...,
-        max_restarts: builtins.int = ...,
+        max_restarts: builtins.int | None = ...,
         join_timeout_ms: builtins.int = ...,
         last_call_timeout_ms: builtins.int = ...,
         scale_up: global___ScaleUp.ValueType = ...,
         restart_window_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
 
 global___Settings = Settings
 
@@ -557,6 +562,8 @@ class Leave(google.protobuf.message.Message):
         """It can not start the workers: no such script, folder or interpreter."""
         TIMEOUT: Leave._Cause.ValueType  # 3
         """It has waited for join_timeout."""
+        FAILED: Leave._Cause.ValueType  # 4
+        """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 
     class Cause(_Cause, metaclass=_CauseEnumTypeWrapper): ...
     CAUSE_UNSPECIFIED: Leave.Cause.ValueType  # 0
@@ -566,6 +573,8 @@ class Leave(google.protobuf.message.Message):
     """It can not start the workers: no such script, folder or interpreter."""
     TIMEOUT: Leave.Cause.ValueType  # 3
     """It has waited for join_timeout."""
+    FAILED: Leave.Cause.ValueType  # 4
+    """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
@@ -1032,6 +1041,7 @@ class JobStatus(google.protobuf.message.Message):
     world_size: builtins.int
     """World size of the last complete round; 0 before the first."""
     restarts: builtins.int
+    """Unset: the nodes' own agents count them, and do not tell."""
     max_restarts: builtins.int
     state_age_ms: builtins.int
     """How long the job has been in this state."""
@@ -1060,8 +1070,8 @@ class JobStatus(google.protobuf.message.Message):
         min_nodes: builtins.int = ...,
         max_nodes: builtins.int = ...,
         world_size: builtins.int = ...,
-        restarts: builtins.int = ...,
-        max_restarts: builtins.int = ...,
+        restarts: builtins.int | None = ...,
+        max_restarts: builtins.int | None = ...,
         nodes: collections.abc.Iterable[global___NodeStatus] | None = ...,
         state_age_ms: builtins.int = ...,
         run_age_ms: builtins.int = ...,
@@ -1071,12 +1081,16 @@ class JobStatus(google.protobuf.message.Message):
         last_failure_age_ms: builtins.int | None = ...,
         last_end: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_failure_age_ms", b"_last_failure_age_ms"]) -> typing.Literal["last_failure_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_restarts", b"_restarts"]) -> typing.Literal["restarts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
 
@@ -1196,12 +1210,17 @@ class JobSummary(google.protobuf.message.Message):
         min_nodes: builtins.int = ...,
         max_nodes: builtins.int = ...,
         world_size: builtins.int = ...,
-        restarts: builtins.int = ...,
-        max_restarts: builtins.int = ...,
+        restarts: builtins.int | None = ...,
+        max_restarts: builtins.int | None = ...,
         state_age_ms: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_round", b"_round", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_round", b"_round", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_restarts", b"_restarts"]) -> typing.Literal["restarts"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
 
 global___JobSummary = JobSummary

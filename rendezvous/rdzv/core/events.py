@@ -133,7 +133,7 @@ class RoundSettled:
     cause: Cause
     reason: str
     restarts: int
-    max_restarts: int
+    max_restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,17 @@ from rdzv.core.model import (
     Participant,
     Result,
     Round,
+    RoundEnd,
+    ScaleUp,
     State,
 )
-from rdzv.core.rendezvous import completion_due_ms, held_until_ms, newcomers_due_ms
+from rdzv.core.rendezvous import (
+    completion_due_ms,
+    holds,
+    newcomers_due_ms,
+    some_seat_away,
+    some_succeeded,
+)
 
 _JOB_STATE_OF_RESULT = {
     Result.SUCCEEDED: JobState.SUCCEEDED,
@@ -57,8 +65,9 @@ class JobView:
     min_nodes: int
     max_nodes: int
     world_size: int
-    restarts: int
-    max_restarts: int
+    restarts: int | None
+    """None, like `max_restarts`: the nodes' own agents count, and do not tell."""
+    max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
     run_age_ms: int
@@ -113,8 +122,12 @@ def _explain_running(state: State, now_ms: int) -> str:
 def _explain_stopping(state: State, now_ms: int) -> str:
     round_ = _round(state)
     end = round_.end
-    why = f"round {round_.number} ended ({end.cause}: {end.reason})" if end else ""
+    why = f"round {round_.number} ended ({_why_ended(end)})" if end else ""
     return f"{why}; waiting for {_names(state.seats)} to stop" + _missing(state, now_ms)
+
+
+def _why_ended(end: RoundEnd) -> str:
+    return f"{end.cause}: {end.reason}"
 
 
 def _explain_joining(state: State, now_ms: int) -> str:
@@ -122,12 +135,27 @@ def _explain_joining(state: State, now_ms: int) -> str:
     bounds = f"{settings.min_nodes}:{settings.max_nodes}"
     due_ms = completion_due_ms(state)
     if due_ms is not None:
-        what = "last call" if state.membership.round is None else "gathering newcomers"
         left = _seconds(due_ms - now_ms)
-        return f"have {ready} of {bounds} nodes; {what}, {left} left" + _missing(state, now_ms)
+        text = f"have {ready} of {bounds} nodes; {_waits_for(state)}, {left} left"
+        return text + _missing(state, now_ms)
     missing = max(settings.min_nodes - ready, 0)
+    if not missing:
+        away = [node_id for node_id in state.waiting if node_id in state.away]
+        text = f"have {ready} of {bounds} nodes; waiting for {_names(away)} to come back"
+        return text + _missing(state, now_ms)
     text = f"waiting for {missing} more node{'s' if missing != 1 else ''} (have {ready} of {bounds}"
     return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
+
+
+def _waits_for(state: State) -> str:
+    """Say what time is given to before the next round, when enough nodes are there."""
+    failures = state.membership.store_failures
+    if state.membership.round is None:
+        return "last call"
+    if failures:
+        times = "once" if failures == 1 else f"{failures} times in a row"
+        return f"backing off, for the store host failed {times}"
+    return "gathering newcomers"
 
 
 def _join_deadline(state: State, now_ms: int) -> str:
@@ -166,7 +194,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
         return f"its workers survive SIGKILL (pid {pids}); it is seated when they are gone"
     if node_id not in state.waiting:
         return ""
-    held_ms = held_until_ms(state, node_id, now_ms)
+    held_ms = holds(state).get(node_id, 0)
     if held_ms > now_ms:
         return (
             "it was lost more than once lately; seated at the next natural end of a round, or in "
@@ -174,7 +202,20 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
         )
     if _all_seats_taken(state):
         return f"spare: all {state.membership.settings.max_nodes} seats are taken"
+    if job_state(state) is JobState.RUNNING:
+        return f"{_why_not_let_in(state)}; {explain(state, now_ms)}"
     return explain(state, now_ms)
+
+
+def _why_not_let_in(state: State) -> str:
+    """Say why a newcomer does not end the running round, or not yet."""
+    if some_succeeded(state):
+        return "participants have begun to succeed, so that no newcomer ends the round"
+    if state.membership.settings.scale_up is not ScaleUp.EAGER:
+        return "newcomers are seated at the next natural end of a round (scale-up on-restart)"
+    if some_seat_away(state):
+        return "newcomers are let in when those away are back"
+    return "newcomers are gathered"
 
 
 def _all_seats_taken(state: State) -> bool:
@@ -195,7 +236,7 @@ def view(state: State, now_ms: int) -> JobView:
         min_nodes=membership.settings.min_nodes,
         max_nodes=membership.settings.max_nodes,
         world_size=round_.world_size if round_ else 0,
-        restarts=len(membership.restarts),
+        restarts=None if membership.settings.max_restarts is None else len(membership.restarts),
         max_restarts=membership.settings.max_restarts,
         nodes=node_views(state, now_ms),
         state_age_ms=max(now_ms - _state_since_ms(state), 0),
@@ -204,7 +245,7 @@ def view(state: State, now_ms: int) -> JobView:
         master_port=round_.master_port if round_ else 0,
         last_failure=failures,
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
-        last_end=f"{round_.end.cause}: {round_.end.reason}" if round_ and round_.end else None,
+        last_end=_why_ended(round_.end) if round_ and round_.end else None,
     )
 
 
@@ -265,7 +306,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
         return NodeState.SUCCEEDED, seat.since_ms, ""
     if round_.end is not None:
         reason = seat.leaving and f"leaving: {seat.leaving}"
-        return NodeState.STOPPING, round_.end.at_ms, reason or round_.end.reason
+        return NodeState.STOPPING, round_.end.at_ms, reason or _why_ended(round_.end)
     return NodeState.SEATED, seat.since_ms, ""
 
 

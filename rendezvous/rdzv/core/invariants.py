@@ -7,6 +7,7 @@ ours, never of a caller's.
 from __future__ import annotations
 
 from rdzv.core.model import Membership, Round, State
+from rdzv.core.rendezvous import MAX_DEPARTURES
 
 
 def violations(before: State, after: State) -> list[str]:
@@ -39,8 +40,12 @@ def _seats_of_round(state: State) -> list[str]:
     participants = {p.node_id for p in round_.participants} if round_ else set()
     if state.seats.keys() - participants:
         found.append("presence: a node holds a seat of a round that it is no participant of")
-    if round_ is not None and state.seats.keys() & set(round_.gone):
+    gone = set(round_.gone) if round_ else set()
+    if state.seats.keys() & gone:
         found.append("presence: a node holds a seat that was given up")
+    runs = round_ is not None and round_.live and state.membership.ended is None
+    if runs and participants - gone - state.seats.keys():
+        found.append("presence: a participant of the running round holds no seat")
     return found
 
 
@@ -95,6 +100,18 @@ def _new_round(before: State, after: State) -> list[str]:
         if participant.rank_first != rank_first:
             found.append(f"consistency: ranks of {participant.node_id} do not tile")
         rank_first += participant.offer.local_world_size
-    if old is not None and before.membership.run == after.membership.run and len(before.seats) > 1:
+    if round_.number < before.membership.next_round:
+        found.append("durability: round numbers went back")
+    if before.membership.run == after.membership.run and len(_unstopped(before, after)) > 1:
         found.append("exclusivity: a round completed while others of the last had not stopped")
     return found
+
+
+def _unstopped(before: State, after: State) -> set[str]:
+    """Name who held a seat and was not given up in this step; one of them may have just stopped."""
+    known = before.membership.departures
+    departed = [d for d in after.membership.departures if d not in known]
+    if len(departed) == MAX_DEPARTURES:
+        # More may have departed than are remembered.
+        return set()
+    return before.seats.keys() - {departure.node_id for departure in departed}

@@ -40,6 +40,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
+    FAILED = "failed"
 
 
 class Result(StrEnum):
@@ -80,7 +81,9 @@ class Settings:
 
     min_nodes: int
     max_nodes: int
-    max_restarts: int = 0
+    max_restarts: int | None = 0
+    """None: each node's own agent restarts its workers and keeps the count, as torch's does. The
+    one failure that it tells of is the last."""
     join_timeout_ms: int = 600_000
     last_call_timeout_ms: int = 30_000
     scale_up: ScaleUp = ScaleUp.EAGER
@@ -293,6 +296,7 @@ class Stuck:
     """Workers that survive SIGKILL: the seat is given away, the node is not seated."""
 
     incarnation: int
+    round: int
     pids: tuple[int, ...]
     since_ms: int
 
@@ -319,8 +323,8 @@ class State:
     """`min_nodes` were regained after a round, so newcomers are gathered."""
     newest_ms: int = 0
     """When the latest newcomer came."""
-    loopback_machine: str = ""
-    """The machine of a node that only its own machine can reach, if there may be one."""
+    loopback_machine: str | None = None
+    """The machine that everyone is on, if there may be a node that only it can reach."""
     stop_deadline_ms: int | None = None
     """When a participant that has not stopped is given up."""
     last_leave: LeaveCause | None = None

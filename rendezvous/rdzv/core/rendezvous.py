@@ -120,6 +120,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
         seats={p.node_id: Seat(p.incarnation, now_ms) for p in held},
         away={p.node_id: Away(now_ms, until_ms, firm=True) for p in held},
         stop_deadline_ms=None if round_.live else until_ms + _longest_stop_ms(round_, tuning),
+        loopback_machine=next((p.offer.machine for p in held if _only_local(p.offer)), None),
     )
 
 
@@ -208,7 +209,9 @@ _V = TypeVar("_V")
 
 
 def _without(mapping: Mapping[str, _V], key: str) -> dict[str, _V]:
-    return {k: v for k, v in mapping.items() if k != key}
+    others = dict(mapping)
+    others.pop(key, None)
+    return others
 
 
 # =================================================================== command rules
@@ -264,7 +267,7 @@ def _apply_to_present(
 
 
 def _join(work: _Step, command: Join) -> None:
-    node_id, round_ = command.node_id, work.membership.round
+    node_id = command.node_id
     held = work.state.incarnation(node_id)
     if held is None:
         _admit(work, command)
@@ -272,14 +275,25 @@ def _join(work: _Step, command: Join) -> None:
     _check_speaker(work, command)
     if command.run:
         _check_run(work, command)
-    waits = node_id in work.state.waiting
-    if not waits and round_ is not None and command.left_round == round_.number:
-        _confirm_stopped(work, command, round_)
+    number = _round_to_stop(work.state, node_id)
+    if number is not None and number == command.left_round:
+        _confirm_stopped(work, command, number)
     elif held != command.incarnation:
         _give_up(work, node_id, "a new instance of the node took its place")
         _admit(work, command)
-    elif waits:
+    elif node_id in work.state.waiting:
         _wait(work, command, work.state.waiting[node_id].since_ms)
+
+
+def _round_to_stop(state: State, node_id: str) -> int | None:
+    """Say of which round a join would confirm that no worker is left on a present node.
+
+    None where it has none, or has said that it leaves: then only a `Leave` confirms it.
+    """
+    if node_id in state.stuck:
+        return state.stuck[node_id].round
+    seat, round_ = state.seats.get(node_id), state.membership.round
+    return round_.number if seat and round_ and not seat.leaving else None
 
 
 def _check_speaker(work: _Step, command: Join | Resume) -> None:
@@ -306,7 +320,7 @@ def _admit(work: _Step, command: Join) -> None:
     if not work.open:
         _begin_run(work, command)
     elif command.settings != work.membership.settings:
-        if work.state.anybody:
+        if work.state.anybody or command.run:
             raise _settings_mismatch(work.membership, command)
         _close(
             work, Result.STOPPED, "everyone was gone, and it was launched anew with other settings"
@@ -364,16 +378,19 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
 
 def _check_reachable(work: _Step, command: Join) -> None:
     """Refuse a node that only its own machine can reach beside one that is elsewhere."""
-    offer = command.offer
+    offer, local_to = command.offer, work.state.loopback_machine
+    if local_to == offer.machine:
+        return
     if _only_local(offer):
         elsewhere = [n for n, there in _offers(work.state) if there.machine != offer.machine]
         if elsewhere:
             raise _unreachable(command.node_id, offer, elsewhere[0])
         work.state = replace(work.state, loopback_machine=offer.machine)
-    elif work.state.loopback_machine not in ("", offer.machine):
+    elif local_to is not None:
         for node_id, there in _offers(work.state):
             if _only_local(there):
                 raise _unreachable(node_id, there, command.node_id)
+        work.state = replace(work.state, loopback_machine=None)
 
 
 def _offers(state: State) -> Iterable[tuple[str, Offer]]:
@@ -413,12 +430,11 @@ def _wait(work: _Step, command: Join, since_ms: int) -> None:
     _mark_back(work, command.node_id)
 
 
-def _confirm_stopped(work: _Step, command: Join, round_: Round) -> None:
+def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
     """No worker of the round is left on the node: its seat is free, and it waits for the next."""
-    failures = _failures(work, command.node_id, round_, command.failures)
-    leaving = False
-    if command.node_id in work.state.seats:
-        leaving = bool(work.state.seats[command.node_id].leaving)
+    round_ = work.membership.round
+    if command.node_id in work.state.seats and round_ is not None:
+        failures = _failures(work, command.node_id, round_, command.failures)
         if round_.live and failures:
             _end_by_failure(work, failures)
         elif round_.live:
@@ -426,14 +442,12 @@ def _confirm_stopped(work: _Step, command: Join, round_: Round) -> None:
             _end_round(work, Cause.NODE_LEFT, reason, broken=False)
         else:
             _add_failures(work, failures)
-    if leaving:
-        return
     work.put(
         seats=_without(work.state.seats, command.node_id),
         stuck=_without(work.state.stuck, command.node_id),
     )
     _wait(work, command, work.now_ms)
-    work.events.append(NodeStopped(command.node_id, round_.number))
+    work.events.append(NodeStopped(command.node_id, number))
 
 
 def _resume(work: _Step, command: Resume) -> None:
@@ -528,10 +542,12 @@ def _leave(work: _Step, command: Leave) -> None:
     if seat is None or round_ is None:
         _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
         return
+    failed = command.cause is LeaveCause.FAILED
     if round_.live and not seat.succeeded:
-        cause = Cause.START_FAILED if command.cause is LeaveCause.START_FAILED else Cause.NODE_LEFT
-        _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=False)
-    if not seat.succeeded and not seat.leaving:
+        cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
+        _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
+    # Who leaves because its workers failed is no excuse for that failure.
+    if not (seat.succeeded or seat.leaving or failed):
         _charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
     if seat.succeeded or command.left_round == round_.number:
         _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
@@ -539,6 +555,12 @@ def _leave(work: _Step, command: Leave) -> None:
         leaving = replace(seat, leaving=command.reason)
         work.put(seats={**work.state.seats, command.node_id: leaving})
         work.events.append(NodeLeaving(command.node_id, command.reason))
+
+
+_CAUSE_OF_LEAVE = {
+    LeaveCause.START_FAILED: Cause.START_FAILED,
+    LeaveCause.FAILED: Cause.WORKER_FAILURE,
+}
 
 
 def _report_stuck(work: _Step, command: ReportStuck) -> None:
@@ -552,7 +574,7 @@ def _report_stuck(work: _Step, command: ReportStuck) -> None:
     if round_.live:
         _end_round(work, Cause.WORKER_FAILURE, f"{command.node_id}: {reason}", broken=True)
     _leave_seat(work, command.node_id)
-    stuck = Stuck(command.incarnation, command.pids, work.now_ms)
+    stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
     work.put(stuck={**work.state.stuck, command.node_id: stuck})
     work.events.append(NodeStuck(command.node_id, round_.number, reason))
 
@@ -561,12 +583,12 @@ def _report_store_host(work: _Step, command: ReportStoreHost) -> None:
     round_ = work.membership.round
     if (
         round_ is not None
-        and round_.live
         and round_.number == command.round
         and round_.participants[0].node_id == command.node_id
     ):
         reason = f"on {command.node_id}: {command.reason}"
         _end_round(work, Cause.STORE_HOST, reason, broken=True)
+        _charge_instead(work, Cause.STORE_HOST, reason)
 
 
 def _mark_away(work: _Step, command: MarkAway) -> None:
@@ -581,9 +603,15 @@ def _mark_away(work: _Step, command: MarkAway) -> None:
 
 def _mark_back(work: _Step, node_id: str) -> None:
     away = work.state.away.get(node_id)
-    if away is not None:
-        work.put(away=_without(work.state.away, node_id))
-        work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    if away is None:
+        return
+    work.put(away=_without(work.state.away, node_id))
+    work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
+    if away.firm and deadline_ms is not None and round_ is not None:
+        # It may hear only now that the round has ended.
+        late_ms = work.now_ms + _longest_stop_ms(round_, work.state.tuning)
+        work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
 
 
 def _give_up(work: _Step, node_id: str, reason: str) -> None:
@@ -643,8 +671,7 @@ def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool) -> None:
     if round_ is None or not round_.live:
         return
     end = RoundEnd(cause, reason, work.now_ms, broken)
-    failures = work.membership.store_failures + 1 if cause is Cause.STORE_HOST else 0
-    work.store(replace(work.membership, round=replace(round_, end=end), store_failures=failures))
+    work.store_round(replace(round_, end=end))
     work.state = replace(
         work.state,
         stop_deadline_ms=work.now_ms + _longest_stop_ms(round_, work.state.tuning),
@@ -657,15 +684,15 @@ def _longest_stop_ms(round_: Round, tuning: Tuning) -> int:
     return longest_ms + tuning.stop_margin_ms
 
 
-_EXCUSES = (Cause.NODE_LEFT, Cause.NODE_LOST)
+_EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
 """What a worker failure may turn out to follow from, in rising order of weight."""
 
 
 def _charge_instead(work: _Step, cause: Cause, reason: str) -> None:
-    """Charge an ended round to a departure that turned up before everybody had stopped.
+    """Charge an ended round to what its failures followed from, if that turns up in time.
 
-    When a node's processes die, its peers' collectives fail within milliseconds, often before
-    the loss itself is known.
+    When a node's processes or the store die, the others' collectives fail within milliseconds,
+    often before the loss itself is known.
     """
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled:
@@ -707,10 +734,17 @@ def _release_unstopped_seats(work: _Step) -> bool:
     deadline_ms = work.state.stop_deadline_ms
     if deadline_ms is None or work.now_ms < deadline_ms:
         return False
-    for node_id in work.state.seats:
+    for node_id in _seats_with_deadline(work.state):
         _give_up(work, node_id, "it did not stop its workers in time")
         return True
     return False
+
+
+def _seats_with_deadline(state: State) -> Iterable[str]:
+    """Name who must have stopped by the deadline: all but those promised more time to return."""
+    for node_id in state.seats:
+        if node_id not in state.away or not state.away[node_id].firm:
+            yield node_id
 
 
 def _settle_charge(work: _Step) -> bool:
@@ -721,27 +755,32 @@ def _settle_charge(work: _Step) -> bool:
     if work.state.seats:
         return False
     end = replace(round_.end, settled=True)
-    spent = work.membership.restarts
+    spent, store_failures = work.membership.restarts, work.membership.store_failures
     max_restarts = work.membership.settings.max_restarts
     failures: tuple[Failure, ...] = ()
     budget_left = True
     if end.cause is Cause.WORKER_FAILURE:
         failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
         end = replace(end, reason=_failure_reason(end, failures))
-        budget_left = _restarts_that_count(work) < max_restarts
+        # Who counts restarts itself tells of a failure when none is left.
+        budget_left = max_restarts is not None and _restarts_that_count(work) < max_restarts
         spent = (*spent, work.now_ms) if budget_left else spent
     work.store(
         replace(
             work.membership,
             round=replace(round_, end=end),
             restarts=spent,
+            store_failures=store_failures + 1 if end.cause is Cause.STORE_HOST else 0,
             last_failures=failures or work.membership.last_failures,
         )
     )
     work.state = replace(work.state, stop_deadline_ms=None)
     work.events.append(RoundSettled(round_.number, end.cause, end.reason, len(spent), max_restarts))
     if not budget_left:
-        reason = f"{end.cause}: {end.reason}; restarts spent: {len(spent)} of {max_restarts}"
+        budget = f"restarts spent: {len(spent)} of {max_restarts}"
+        if max_restarts is None:
+            budget = "the node's own agent restarts no more"
+        reason = f"{end.cause}: {end.reason}; {budget}"
         _close(work, Result.FAILED, reason, failures=failures)
     return True
 
@@ -885,9 +924,21 @@ def _free_seats(state: State) -> int:
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live or settings.scale_up is not ScaleUp.EAGER:
         return 0
-    if not state.waiting or any(seat.succeeded for seat in state.seats.values()):
+    if not state.waiting or some_succeeded(state) or some_seat_away(state):
         return 0
     return settings.max_nodes - len(state.seats)
+
+
+def some_succeeded(state: State) -> bool:
+    """Whether a participant of the running round has succeeded, is it still there or not."""
+    round_ = state.membership.round
+    gone = round_ is not None and round_.live and bool(round_.gone)
+    return gone or any(seat.succeeded for seat in state.seats.values())
+
+
+def some_seat_away(state: State) -> bool:
+    """Whether a participant is away: it can not stop in order, and may have succeeded unheard."""
+    return any(node_id in state.seats for node_id in state.away)
 
 
 def newcomers_due_ms(state: State, now_ms: int) -> int | None:
@@ -904,30 +955,27 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 def _newcomers(state: State, now_ms: int) -> list[str]:
     """Name the waiting nodes that may end a running round."""
-    return [
-        node_id
-        for node_id in state.waiting
-        if node_id not in state.away and held_until_ms(state, node_id, now_ms) <= now_ms
-    ]
+    held = {node_id for node_id, until_ms in holds(state).items() if until_ms > now_ms}
+    return [n for n in state.waiting if n not in state.away and n not in held]
 
 
-def held_until_ms(state: State, node_id: str, now_ms: int) -> int:
-    """Say until when a flapping node may not end a running round; 0 if it does not flap.
+def holds(state: State) -> dict[str, int]:
+    """Say until when each flapping node may not end a running round.
 
     A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
-    twice as long with each further loss.
+    twice as long with each further loss. This depends on the losses alone, not on the time.
     """
-    window_ms = state.tuning.flap_window_ms
-    losses = [
-        departure.at_ms
-        for departure in state.membership.departures
-        if departure.node_id == node_id
-        and departure.state is NodeState.LOST
-        and now_ms - departure.at_ms < window_ms
-    ]
-    if len(losses) < 2:
-        return 0
-    return losses[-1] + (state.tuning.flap_hold_ms << min(len(losses) - 2, 16))
+    losses: dict[str, list[int]] = {}
+    for departure in state.membership.departures:
+        if departure.state is NodeState.LOST:
+            losses.setdefault(departure.node_id, []).append(departure.at_ms)
+    held: dict[str, int] = {}
+    for node_id, at_ms in losses.items():
+        since_ms = at_ms[-1] - state.tuning.flap_window_ms
+        recent = sum(1 for lost_ms in at_ms if lost_ms > since_ms)
+        if recent >= 2:
+            held[node_id] = at_ms[-1] + (state.tuning.flap_hold_ms << min(recent - 2, 16))
+    return held
 
 
 def _time_out_joining(work: _Step) -> bool:
@@ -965,6 +1013,8 @@ def _close_when_all_left(work: _Step) -> bool:
     reason = work.membership.departures[-1].reason
     if cause is LeaveCause.START_FAILED:
         _close(work, Result.FAILED, f"no node could start its workers: {reason}")
+    elif cause is LeaveCause.FAILED:
+        _close(work, Result.FAILED, f"all nodes left, the last with failed workers: {reason}")
     elif cause is LeaveCause.TIMEOUT:
         _close(work, Result.FAILED, reason, retry_sensible=True)
     else:
@@ -1005,7 +1055,7 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     if not membership.run or membership.ended is not None:
         return None
     due: list[int | None] = [due_ms for _, due_ms in _away_seats_due(state)]
-    if state.seats:
+    if state.stop_deadline_ms is not None and any(_seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
     if membership.round is None or not membership.round.live:
         due.append(completion_due_ms(state))
@@ -1019,10 +1069,7 @@ def _next_newcomers_ms(state: State, now_ms: int) -> int | None:
     """When newcomers end the running round, or the first of those held back may."""
     if _free_seats(state) <= 0:
         return None
-    holds = [
-        held_until_ms(state, node_id, now_ms)
-        for node_id in state.waiting
-        if node_id not in state.away
-    ]
-    due = [newcomers_due_ms(state, now_ms), *(hold for hold in holds if hold > now_ms)]
-    return min((due_ms for due_ms in due if due_ms is not None), default=None)
+    due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
+    due = [until_ms for until_ms in due if until_ms > now_ms]
+    due_ms = newcomers_due_ms(state, now_ms)
+    return min(due if due_ms is None else [*due, due_ms], default=None)

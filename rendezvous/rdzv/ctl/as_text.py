@@ -70,13 +70,19 @@ def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
             Cell(f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"),
             _number(job.world_size),
             _number(job.round),
-            Cell(f"{job.restarts} of {job.max_restarts}"),
+            _budget(job),
             Cell(job.reason or ""),
         )
         for job in summaries
     ]
     expendable = ("ROUND", "WORLD_SIZE", "RESTARTS")
     return "\n".join(page.table(header, rows, expendable=expendable, one_line=True))
+
+
+def _budget(job: JobSummary) -> Cell:
+    if job.restarts is None or job.max_restarts is None:
+        return Cell(_UNKNOWN)
+    return Cell(f"{job.restarts} of {job.max_restarts}")
 
 
 def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
@@ -147,6 +153,8 @@ def _node_counts(job: JobStatus) -> str:
 
 
 def _restarts(job: JobStatus) -> Cell:
+    if job.restarts is None or job.max_restarts is None:
+        return Cell("each node's own agent counts them")
     if job.max_restarts == 0:
         return Cell("none allowed (max_restarts is 0)")
     spent = f"{job.restarts} of {job.max_restarts} spent"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ import click
 if TYPE_CHECKING:
     from rdzv.server.config import Config
     from rdzv.stores.base import Store
+
+log = logging.getLogger("rdzv.server")
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -132,6 +135,8 @@ async def run(config: Config) -> None:
             serving(driver, clock, config) as bound,
         ):
             click.echo(f"rdzvd ready: listening on {bound}, data in {store.place}")
+            if not bound.loopback:
+                log.warning("insecure: everyone who reaches %s may run and end jobs", bound)
             await stop.wait()
     finally:
         await store.close()

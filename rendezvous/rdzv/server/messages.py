@@ -78,7 +78,7 @@ class Line:
     master_port: int
     use_agent_store: bool
     restarts: int
-    max_restarts: int
+    max_restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)

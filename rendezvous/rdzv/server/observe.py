@@ -80,12 +80,17 @@ def _describe(event: Event) -> str:
         case RoundEnded():
             return f"round {event.round} ended ({event.end.cause}): {event.end.reason}"
         case RoundSettled():
-            return (
-                f"round {event.round} is charged to {event.cause}: {event.reason}; restarts "
-                f"spent: {event.restarts} of {event.max_restarts}"
+            return f"round {event.round} is charged to {event.cause}: {event.reason}" + _budget(
+                event
             )
         case RunEnded():
             return f"run {event.run} {event.ended.result}: {event.ended.reason}"
+
+
+def _budget(event: RoundSettled) -> str:
+    if event.max_restarts is None:
+        return ""
+    return f"; restarts spent: {event.restarts} of {event.max_restarts}"
 
 
 def _describe_round(round_: Round) -> str:

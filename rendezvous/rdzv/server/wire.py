@@ -69,6 +69,7 @@ _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
     pb.Leave.SIGNAL: LeaveCause.SIGNAL,
     pb.Leave.START_FAILED: LeaveCause.START_FAILED,
     pb.Leave.TIMEOUT: LeaveCause.TIMEOUT,
+    pb.Leave.FAILED: LeaveCause.FAILED,
 }
 _RESULTS = {
     Result.SUCCEEDED: pb.RESULT_SUCCEEDED,
@@ -174,7 +175,9 @@ def _settings(message: pb.Settings, limits: Limits) -> Settings:
     return Settings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        max_restarts=_within("max_restarts", message.max_restarts, 0, limits.restarts),
+        max_restarts=_within("max_restarts", message.max_restarts, 0, limits.restarts)
+        if message.HasField("max_restarts")
+        else None,
         join_timeout_ms=_within("join_timeout_ms", message.join_timeout_ms, 1, limits.timeout_ms),
         last_call_timeout_ms=_within(
             "last_call_timeout_ms", message.last_call_timeout_ms, 0, limits.timeout_ms

@@ -1,7 +1,9 @@
 """A worker without torch: says who it is, then waits until it is told to end.
 
 Options: `exit=N` exits with N at once; `fail-first` fails in the first attempt; `child` leaves a
-grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM.
+grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM; `deaf` ignores
+SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and stderr; `error=TEXT` writes TEXT to the
+error file; `read` reports what stdin holds.
 """
 
 import json
@@ -20,8 +22,18 @@ def report() -> None:
     """Leave one file, whole or not at all."""
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
-    temporary.write_text(json.dumps({**os.environ, "pid": os.getpid(), "argv": sys.argv}))
+    about = {"pid": os.getpid(), "argv": sys.argv, "fds": descriptors(), "stdin": stdin}
+    temporary.write_text(json.dumps({**os.environ, **about}))
     temporary.rename(folder / f"{os.environ['RDZV_ROUND']}-{os.environ['RANK']}-{os.getpid()}.json")
+
+
+def descriptors() -> list[str]:
+    """Name the open descriptors, without the one that lists them."""
+    listing = os.open("/proc/self/fd", os.O_RDONLY)
+    try:
+        return sorted(set(os.listdir(listing)) - {str(listing)} - {str(os.dup(listing))})
+    finally:
+        os.close(listing)
 
 
 def on_sigterm(*_: object) -> None:

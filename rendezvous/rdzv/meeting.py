@@ -1,0 +1,126 @@
+"""Where the nodes of a round meet: this machine's name, its addresses, and a port for the store.
+
+Shared by all that join as a node. Nothing here waits for a name service: who asks one hands its
+answer over.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
+"""What `getaddrinfo` answers."""
+
+
+def machine_id() -> str:
+    """Name this machine and network namespace: nodes with the same name share a loopback."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot_id = socket.gethostname()
+    try:
+        namespace = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        namespace = ""
+    return f"{boot_id}/{namespace}"
+
+
+def address_towards(found: AddressInfo) -> str:
+    """Return the address that this node has on its way to another; empty if there is no way.
+
+    `found` are the addresses of the other, for datagrams. The answer is the local end of a
+    connected socket: nothing is sent.
+    """
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return ""
+
+
+def leads_beyond_loopback(found: AddressInfo) -> bool:
+    """Say whether a name with these addresses is of use to other machines."""
+    return any(not is_loopback(str(address[0])) for *_, address in found)
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether only this machine can reach an address.
+
+    >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
+    [True, True, True, False, False]
+    """
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+class StoreSocket:
+    """The listening socket that a node holds ready for the c10d store of its next round.
+
+    Clients may connect as soon as the port was announced; the store host serves them when it is
+    up. A port is never offered twice, so that no client of an old round reaches a newer store.
+    """
+
+    def __init__(self, *, loopback_only: bool) -> None:
+        self._loopback_only = loopback_only
+        self._socket: socket.socket | None = None
+        self._offered: set[int] = set()
+
+    @property
+    def port(self) -> int:
+        """The port that is held, bound anew if none is.
+
+        Raises:
+            OSError: no port can be bound.
+
+        """
+        if self._socket is None:
+            self._socket = self._bind_new()
+            self._offered.add(_port_of(self._socket))
+        return _port_of(self._socket)
+
+    def take(self) -> socket.socket | None:
+        """Hand the socket over to the caller, who closes it."""
+        taken, self._socket = self._socket, None
+        return taken
+
+    def release(self) -> None:
+        """Free the port."""
+        taken = self.take()
+        if taken is not None:
+            taken.close()
+
+    def _bind_new(self) -> socket.socket:
+        rejected: list[socket.socket] = []
+        try:
+            while True:
+                candidate = self._bind()
+                if _port_of(candidate) not in self._offered:
+                    return candidate
+                rejected.append(candidate)
+        finally:
+            for held in rejected:
+                held.close()
+
+    def _bind(self) -> socket.socket:
+        if self._loopback_only:
+            return socket.create_server(("127.0.0.1", 0), backlog=4096)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+            )
+        return socket.create_server(("0.0.0.0", 0), backlog=4096)
+
+
+def _port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
