@@ -4,7 +4,8 @@
 known". Only here are protobuf messages seen on the client's side of that service, and no gRPC
 exception leaves: every failure is an error of the table in `rdzv.errors`.
 
-`parse_endpoint`, `CHANNEL_OPTIONS` and `error_from_status` are shared with the agent.
+`parse_endpoint`, `error_from_status` and what a node's stream needs (`STREAM_OPTIONS`,
+`FINAL_REFUSALS`) are shared with the agent and the plug-in for torchrun.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from rdzv.errors import (
     ERRORS,
     InvalidRequestError,
     LimitExceededError,
+    NodeSupersededError,
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    SettingsMismatchError,
 )
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
@@ -44,6 +48,32 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 """What every channel to rdzvd is opened with."""
+
+STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    # A stopped peer or a dropped path is noticed by unanswered pings; the keepalive timeout alone
+    # does not notice them.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Each attempt has a channel of its own, and its own backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+"""What the channel of a node's stream is opened with."""
+
+FINAL_REFUSALS = frozenset(
+    error.code
+    for error in (
+        InvalidRequestError,
+        NodeSupersededError,
+        RendezvousClosedError,
+        SettingsMismatchError,
+    )
+)
+"""What no repetition will change. After any other refusal a node says everything again, later."""
 
 _UINT32_MAX = 2**32 - 1
 

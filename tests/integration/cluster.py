@@ -146,6 +146,26 @@ class Cluster:
         self.nodes.append(node)
         return node
 
+    def run(
+        self,
+        program: str,
+        *args: str,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: str = "",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of our programs to its end."""
+        return subprocess.run(
+            [str(BIN / program), *args],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env={**self.environ(), **(environ or {})},
+            cwd=cwd or self.folder,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
     def environ(self) -> dict[str, str]:
         """Return the environment of everything that is started here."""
         return {

@@ -24,6 +24,7 @@ from rdzv.core.commands import MarkAway, MarkBack, MarkLost
 from rdzv.core.events import Event
 from rdzv.core.explain import view
 from rdzv.core.model import Tuning
+from rdzv.core.nodes import NodesCommand, NodesEvent
 from rdzv.errors import RendezvousError
 from tests.scenarios.language import (
     Line,
@@ -43,6 +44,7 @@ from tests.scenarios.language import (
 from tests.unit.builders import SETTINGS, Job
 
 SEPARATOR = "----"
+Happened = Event | NodesEvent
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Stage:
         except RendezvousError as error:
             yield f"refused {error.code}: {error}"
 
-    def _events(self, line: Line) -> tuple[Event | nodes.NodesEvent, ...]:
+    def _events(self, line: Line) -> tuple[Happened, ...]:
         match line.verb:
             case "crash":
                 return self._crash()
@@ -160,7 +162,8 @@ class Stage:
             if not due or min(due) > at_ms:
                 break
             now_ms = min(due)
-            happened = [event for _, events in self.job.pass_until(now_ms) for event in events]
+            ticks = self.job.pass_until(now_ms)
+            happened: list[Happened] = [event for _, events in ticks for event in events]
             if self.nodes.wake_at_ms is not None and self.nodes.wake_at_ms <= now_ms:
                 happened += self._step_nodes(nodes.Tick())
             if happened:
@@ -169,7 +172,7 @@ class Stage:
 
     # -------------------------------------------------------------- the nodes core
 
-    def _nodes_command(self, line: Line) -> nodes.NodesCommand:
+    def _nodes_command(self, line: Line) -> NodesCommand:
         if line.verb == "pause":
             return nodes.Pause()
         if line.verb == "hear":
@@ -192,13 +195,13 @@ class Stage:
             incarnation=incarnation,
         )
 
-    def _step_nodes(self, command: nodes.NodesCommand) -> tuple[Event | nodes.NodesEvent, ...]:
+    def _step_nodes(self, command: NodesCommand) -> tuple[Happened, ...]:
         transition = nodes.step(self.nodes, command, self.job.now_ms)
         self.nodes = transition.nodes
         wake_at_ms = transition.wake_at_ms
         if isinstance(command, nodes.Tick) and wake_at_ms is not None:
             assert wake_at_ms > self.job.now_ms, "the nodes core loops"
-        happened: tuple[Event | nodes.NodesEvent, ...] = ()
+        happened: tuple[Happened, ...] = ()
         for event in transition.events:
             if isinstance(event, nodes.NodeConnected):
                 self.unheard.add(event.node_id)

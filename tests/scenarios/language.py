@@ -50,6 +50,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.explain import JobView
 from rdzv.core.model import Failure, LeaveCause, Offer, Round, ScaleUp, Settings, State, Tuning
+from rdzv.core.nodes import NodesEvent, NodesTuning
 from rdzv.core.root_cause import describe_failure
 
 _COUNTER_BITS = 32
@@ -78,7 +79,9 @@ def write_ms(ms: int) -> str:
     >>> [write_ms(ms) for ms in (250, 1500, 600000, 0)]
     ['250ms', '1.5s', '600s', '0s']
     """
-    return f"{ms / 1000:g}s" if ms % 100 == 0 else f"{ms}ms"
+    if 0 < ms < 1_000:
+        return f"{ms}ms"
+    return f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 # ------------------------------------------------------------------ a line, taken apart
@@ -137,12 +140,17 @@ def read_settings(line: Line, default: Settings) -> Settings:
     return Settings(
         min_nodes=int(bounds[0]),
         max_nodes=int(bounds[2] or bounds[0]),
-        max_restarts=line.number("max_restarts", default.max_restarts),
+        max_restarts=_read_max_restarts(line, default),
         join_timeout_ms=line.ms("join_timeout", default.join_timeout_ms),
         last_call_timeout_ms=line.ms("last_call", default.last_call_timeout_ms),
         scale_up=ScaleUp(line.take("scale_up", default.scale_up)),
         restart_window_ms=line.ms("restart_window", default.restart_window_ms),
     )
+
+
+def _read_max_restarts(line: Line, default: Settings) -> int | None:
+    value = line.take("max_restarts", f"{default.max_restarts}")
+    return None if value == "None" else int(value)
 
 
 def write_settings(settings: Settings, default: Settings) -> list[str]:
@@ -162,7 +170,7 @@ def write_settings(settings: Settings, default: Settings) -> list[str]:
     return written
 
 
-_T = TypeVar("_T", Tuning, nodes.NodesTuning)
+_T = TypeVar("_T", Tuning, NodesTuning)
 
 
 def read_tuning(line: Line, kind: type[_T]) -> _T:
@@ -365,18 +373,18 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
 # ------------------------------------------------------------------ answers
 
 
-def write_events(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
+def write_events(events: tuple[Event | NodesEvent, ...]) -> str:
     """Write what happened in one line."""
     return " · ".join(_write_event(event) for event in events) or "-"
 
 
-def _write_event(event: Event | nodes.NodesEvent) -> str:
+def _write_event(event: Event | NodesEvent) -> str:
     text = f"{type(event).__name__} {_what(event)}".rstrip()
     # What the nodes core says is not about this job alone.
-    return f"[{text}]" if isinstance(event, nodes.NodesEvent) else text
+    return f"[{text}]" if isinstance(event, NodesEvent) else text
 
 
-def _what(event: Event | nodes.NodesEvent) -> str:
+def _what(event: Event | NodesEvent) -> str:
     match event:
         case RunBegan():
             return f"{event.run}: {event.reason}"
@@ -411,7 +419,7 @@ def _what(event: Event | nodes.NodesEvent) -> str:
             return _what_of_node(event)
 
 
-def _what_of_node(event: nodes.NodesEvent) -> str:
+def _what_of_node(event: NodesEvent) -> str:
     who = name(event.node_id, event.incarnation)
     match event:
         case nodes.NodeConnected():
@@ -485,4 +493,3 @@ def write_view(shown: JobView) -> list[str]:
         rank = "" if node.group_rank is None else f" GROUP_RANK {node.group_rank}"
         written.append(f"  {node.node_id} {node.state}{rank}: {node.reason}".rstrip(": "))
     return written
-

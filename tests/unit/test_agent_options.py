@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from signal import Signals
 
 import pytest
 
-from rdzv.agent.launch import Launch
-from rdzv.agent.options import parse_conf, parse_launch, parse_nnodes, parse_redirects
+from rdzv.agent.launch import Launch, Output
+from rdzv.agent.numa import NumaBinding
+from rdzv.agent.options import parse_conf, parse_launch, parse_nnodes, parse_streams
 from rdzv.client import Endpoint
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
@@ -28,15 +30,15 @@ def launch(*argv: str) -> Launch:
 
 
 def endpoints(*argv: str) -> list[Endpoint]:
-    return parse_launch([*argv, "train.py"])[1]
+    return list(parse_launch([*argv, "train.py"])[1].endpoints)
 
 
 # ------------------------------------------------------------------ defaults
 
 
 def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
-    found, servers = parse_launch(["train.py"])
-    assert servers == []
+    found, meeting = parse_launch(["train.py"])
+    assert (meeting.endpoints, meeting.host_at) == ((), None)
     assert (found.script, found.args) == ("train.py", ())
     assert (found.module, found.no_python, found.refuse_reuse) == (False, False, False)
     assert (found.python, found.role, found.topology, found.local_addr) == (
@@ -45,7 +47,7 @@ def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
         "",
         "",
     )
-    assert (found.log_dir, found.redirects) == (None, {0: 0})
+    assert found.output == Output(redirects={0: 0}, tee={0: 0})
     assert found.job.settings == Settings(
         min_nodes=1,
         max_nodes=1,
@@ -88,6 +90,16 @@ ALL_OPTIONS = {
     "--local-addr": "10.0.0.5",
     "--log-dir": "logs",
     "--redirects": "3",
+    "--tee": "0:1,11:2",
+    "--local-ranks-filter": "0,2",
+    "--duplicate-stdout-filters": "loss,a,,b",
+    "--duplicate-stderr-filters": "error",
+    "--log-line-prefix-template": "${rank} ",
+    "--numa-binding": "node",
+    "--signals-to-handle": "SIGTERM,SIGUSR1",
+    "--monitor-interval": "5",
+    "--start-method": "fork",
+    "--event-log-handler": "null",
     "--shutdown-timeout": "1.5",
 }
 
@@ -98,8 +110,8 @@ def test_every_option_arrives_in_either_spelling(spell: type[str], apart: bool) 
     argv: list[str] = []
     for name, value in ALL_OPTIONS.items():
         argv += [spell(name), value] if apart else [f"{spell(name)}={value}"]
-    found, servers = parse_launch([*argv, "train.py"])
-    assert servers == [Endpoint("head", 7)]
+    found, meeting = parse_launch([*argv, "train.py"])
+    assert meeting.endpoints == (Endpoint("head", 7),)
     assert found.job.settings == Settings(2, 4, 5, 1_000, 500, ScaleUp.ON_RESTART, 60_000)
     assert (found.job.rdzv_id, found.job.node_id) == ("job-7", "n1")
     assert found.job.local_world_size == 8
@@ -107,9 +119,18 @@ def test_every_option_arrives_in_either_spelling(spell: type[str], apart: bool) 
     assert found.job.failure_stop_timeout_ms == 2_000
     assert found.job.server_timeout_ms == 3_000
     assert (found.role, found.topology, found.local_addr) == ("trainer", "rack-1", "10.0.0.5")
-    assert found.log_dir == Path.cwd() / "logs"
-    assert found.redirects == dict.fromkeys(range(8), 3)
+    assert found.output == Output(
+        log_dir=Path.cwd() / "logs",
+        redirects=dict.fromkeys(range(8), 3),
+        tee={0: 1, 11: 2},
+        shown_ranks=frozenset({0, 2}),
+        stdout_filters=("loss", "a,b"),
+        stderr_filters=("error",),
+        prefix_template="${rank} ",
+    )
     assert found.refuse_reuse
+    assert found.numa_binding is NumaBinding.NODE
+    assert found.signals == (Signals.SIGTERM, Signals.SIGUSR1)
 
 
 def test_flags_arrive() -> None:
@@ -117,7 +138,10 @@ def test_flags_arrive() -> None:
     assert launch("--module").module
     assert launch("--no-python").no_python
     assert launch("--no_python").no_python
-    assert launch("-r", "1").redirects == {0: 1}
+    assert launch("-r", "1").output.redirects == {0: 1}
+    assert launch("-t", "2").output.tee == {0: 2}
+    assert launch("--run-path").run_path
+    assert launch("--virtual-local-rank").virtual_local_rank
     assert endpoints("--standalone", *HEAD) == []
 
 
@@ -163,7 +187,7 @@ def test_numbers_of_nodes(text: str, expected: tuple[int, int]) -> None:
     ],
 )
 def test_output_is_redirected_for_all_or_by_local_rank(text: str, expected: dict[int, int]) -> None:
-    assert parse_redirects(text, 2) == expected
+    assert parse_streams("--redirects", text, 2) == expected
 
 
 # ------------------------------------------------------------------ the script's own arguments
@@ -216,7 +240,7 @@ REFUSED = [
         "--standalone is for one node, and --nnodes=2 asks for more; leave one of them out",
     ),
     (
-        "--rdzv-endpoint=head",
+        "--nnodes=2 --rdzv-endpoint=head",
         "--rdzv-id is missing: without a name of its own the job could be mixed up with another; "
         "give all nodes of this job the same --rdzv-id=NAME",
     ),
@@ -229,12 +253,47 @@ REFUSED = [
         "--rdzv-endpoint=, names no server; give HOST:PORT of an rdzvd",
     ),
     (
-        "--rdzv-backend=c10d",
-        "--rdzv-backend=c10d is not supported by this version; use rdzv with "
-        "--rdzv-endpoint=HOST:PORT of an rdzvd, or --standalone",
+        "--rdzv-backend=etcd",
+        "--rdzv-backend=etcd is not supported by this version; use rdzv with "
+        "--rdzv-endpoint=HOST:PORT of an rdzvd",
     ),
-    ("--nproc-per-node=x", "--nproc-per-node=x is no number of workers; give one from 1 on"),
-    ("--nproc-per-node=-1", "--nproc-per-node=-1 is no number of workers; give one from 1 on"),
+    (
+        "--rdzv-backend=mine",
+        "--rdzv-backend=mine is not known to rdzvrun; use one of rdzv, c10d, static",
+    ),
+    (
+        "--rdzv-backend=c10d --nnodes=2",
+        "--rdzv-backend=c10d with --nnodes=2 needs --rdzv-endpoint=HOST:PORT, where HOST is one of "
+        "the nodes",
+    ),
+    (
+        "--nnodes=2:3 --node-rank=1",
+        "--nnodes=2:3: the static back-end has a fixed number of nodes; give one number, or use an "
+        "rdzvd",
+    ),
+    (
+        "--nnodes=2 --node-rank=2",
+        "--node-rank=2 is out of bounds; with --nnodes=2 give 0 to 1",
+    ),
+    (
+        "--signals-to-handle=SIGKILL",
+        "--signals-to-handle=SIGKILL: SIGKILL is no signal that can be handled; give names such as "
+        "SIGTERM,SIGINT",
+    ),
+    ("-m --run-path", "-m and --run-path exclude each other; leave one of them out"),
+    (
+        "--logs-specs=mine",
+        "--logs-specs=mine is code for torch's own agent, which rdzvrun has not; use --redirects, "
+        "--tee and --log-dir",
+    ),
+    (
+        "--nproc-per-node=x",
+        "--nproc-per-node=x is no number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
+    ),
+    (
+        "--nproc-per-node=-1",
+        "--nproc-per-node=-1 is no number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
+    ),
     ("--nproc-per-node=0", "--nproc-per-node=0 is too small; give at least 1"),
     ("--max-restarts=-1", "--max-restarts=-1 is too small; give at least 0"),
     (
@@ -324,13 +383,64 @@ def test_usage_errors_exit_with_2(
 
 
 def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    conf = parse_conf("timeout=900, join_timeout = 5 ,,")
-    assert conf == {"timeout": "900", "join_timeout": "5"}
+    conf = parse_conf("timeot=900, join_timeout = 5 ,,")
+    assert conf == {"timeot": "900", "join_timeout": "5"}
     (record,) = caplog.records
     assert record.getMessage() == (
-        "--rdzv-conf: unknown key timeout; known: join_timeout, last_call_timeout, scale_up, "
-        "restart_window, reuse, failure_stop_timeout, server_timeout"
+        "--rdzv-conf: unknown key timeot; known: join_timeout, last_call_timeout, scale_up, "
+        "restart_window, reuse, failure_stop_timeout, server_timeout, is_host"
     )
+
+
+def test_settings_of_torchruns_store_are_taken_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse_conf("timeout=900,keep_alive_interval=5")
+    assert not caplog.records
+
+
+# ------------------------------------------------------------------ where the nodes meet
+
+
+def test_the_c10d_back_end_is_served_by_the_node_that_owns_the_host() -> None:
+    line = ("--rdzv-backend=c10d", "--nnodes=2")
+    own = parse_launch([*line, "--rdzv-endpoint=127.0.0.1", "train.py"])[1]
+    assert own.host_at == Endpoint("127.0.0.1", 29400)
+    # An address for documentation: nobody's.
+    other = parse_launch([*line, "--rdzv-endpoint=192.0.2.1:7", "train.py"])[1]
+    assert (other.host_at, other.endpoints) == (None, (Endpoint("192.0.2.1", 7),))
+    told = parse_launch(
+        [*line, "--rdzv-endpoint=192.0.2.1:7", "--rdzv-conf=is_host=1", "train.py"]
+    )[1]
+    assert told.host_at == Endpoint("192.0.2.1", 7)
+
+
+def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks() -> None:
+    line = ("--nnodes=12", "--master-addr=192.0.2.1", "--master-port=7")
+    first, second, last = (
+        parse_launch([*line, f"--node-rank={rank}", "train.py"]) for rank in (0, 1, 11)
+    )
+    assert first[1].host_at == Endpoint("192.0.2.1", 7)
+    assert (second[1].host_at, last[1].host_at) == (None, None)
+    names = [launch.job.node_id for launch, _ in (first, second, last)]
+    assert names == sorted(names) == ["node-rank-00000", "node-rank-00001", "node-rank-00011"]
+
+
+def test_everything_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kubeflow sets it: PET_* for every option, in the place of the options."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("PET_MASTER_PORT", "7")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_NO_PYTHON", "1")
+    found, meeting = parse_launch(["--max-restarts=5", "train"])
+    assert meeting.endpoints == (Endpoint("192.0.2.1", 7),)
+    assert found.job.settings.max_nodes == 2
+    assert found.job.settings.max_restarts == 5
+    assert found.job.local_world_size == 4
+    assert found.no_python
 
 
 def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -426,7 +426,7 @@ async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
         async with running(link_to(endpoint, server.endpoint, jobs=(job,))):
             await server.greet()
             await job.hear(events.ServerConnected)
-    assert job.everything[0] == events.ServerLost("no answer within 0.1 s")
+    assert job.everything[0] == events.ServerLost(f"no answer from {endpoint} within 0.1 s")
 
 
 async def test_a_stream_without_a_welcome_is_given_up(

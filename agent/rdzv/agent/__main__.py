@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 
 import click
 
+from rdzv.agent.backends import DEFAULT_PORT
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_USAGE
 from rdzv.agent.launch import Launch, check_startable
-from rdzv.agent.options import DEFAULT_PORT, parse_launch
+from rdzv.agent.options import parse_launch
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging, summary
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousError
@@ -168,13 +169,20 @@ def _read_job(job: dict[str, Any], endpoints: list[Endpoint], node_id: str) -> L
         raise InvalidRequestError("a [[job]] needs `args`, a list of rdzvrun's arguments")
     servers = ",".join(map(str, endpoints))
     try:
-        launch, found = parse_launch([f"--rdzv-endpoint={servers}", f"--node-id={node_id}", *args])
+        launch, meeting = parse_launch(
+            [
+                "--rdzv-backend=rdzv",
+                f"--rdzv-endpoint={servers}",
+                f"--node-id={node_id}",
+                *args,
+            ]
+        )
     except SystemExit as error:
         raise InvalidRequestError(
             f"args {args} are not rdzvrun's; see rdzvrun --help for what it takes"
         ) from error
     check_startable(launch)
-    if launch.job.node_id != node_id or found != endpoints:
+    if launch.job.node_id != node_id or list(meeting.endpoints) != endpoints:
         raise InvalidRequestError(
             f"args {args} name a node or a server of their own; leave --node-id, "
             "--rdzv-endpoint and --standalone to `node_id` and `server`"

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from rdzv.agent import runner_link, wire
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment, Outcome, Phase
 from rdzv.agent.errors import describe_exit, read_error
 from rdzv.agent.launch import (
@@ -26,8 +25,8 @@ from rdzv.agent.launch import (
     local_address,
     reachable_host_name,
 )
-from rdzv.agent.logs import RunLogs, WorkerFiles
 from rdzv.agent.server_link import ServerLink
+from rdzv.agent.worker_group import LocalWorkerGroup
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
@@ -38,8 +37,6 @@ log = logging.getLogger("rdzv.agent")
 
 RUNNER_CLOSE_TIMEOUT_S = 10.0
 
-_STDOUT, _STDERR = 1, 2
-
 
 class JobDriver:
     """Drives one job on this node until it has ended for it."""
@@ -49,8 +46,7 @@ class JobDriver:
         self._launch = launch
         self._link = link
         self._state = begin(launch.job, _now_ms())
-        self._logs = RunLogs(launch.log_dir, launch.job.rdzv_id, launch.job.node_id)
-        self._files: list[WorkerFiles] = []
+        self._workers = LocalWorkerGroup(launch)
         self._inbox: deque[events.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -61,6 +57,7 @@ class JobDriver:
 
     async def prepare(self, endpoint: Endpoint) -> None:
         """Get ready to join: find out what this node offers, and start its runner."""
+        await self._workers.prepare()
         self._offer = await self._make_offer(endpoint)
         runner_link.become_subreaper()
         self._runner = await runner_link.RunnerLink.spawn(self._hear_runner)
@@ -78,6 +75,7 @@ class JobDriver:
         self._store_socket.release()
         if self._runner is not None:
             await self._runner.close(RUNNER_CLOSE_TIMEOUT_S)
+        await self._workers.close()
 
     async def _make_offer(self, endpoint: Endpoint) -> Offer:
         launch = self._launch
@@ -187,16 +185,14 @@ class JobDriver:
         try:
             # Again before each round: what was there at the join may have gone since.
             check_startable(self._launch)
-            files = self._logs.open_round(assignment, self._launch.job.local_world_size)
+            workers = self._workers.open_round(assignment)
         except InvalidRequestError as error:
             self._fail_start(assignment, str(error))
             return
         except OSError as error:
             self._fail_start(assignment, f"the log directory can not be written: {error}")
             return
-        self._files = files
         self._start_store_host(assignment)
-        workers = [self._worker(assignment, rank, files[rank]) for rank in range(len(files))]
         self._owner.start_workers(assignment.round, workers)
 
     def _fail_start(self, assignment: Assignment, reason: str) -> None:
@@ -215,28 +211,6 @@ class JobDriver:
                     assignment.round, listening, self._launch.python, dict(os.environ)
                 )
 
-    def _worker(
-        self, assignment: Assignment, local_rank: int, files: WorkerFiles
-    ) -> runner_link.WorkerSpec:
-        launch = self._launch
-        redirect = launch.redirects.get(local_rank, 0)
-        return runner_link.WorkerSpec(
-            local_rank=local_rank,
-            argv=launch.argv(local_rank),
-            env=worker_environ(
-                os.environ,
-                assignment,
-                rdzv_id=self.rdzv_id,
-                role=launch.role,
-                local_rank=local_rank,
-                local_world_size=launch.job.local_world_size,
-                error_file=str(files.error),
-            ),
-            cwd=None,
-            stdout=str(files.stdout) if redirect & _STDOUT else None,
-            stderr=str(files.stderr) if redirect & _STDERR else None,
-        )
-
     # ------------------------------------------------------------------ the runner's side
 
     def _hear_runner(self, event: runner_link.RunnerEvent) -> None:
@@ -248,6 +222,7 @@ class JobDriver:
             case runner_link.WorkerExited():
                 self.post(self._explain_exit(event))
             case runner_link.WorkersGone():
+                self._workers.close_round()
                 self.post(events.WorkersGone(event.round))
             case runner_link.WorkersStuck():
                 self.post(events.WorkersStuck(event.round, tuple(event.pids)))
@@ -272,7 +247,7 @@ class JobDriver:
     def _explain_exit(self, event: runner_link.WorkerExited) -> events.WorkerExited:
         """Add to an exit what the worker's error file says of it."""
         succeeded = event.exit_code == 0
-        error_file = self._files[event.local_rank].error
+        error_file = self._workers.error_file(event.local_rank)
         error = read_error(error_file, event.signal, event.pid)
         return events.WorkerExited(
             round=event.round,
@@ -292,7 +267,7 @@ class JobDriver:
         match event:
             case events.Joined() if event.run != self._state.run:
                 log.info("joined %s (run %s)", self.rdzv_id, event.run)
-            case events.RoundCompleted():
+            case events.RoundCompleted() if event.assignment != self._state.assignment:
                 self._tell_round(event.assignment)
             case events.RoundEnded():
                 text = "%s: round %d ended (%s): %s"

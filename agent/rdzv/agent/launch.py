@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +15,32 @@ from pathlib import Path
 
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
+from rdzv.agent.numa import NumaBinding
 from rdzv.client import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import address_towards, leads_beyond_loopback
 
 PROBE_TIMEOUT_S = 10.0
 """How long the job's interpreter, or the name service, may take to answer a question."""
+
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
+
+    log_dir: Path | None = None
+    redirects: Mapping[int, int] = field(default_factory=dict)
+    """By LOCAL_RANK: the streams that go to files."""
+    tee: Mapping[int, int] = field(default_factory=dict)
+    """By LOCAL_RANK: the streams that go to files and, line by line, to the console."""
+    shown_ranks: frozenset[int] | None = None
+    """The LOCAL_RANKs whose output is shown on the console; None: all."""
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +54,19 @@ class Launch:
     """`script` is a module, as in `python -m`."""
     no_python: bool = False
     """`script` is a program, to be executed directly."""
+    run_path: bool = False
+    """`script` is run by `runpy.run_path`."""
     python: str = sys.executable
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
-    log_dir: Path | None = None
-    redirects: Mapping[int, int] = field(default_factory=dict)
-    """By LOCAL_RANK: 1 sends stdout to a file, 2 stderr, 3 both; others go to the console."""
     refuse_reuse: bool = False
+    virtual_local_rank: bool = False
+    """Every worker has LOCAL_RANK 0 and sees one GPU."""
+    numa_binding: NumaBinding | None = None
+    signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
+    """What makes this node leave."""
+    output: Output = field(default_factory=Output)
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
         """Return the command line of one worker."""
@@ -48,7 +75,14 @@ class Launch:
             return (self.script, *args)
         if self.module:
             return (self.python, "-u", "-m", self.script, *args)
+        if self.run_path:
+            return (self.python, "-u", "-c", _RUN_PATH, self.script, *args)
         return (self.python, "-u", self.script, *args)
+
+
+_RUN_PATH = (
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def check_startable(launch: Launch) -> None:
@@ -58,7 +92,7 @@ def check_startable(launch: Launch) -> None:
         InvalidRequestError: script, program or interpreter are not there, or logs have no place.
 
     """
-    _check_log_dir(launch.log_dir)
+    _check_log_dir(launch.output.log_dir)
     if launch.no_python:
         if shutil.which(launch.script) is None:
             raise InvalidRequestError(
@@ -130,6 +164,47 @@ async def has_torch(python: str) -> bool:
         process.kill()
         await process.wait()
         return False
+
+
+_COUNT = """
+import sys, torch
+counts = {"gpu": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
+kind = sys.argv[1]
+print(counts[kind] if kind in counts else counts["gpu"] or counts["xpu"])
+"""
+COUNT_TIMEOUT_S = 120.0
+"""Importing torch from a cold network disk takes its time."""
+
+
+def count_devices(kind: str, python: str) -> int:
+    """Count the accelerators that the job's torch sees; `auto`: any, or else the CPUs.
+
+    Source: `determine_local_world_size` in `torch/distributed/run.py`.
+
+    Raises:
+        InvalidRequestError: there are none, or the job's interpreter can not say.
+
+    """
+    given = f"--nproc-per-node={kind}"
+    try:
+        answer = subprocess.run(
+            [python, "-c", _COUNT, kind],
+            capture_output=True,
+            text=True,
+            timeout=COUNT_TIMEOUT_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        last = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
+        raise InvalidRequestError(
+            f"{given}: {python} can not count them ({last}); give a number of workers"
+        ) from error
+    count = int(answer)
+    if count == 0 and kind == "auto":
+        return os.cpu_count() or 1
+    if count == 0:
+        raise InvalidRequestError(f"{given}: torch sees no {kind} on this node; give a number")
+    return count
 
 
 async def local_address(endpoint: Endpoint) -> str:

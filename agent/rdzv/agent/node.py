@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+import socket
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,35 +19,54 @@ from rdzv.agent.driver import JobDriver
 from rdzv.agent.launch import Launch, local_address
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
+from rdzv.meeting import is_loopback
+from rdzv.server.clock import MonotonicClock
+from rdzv.server.config import Config, Listen
+from rdzv.server.driver import Driver
+from rdzv.server.service import serving
+from rdzv.stores.memory import MemoryStore
 from rdzv.v1 import rdzv_pb2 as pb
 
 LINK_CLOSE_TIMEOUT_S = 2.0
 """How long the end of the stream may take, once everything was said."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+OTHERS_TIMEOUT_S = 5.0
+"""How long a node that serves the others waits for them to go, once it could go itself."""
+
+log = logging.getLogger("rdzv.agent")
 
 
 async def take_part(
-    node_id: str, endpoints: Sequence[Endpoint], launches: Sequence[Launch]
+    node_id: str,
+    endpoints: Sequence[Endpoint],
+    launches: Sequence[Launch],
+    host_at: Endpoint | None = None,
 ) -> list[Outcome]:
     """Take part in these jobs until each has ended for this node; nothing of them is left then.
 
-    SIGTERM, SIGINT, SIGHUP and SIGQUIT make the node leave all of them, in order. Without an
-    endpoint the node serves itself.
+    The launches' signals make the node leave all of them, in order. With `host_at` the node serves
+    the others there, unless another process of this machine does; without an endpoint it serves
+    itself.
     """
+    drivers: list[JobDriver] = []
     async with contextlib.AsyncExitStack() as stack:
-        if not endpoints:
-            endpoints = [await stack.enter_async_context(_embedded_server())]
+        signals = {signum for launch in launches for signum in launch.signals}
+        early = stack.enter_context(_signals_to(drivers, signals))
+        if host_at is not None:
+            await stack.enter_async_context(_serving_others(host_at))
+        elif not endpoints:
+            endpoints = [await stack.enter_async_context(_serving_itself())]
         link = ServerLink(endpoints, await _identity(node_id, endpoints[0]))
-        drivers = [JobDriver(launch, link) for launch in launches]
-        with _signals_to(drivers):
-            try:
-                for driver in drivers:
-                    await driver.prepare(endpoints[0])
-                return await _talk(link, drivers)
-            finally:
-                for driver in drivers:
-                    await driver.close()
+        drivers += [JobDriver(launch, link) for launch in launches]
+        for signum in early:
+            _post(signum, drivers)
+        try:
+            for driver in drivers:
+                await driver.prepare(endpoints[0])
+            return await _talk(link, drivers)
+        finally:
+            for driver in drivers:
+                await driver.close()
 
 
 async def _identity(node_id: str, endpoint: Endpoint) -> Identity:
@@ -73,34 +94,72 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[Outcome]
 
 
 @contextlib.contextmanager
-def _signals_to(drivers: Sequence[JobDriver]) -> Iterator[None]:
-    """Turn the signals that ask this process to end into events."""
+def _signals_to(
+    drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
+) -> Iterator[Sequence[signal.Signals]]:
+    """Turn the signals that ask this process to end into events; hand over those before a driver.
 
-    def post(signum: signal.Signals) -> None:
-        for driver in drivers:
-            driver.post(events.Signalled(signum, signum.name))
+    The end of an embedded server, too, is not to be cut in two by Ctrl-C.
+    """
+    early: list[signal.Signals] = []
+
+    def take(signum: signal.Signals) -> None:
+        if not drivers:
+            early.append(signum)
+        _post(signum, drivers)
 
     loop = asyncio.get_running_loop()
-    for signum in SIGNALS:
-        loop.add_signal_handler(signum, post, signum)
+    for signum in signals:
+        loop.add_signal_handler(signum, take, signum)
     try:
-        yield
+        yield early
     finally:
-        for signum in SIGNALS:
+        for signum in signals:
             loop.remove_signal_handler(signum)
 
 
-@contextlib.asynccontextmanager
-async def _embedded_server() -> AsyncIterator[Endpoint]:
-    """Serve this node alone from memory, on a loopback port of the system's choice."""
-    from rdzv.server.clock import MonotonicClock
-    from rdzv.server.config import Config, Listen
-    from rdzv.server.driver import Driver
-    from rdzv.server.service import serving
-    from rdzv.stores.memory import MemoryStore
+def _post(signum: signal.Signals, drivers: Sequence[JobDriver]) -> None:
+    for driver in drivers:
+        driver.post(events.Signalled(signum, signum.name))
 
-    config = Config(listen=Listen("127.0.0.1", 0), data_dir=Path(os.devnull), store="memory")
+
+@contextlib.asynccontextmanager
+async def _serving_itself() -> AsyncIterator[Endpoint]:
+    """Serve this node alone, on a loopback port of the system's choice."""
+    async with _embedded_server(Listen("127.0.0.1", 0)) as (_, listen):
+        yield Endpoint(listen.host, listen.port)
+
+
+@contextlib.asynccontextmanager
+async def _serving_others(host_at: Endpoint) -> AsyncIterator[None]:
+    """Serve all nodes of the job, and let them hear how it ended before this one goes."""
+    # As torchrun's store does: the host's name may lead to loopback on the host itself.
+    listen = Listen(host_at.host if is_loopback(host_at.host) else "::", host_at.port)
+    if _is_taken(listen):
+        log.info("another process of this machine serves %s", host_at)
+        yield
+        return
+    if not listen.loopback:
+        log.warning("insecure: everyone who reaches %s may run and end jobs there", host_at)
+    async with _embedded_server(listen) as (server, _):
+        yield
+        await server.wait_alone(OTHERS_TIMEOUT_S)
+
+
+def _is_taken(listen: Listen) -> bool:
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    try:
+        socket.create_server((listen.host, listen.port), family=family).close()
+    except OSError:
+        return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def _embedded_server(listen: Listen) -> AsyncIterator[tuple[Driver, Listen]]:
+    """Serve from memory for as long as this node lives."""
+    config = Config(listen=listen, data_dir=Path(os.devnull), store="memory", insecure=True)
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
     async with Driver.running(store, clock, config) as driver, serving(driver, clock, config) as at:
-        yield Endpoint(at.host, at.port)
+        yield driver, at

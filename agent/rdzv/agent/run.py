@@ -37,16 +37,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(argv: Sequence[str] | None) -> NoReturn:
     set_up_logging("rdzvrun")
     try:
-        launch, endpoints = parse_launch(argv)
+        launch, meeting = parse_launch(argv)
         check_startable(launch)
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)
     set_up_logging(f"rdzvrun[{launch.job.node_id}]")
+    log.info("%s: %s", launch.job.rdzv_id, meeting.why)
     # gRPC is not imported before the command line is known to be right.
     from rdzv.agent.node import take_part
 
     try:
-        [outcome] = asyncio.run(take_part(launch.job.node_id, endpoints, [launch]))
+        [outcome] = asyncio.run(
+            take_part(launch.job.node_id, meeting.endpoints, [launch], meeting.host_at)
+        )
     except (RendezvousError, OSError) as error:
         _fail(error, EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR

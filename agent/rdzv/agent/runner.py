@@ -356,7 +356,7 @@ class WorkerSpec:
     """How to start one worker; `env` is its whole environment.
 
     `stdout` and `stderr` are files to append to, None for the agent's own; `cwd` None is the
-    agent's own too.
+    agent's own too. `cpus` are those that it may run on, None for all that the agent may use.
     """
 
     local_rank: int
@@ -365,6 +365,7 @@ class WorkerSpec:
     cwd: str | None
     stdout: str | None
     stderr: str | None
+    cpus: tuple[int, ...] | None = None
 
 
 def _read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
@@ -386,7 +387,17 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
         cwd=_optional_text(worker, "cwd"),
         stdout=_optional_text(worker, "stdout"),
         stderr=_optional_text(worker, "stderr"),
+        cpus=_read_cpus(worker),
     )
+
+
+def _read_cpus(worker: Mapping[str, object]) -> tuple[int, ...] | None:
+    cpus = worker.get("cpus")
+    if cpus is None:
+        return None
+    if not isinstance(cpus, list) or not all(isinstance(cpu, int) for cpu in cpus):
+        raise RequestError(f"cpus: expected numbers, got {cpus!r:.80}")
+    return tuple(cpus)
 
 
 def _read_argv(request: Mapping[str, object]) -> list[str]:
@@ -441,7 +452,9 @@ def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
     try:
         for name, path in (("stdout", spec.stdout), ("stderr", spec.stderr)):
             logs.append(_open_log(name, path))
-        return _spawn(spec.argv, spec.env, cwd=spec.cwd, stdout=logs[0], stderr=logs[1])
+        return _spawn(
+            spec.argv, spec.env, cwd=spec.cwd, stdout=logs[0], stderr=logs[1], cpus=spec.cpus
+        )
     except OSError as error:
         raise StartError(_describe(error, spec)) from error
     except (ValueError, subprocess.SubprocessError) as error:
@@ -460,6 +473,7 @@ def _spawn(
     stdout: int | None = None,
     stderr: int | None = None,
     pass_fds: Collection[int] = (),
+    cpus: Collection[int] | None = None,
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         argv,
@@ -470,12 +484,14 @@ def _spawn(
         stderr=stderr,
         pass_fds=pass_fds,
         start_new_session=True,
-        preexec_fn=partial(_prepare_child, os.getpid()),  # noqa: PLW1509  # There is one thread.
+        preexec_fn=partial(_prepare_child, os.getpid(), cpus),  # noqa: PLW1509  # There is one thread.
     )
 
 
-def _prepare_child(parent: int) -> None:
-    """Give the child, between fork and exec, the signals of a fresh process, and its leash."""
+def _prepare_child(parent: int, cpus: Collection[int] | None) -> None:
+    """Give the child, between fork and exec, signals of a fresh process, its CPUs and its leash."""
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
     for signum in signal.valid_signals():
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)

@@ -16,16 +16,9 @@ from typing import Protocol, TypeAlias, cast
 
 import grpc
 
-from rdzv import client
 from rdzv.agent import wire
 from rdzv.agent.core import events
-from rdzv.client import Endpoint, error_from_status
-from rdzv.errors import (
-    InvalidRequestError,
-    NodeSupersededError,
-    RendezvousClosedError,
-    SettingsMismatchError,
-)
+from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, error_from_status
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -39,31 +32,6 @@ WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
 OUTBOX_MESSAGES = 1_000
 """Bound of what waits to be sent; a stream that is slower is opened anew."""
-
-CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
-    *client.CHANNEL_OPTIONS,
-    # A stopped peer or a dropped path is noticed by unanswered pings; the keepalive timeout alone
-    # does not notice them.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Each attempt has a channel of its own, and its own backoff.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
-
-FINAL_REFUSALS = frozenset(
-    error.code
-    for error in (
-        InvalidRequestError,
-        NodeSupersededError,
-        RendezvousClosedError,
-        SettingsMismatchError,
-    )
-)
-"""What no repetition will change. To any other refusal the link says everything again, later."""
 
 
 class JobPort(Protocol):
@@ -186,7 +154,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> str:
         """Hold one stream from its Hello to its end; return why it ended."""
         self._welcomed_at_s = None
-        async with grpc.aio.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
             outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
             call = stub.Attach(self._outgoing(outbox))
@@ -200,7 +168,7 @@ class ServerLink:
             except grpc.aio.AioRpcError as error:
                 return self._judge(endpoint, error)
             except TimeoutError:
-                return f"no answer within {WELCOME_TIMEOUT_S:g} s"
+                return f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"
             except asyncio.CancelledError:
                 if _this_task_is_cancelled():
                     raise

@@ -13,6 +13,7 @@ from rdzv.core.model import (
     Ended,
     Failure,
     JobState,
+    Membership,
     NodeState,
     Offer,
     Participant,
@@ -26,6 +27,7 @@ from rdzv.core.rendezvous import (
     completion_due_ms,
     holds,
     newcomers_due_ms,
+    restarts_that_count,
     some_seat_away,
     some_succeeded,
 )
@@ -123,7 +125,11 @@ def _explain_stopping(state: State, now_ms: int) -> str:
     round_ = _round(state)
     end = round_.end
     why = f"round {round_.number} ended ({_why_ended(end)})" if end else ""
-    return f"{why}; waiting for {_names(state.seats)} to stop" + _missing(state, now_ms)
+    text = f"{why}; waiting for {_names(state.seats)} to stop"
+    away = [node_id for node_id in state.seats if node_id in state.away]
+    if away:
+        text += f"; away: {_names(away)}"
+    return text + _missing(state, now_ms)
 
 
 def _why_ended(end: RoundEnd) -> str:
@@ -166,7 +172,7 @@ def _join_deadline(state: State, now_ms: int) -> str:
 
 
 def _missing(state: State, now_ms: int) -> str:
-    """Name those who were lost or left since the last round began, and have not come back."""
+    """Name those who are stuck, and who were lost or left since the last round began."""
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     gone = [
@@ -174,6 +180,8 @@ def _missing(state: State, now_ms: int) -> str:
         for d in _absent(state)
         if d.at_ms >= since_ms
     ]
+    if state.stuck:
+        gone.append(f"workers of {_names(state.stuck)} survive SIGKILL")
     return "; " + "; ".join(gone[-4:]) if gone else ""
 
 
@@ -236,7 +244,7 @@ def view(state: State, now_ms: int) -> JobView:
         min_nodes=membership.settings.min_nodes,
         max_nodes=membership.settings.max_nodes,
         world_size=round_.world_size if round_ else 0,
-        restarts=None if membership.settings.max_restarts is None else len(membership.restarts),
+        restarts=_restarts(membership, now_ms),
         max_restarts=membership.settings.max_restarts,
         nodes=node_views(state, now_ms),
         state_age_ms=max(now_ms - _state_since_ms(state), 0),
@@ -247,6 +255,12 @@ def view(state: State, now_ms: int) -> JobView:
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
         last_end=_why_ended(round_.end) if round_ and round_.end else None,
     )
+
+
+def _restarts(membership: Membership, now_ms: int) -> int | None:
+    if membership.settings.max_restarts is None:
+        return None
+    return restarts_that_count(membership, now_ms)
 
 
 def _state_since_ms(state: State) -> int:

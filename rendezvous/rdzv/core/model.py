@@ -323,6 +323,8 @@ class State:
     """`min_nodes` were regained after a round, so newcomers are gathered."""
     newest_ms: int = 0
     """When the latest newcomer came."""
+    back_ms: int | None = None
+    """When a participant was last back from being away."""
     loopback_machine: str | None = None
     """The machine that everyone is on, if there may be a node that only it can reach."""
     stop_deadline_ms: int | None = None

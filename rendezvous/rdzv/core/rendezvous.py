@@ -366,14 +366,19 @@ def _begin_run(work: _Step, command: Join) -> None:
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
     theirs, ours = command.settings, membership.settings
     differences = [
-        f"{name} is {getattr(theirs, name)} here and {getattr(ours, name)} in the job"
+        f"{name} is {_shown(here)} here and {_shown(there)} in the job"
         for name in Settings.__dataclass_fields__
-        if getattr(theirs, name) != getattr(ours, name)
+        if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
     return SettingsMismatchError(
         f"{command.node_id} can not join {membership.rdzv_id}: {'; '.join(differences)}. "
         "Launch all nodes of a job alike, or choose another --rdzv-id"
     )
+
+
+def _shown(value: object) -> str:
+    """Write a setting for people; the one that may be open is max_restarts."""
+    return "left to each node's own agent (torchrun)" if value is None else str(value)
 
 
 def _check_reachable(work: _Step, command: Join) -> None:
@@ -438,7 +443,7 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
         if round_.live and failures:
             _end_by_failure(work, failures)
         elif round_.live:
-            reason = f"{command.node_id}: it has stopped its workers"
+            reason = f"{command.node_id}: it has stopped its workers, and joins again"
             _end_round(work, Cause.NODE_LEFT, reason, broken=False)
         else:
             _add_failures(work, failures)
@@ -607,6 +612,8 @@ def _mark_back(work: _Step, node_id: str) -> None:
         return
     work.put(away=_without(work.state.away, node_id))
     work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    if node_id in work.state.seats:
+        work.state = replace(work.state, back_ms=work.now_ms)
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
     if away.firm and deadline_ms is not None and round_ is not None:
         # It may hear only now that the round has ended.
@@ -762,8 +769,9 @@ def _settle_charge(work: _Step) -> bool:
     if end.cause is Cause.WORKER_FAILURE:
         failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
         end = replace(end, reason=_failure_reason(end, failures))
+        counted = restarts_that_count(work.membership, work.now_ms)
         # Who counts restarts itself tells of a failure when none is left.
-        budget_left = max_restarts is not None and _restarts_that_count(work) < max_restarts
+        budget_left = max_restarts is not None and counted < max_restarts
         spent = (*spent, work.now_ms) if budget_left else spent
     work.store(
         replace(
@@ -775,9 +783,10 @@ def _settle_charge(work: _Step) -> bool:
         )
     )
     work.state = replace(work.state, stop_deadline_ms=None)
-    work.events.append(RoundSettled(round_.number, end.cause, end.reason, len(spent), max_restarts))
+    counted = restarts_that_count(work.membership, work.now_ms)
+    work.events.append(RoundSettled(round_.number, end.cause, end.reason, counted, max_restarts))
     if not budget_left:
-        budget = f"restarts spent: {len(spent)} of {max_restarts}"
+        budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:
             budget = "the node's own agent restarts no more"
         reason = f"{end.cause}: {end.reason}; {budget}"
@@ -789,11 +798,12 @@ def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
     return describe_failure(failures[0]) if failures else end.reason
 
 
-def _restarts_that_count(work: _Step) -> int:
-    window_ms = work.membership.settings.restart_window_ms
-    return sum(
-        1 for at_ms in work.membership.restarts if not window_ms or work.now_ms - at_ms < window_ms
-    )
+def restarts_that_count(membership: Membership, now_ms: int) -> int:
+    """Count the restarts that were spent and that `restart_window` has not forgotten."""
+    window_ms = membership.settings.restart_window_ms
+    if not window_ms:
+        return len(membership.restarts)
+    return sum(1 for at_ms in membership.restarts if now_ms - at_ms < window_ms)
 
 
 def _succeed_run(work: _Step) -> bool:
@@ -948,9 +958,12 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
     if not newcomers:
         return None
     since = [state.waiting[node_id].since_ms for node_id in newcomers]
+    quiet_ms = state.tuning.gather_quiet_ms
+    # Who is just back may yet say that it has succeeded, and then no newcomer ends the round.
+    earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
     if len(newcomers) >= free:
-        return max(since)
-    return min(max(since) + state.tuning.gather_quiet_ms, min(since) + state.tuning.gather_ms)
+        return max(*since, earliest_ms)
+    return max(min(max(since) + quiet_ms, min(since) + state.tuning.gather_ms), earliest_ms)
 
 
 def _newcomers(state: State, now_ms: int) -> list[str]:
@@ -1002,6 +1015,7 @@ def _missing(state: State) -> str:
         for node_id, departure in last.items()
         if not state.present(node_id)
     ]
+    missing += [f"{node_id} stuck (its workers survive SIGKILL)" for node_id in state.stuck]
     return f"; not there: {', '.join(missing[-8:])}" if missing else ""
 
 

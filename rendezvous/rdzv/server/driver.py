@@ -15,6 +15,7 @@ It holds what the cores can not, and decides nothing. `Jobs` steps each job unde
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -83,6 +84,9 @@ class Driver:
         self._heard: set[str] = set()
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
         self._streams: dict[str, Stream] = {}
+        self._alone = asyncio.Event()
+        """Set while no stream is open."""
+        self._alone.set()
         self._numbers = itertools.count(1)
         self._stopping = False
 
@@ -241,6 +245,7 @@ class Driver:
         record = self._nodes.records[hello.node_id]
         stream = Stream(number, hello.node_id, record.incarnation, self._limits.outbox)
         self._streams[hello.node_id] = stream
+        self._alone.clear()
         interval_ms = record.lease_ms // self._nodes.tuning.heartbeats_per_lease
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
         return stream
@@ -265,6 +270,8 @@ class Driver:
         stream.close()
         if self._streams.get(stream.node_id) is stream:
             del self._streams[stream.node_id]
+        if not self._streams:
+            self._alone.set()
         if not self._stopping:
             self._step_nodes(nodes.Disconnect(stream.node_id, stream.number))
 
@@ -276,6 +283,12 @@ class Driver:
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
         """Note that an agent goes away on purpose and is back within `deadline_ms`."""
         self._step_nodes(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
+
+    async def wait_alone(self, timeout_s: float) -> None:
+        """Wait until every node has gone, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._alone.wait()
 
     async def greet(self, stream: Stream, beliefs: Iterable[Belief]) -> None:
         """Hear what a node believes about its jobs, and tell it what it has missed.

@@ -42,7 +42,7 @@ from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
-Inbox = asyncio.Queue[tuple[str, Command]]
+Inbox = asyncio.Queue[tuple[str, Command] | None]
 
 log = logging.getLogger("rdzv.service")
 
@@ -151,8 +151,8 @@ class RendezvousService(pb_grpc.RendezvousServicer):
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
-        # The stream's end is no goodbye: see the contract.
-        stream.close()
+        # The stream's end is no goodbye: see the contract. What was said before it is heard first.
+        await inbox.put(None)
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
         try:
@@ -182,9 +182,9 @@ class RendezvousService(pb_grpc.RendezvousServicer):
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
         """Decide what the node says, in its order, beginning with what it believes."""
         await self._driver.greet(stream, self._beliefs(stream, beliefs))
-        while True:
-            rdzv_id, command = await inbox.get()
-            await self._driver.hear(stream, rdzv_id, command)
+        while (said := await inbox.get()) is not None:
+            await self._driver.hear(stream, *said)
+        stream.close()
 
     def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
         speaker = wire.Speaker(stream.node_id, stream.incarnation)

@@ -6,6 +6,7 @@ SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and stderr; `error=TEXT` wr
 error file; `read` reports what stdin holds.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,18 +23,20 @@ def report() -> None:
     """Leave one file, whole or not at all."""
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
-    about = {"pid": os.getpid(), "argv": sys.argv, "fds": descriptors(), "stdin": stdin}
+    about = {"pid": os.getpid(), "argv": sys.argv, "fds": FDS}
+    about |= {"stdin": sys.stdin.read()} if "read" in OPTIONS else {}
     temporary.write_text(json.dumps({**os.environ, **about}))
     temporary.rename(folder / f"{os.environ['RDZV_ROUND']}-{os.environ['RANK']}-{os.getpid()}.json")
 
 
-def descriptors() -> list[str]:
-    """Name the open descriptors, without the one that lists them."""
-    listing = os.open("/proc/self/fd", os.O_RDONLY)
-    try:
-        return sorted(set(os.listdir(listing)) - {str(listing)} - {str(os.dup(listing))})
-    finally:
-        os.close(listing)
+def descriptors() -> list[int]:
+    """Number the descriptors that are open."""
+    found = []
+    for number in range(1024):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            found.append(number)
+    return found
 
 
 def on_sigterm(*_: object) -> None:
@@ -41,10 +44,19 @@ def on_sigterm(*_: object) -> None:
     sys.exit(0)
 
 
+FDS = descriptors()
+if "deaf" in OPTIONS:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 if "term" in OPTIONS:
     signal.signal(signal.SIGTERM, on_sigterm)
 if "child" in OPTIONS:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+if "error" in OPTIONS:
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(OPTIONS["error"])
+if "say" in OPTIONS:
+    print(OPTIONS["say"])
+    print(OPTIONS["say"], file=sys.stderr)
 report()
 if "exit" in OPTIONS:
     sys.exit(int(OPTIONS["exit"]))

@@ -20,11 +20,13 @@ def worker_environ(
     local_rank: int,
     local_world_size: int,
     error_file: str,
+    virtual_local_rank: bool = False,
 ) -> dict[str, str]:
     """Return the complete environment of one worker.
 
-    `base` is the agent's own. Beyond torchrun's variables a worker gets RDZV_ROUND, which grows
-    with every round of a run (TORCHELASTIC_RESTART_COUNT counts only failures).
+    `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees one
+    GPU, the one that it would have picked. Beyond torchrun's variables a worker gets RDZV_ROUND,
+    which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures).
     """
     environ = dict(base)
     environ.update(
@@ -49,7 +51,15 @@ def worker_environ(
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if local_world_size > 1:
         environ.setdefault("OMP_NUM_THREADS", "1")
+    if virtual_local_rank:
+        environ["LOCAL_RANK"] = "0"
+        environ["CUDA_VISIBLE_DEVICES"] = _only_gpu(base, local_rank)
     return environ
+
+
+def _only_gpu(base: Mapping[str, str], local_rank: int) -> str:
+    visible = [gpu for gpu in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return visible[local_rank] if local_rank < len(visible) else str(local_rank)
 
 
 def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:

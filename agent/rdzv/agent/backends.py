@@ -1,0 +1,200 @@
+"""Where the nodes of a job meet: torchrun's back-ends by their names, and a standing rdzvd.
+
+A command line either names a server, or means that one of the job's own nodes serves it. That
+node is found without asking anyone: it is the one with node rank 0 (`static`), or the one that
+owns the endpoint's host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's
+store lives on a training node; a standing `rdzvd` is what outlives every node.
+
+Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from dataclasses import dataclass
+
+from rdzv.client import Endpoint, parse_endpoint
+from rdzv.errors import InvalidRequestError
+
+DEFAULT_PORT = 29400
+"""Of rdzvd, and of torchrun's c10d back-end."""
+DEFAULT_MASTER_PORT = 29500
+"""Of torchrun's static back-end."""
+
+_KNOWN = "rdzv, c10d, static"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where this node meets the others."""
+
+    endpoints: tuple[Endpoint, ...]
+    """The servers to go to; none: one of this node's own, for it alone."""
+    rdzv_id: str
+    host_at: Endpoint | None = None
+    """Where this node serves the job itself."""
+    node_id: str = ""
+    """The name that the back-end gives this node, if it does."""
+    why: str = ""
+    """The choice, in a line for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a command line says of where to meet. Empty and None: nothing."""
+
+    backend: str
+    endpoint: str
+    rdzv_id: str
+    standalone: bool
+    nnodes: str
+    max_nodes: int
+    node_rank: int | None
+    master_addr: str
+    master_port: int | None
+    is_host: bool | None
+
+    @property
+    def static(self) -> bool:
+        """Whether anything names a node of torchrun's static back-end."""
+        return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
+
+
+def choose(wish: Wish) -> Meeting:
+    """Choose where to meet, as torchrun would read the same line.
+
+    Without a back-end: this node alone if there is no endpoint and at most one node, `static` if
+    --node-rank or --master-* is given (or an endpoint for one node without a name), else an rdzvd
+    at the endpoint.
+
+    Raises:
+        InvalidRequestError: the line does not say enough, or contradicts itself.
+    """
+    if wish.standalone or _alone(wish):
+        return _standalone(wish)
+    match wish.backend:
+        case "static":
+            return _static(wish)
+        case "c10d":
+            return _c10d(wish)
+        case "rdzv":
+            return _standing(wish)
+        case "":
+            return _static(wish) if _means_static(wish) else _standing(wish)
+        case "etcd" | "etcd-v2":
+            raise InvalidRequestError(
+                f"--rdzv-backend={wish.backend} is not supported by this version; use rdzv with "
+                "--rdzv-endpoint=HOST:PORT of an rdzvd"
+            )
+        case _:
+            raise InvalidRequestError(
+                f"--rdzv-backend={wish.backend} is not known to rdzvrun; use one of {_KNOWN}"
+            )
+
+
+def _means_static(wish: Wish) -> bool:
+    return wish.static or (wish.max_nodes == 1 and not wish.rdzv_id)
+
+
+def _alone(wish: Wish) -> bool:
+    """Whether one node is meant that needs to meet nobody."""
+    if wish.endpoint or wish.max_nodes > 1:
+        return False
+    if wish.backend in ("", "static"):
+        return not wish.static
+    return wish.backend in ("rdzv", "c10d")
+
+
+def _standalone(wish: Wish) -> Meeting:
+    if wish.max_nodes > 1:
+        raise InvalidRequestError(
+            f"--standalone is for one node, and --nnodes={wish.nnodes} asks for more; leave one "
+            "of them out"
+        )
+    rdzv_id = wish.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
+    return Meeting((), rdzv_id, why="one node, with a server of its own")
+
+
+def _standing(wish: Wish) -> Meeting:
+    if not wish.endpoint:
+        raise InvalidRequestError(
+            f"--nnodes={wish.nnodes} needs a server; start rdzvd and give its address as "
+            "--rdzv-endpoint=HOST:PORT"
+        )
+    if not wish.rdzv_id:
+        raise InvalidRequestError(
+            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
+            "another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    texts = [text.strip() for text in wish.endpoint.split(",") if text.strip()]
+    endpoints = tuple(parse_endpoint(text, DEFAULT_PORT) for text in texts)
+    if not endpoints:
+        raise InvalidRequestError(
+            f"--rdzv-endpoint={wish.endpoint} names no server; give HOST:PORT of an rdzvd"
+        )
+    return Meeting(endpoints, wish.rdzv_id, why=f"rdzvd at {', '.join(map(str, endpoints))}")
+
+
+def _c10d(wish: Wish) -> Meeting:
+    """Meet at the endpoint; the node that owns its host serves."""
+    if not wish.endpoint:
+        raise InvalidRequestError(
+            f"--rdzv-backend=c10d with --nnodes={wish.nnodes} needs --rdzv-endpoint=HOST:PORT, "
+            "where HOST is one of the nodes"
+        )
+    endpoint = parse_endpoint(wish.endpoint, DEFAULT_PORT)
+    hosts = owns(endpoint.host) if wish.is_host is None else wish.is_host
+    where = "this node serves" if hosts else "served by the node that owns it"
+    return Meeting(
+        (endpoint,),
+        wish.rdzv_id or "none",
+        host_at=endpoint if hosts else None,
+        why=f"c10d at {endpoint}, {where}",
+    )
+
+
+def _static(wish: Wish) -> Meeting:
+    """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
+    if ":" in wish.nnodes and len(set(wish.nnodes.split(":"))) > 1:
+        raise InvalidRequestError(
+            f"--nnodes={wish.nnodes}: the static back-end has a fixed number of nodes; give one "
+            "number, or use an rdzvd"
+        )
+    node_rank = wish.node_rank or 0
+    if not 0 <= node_rank < wish.max_nodes:
+        raise InvalidRequestError(
+            f"--node-rank={node_rank} is out of bounds; with --nnodes={wish.nnodes} give 0 to "
+            f"{wish.max_nodes - 1}"
+        )
+    if wish.endpoint:
+        endpoint = parse_endpoint(wish.endpoint, DEFAULT_MASTER_PORT)
+    else:
+        port = DEFAULT_MASTER_PORT if wish.master_port is None else wish.master_port
+        endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
+    where = "this node serves" if node_rank == 0 else "served by node rank 0"
+    return Meeting(
+        (endpoint,),
+        wish.rdzv_id or "none",
+        host_at=endpoint if node_rank == 0 else None,
+        node_id=f"node-rank-{node_rank:05d}",
+        why=f"static, node rank {node_rank} of {wish.max_nodes}, at {endpoint}, {where}",
+    )
+
+
+def owns(host: str) -> bool:
+    """Say whether a host name or address is this machine's: whether one can be bound to it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,419 @@
+"""The rendezvous handler that torch's agent talks to.
+
+torch calls it from one thread, its main one. What the server says comes in a second one, and a
+signal is noticed in a third; one lock guards what they share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib import metadata
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+
+from rdzv import errors, meeting
+from rdzv.client import Endpoint
+from rdzv.torchrun import BACKEND
+from rdzv.torchrun.options import Options
+from rdzv.torchrun.part import Part, Phase
+from rdzv.torchrun.signals import watch_signals
+from rdzv.torchrun.store import AgentStore, in_thread, meet, shares_store
+from rdzv.torchrun.stream import PROTOCOL_VERSION, NodeStream
+from rdzv.v1 import rdzv_pb2 as pb
+
+log = logging.getLogger("rdzv.torchrun")
+
+STOP_TIMEOUT_MS = 30_000
+"""How long torch's agent lets workers take between SIGTERM and SIGKILL when it restarts them; it
+does not honour --shutdown-timeout there (`LocalElasticAgent._stop_workers`)."""
+HANG_UP_TIMEOUT_S = 5.0
+"""How long the server may take to hear the last words of this node."""
+EXPLAIN_TIMEOUT_S = 10.0
+"""How long a store that fails is given to be explained by the server: its host was lost."""
+
+
+class RdzvHandler(RendezvousHandler):
+    """One torchrun's part in one job. Joins at the first `next_rendezvous`."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._offer = _offer(options)
+        address, name = self._offer.address, self._offer.host_name
+        self._socket = meeting.StoreSocket(loopback_only=meeting.is_loopback(address) and not name)
+        self._part = Part(
+            options.rdzv_id,
+            options.settings,
+            self._offer,
+            refuse_reuse=options.refuse_reuse,
+        )
+        self._news = threading.Condition(threading.RLock())
+        self._stream: NodeStream | None = None
+        self._stop_watching: Callable[[], None] = lambda: None
+        self._hung_up = False
+
+    # ------------------------------------------------------------------ what torch asks
+
+    def get_backend(self) -> str:
+        """Return the name that torchrun knows this by."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return self._options.rdzv_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the workers meet in the agents' store.
+
+        They may, for each round has a store of its own: no key of an earlier attempt is in it.
+        torch's agent reads this after every `next_rendezvous` (`_start_workers`).
+        """
+        return shares_store()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join, wait for the round to be complete, and meet its other nodes.
+
+        To be called while no workers are left on this node. A spare waits here until there is a
+        seat or the job has ended.
+
+        Raises:
+            RendezvousClosedError: the job has failed, or was stopped.
+            RendezvousTimeoutError: there were too few nodes for join_timeout.
+            RendezvousConnectionError: no server could be reached for join_timeout, or the other
+                nodes not at all.
+            RendezvousError: the server refuses this node; the message says why.
+            SystemExit: the job has succeeded without this node. torch's own word for that,
+                `RendezvousGracefulExitError`, makes torchrun die of an AttributeError
+                (`launch_agent` asks the missing result whether it is a failure).
+
+        """
+        while True:
+            self._join()
+            line = self._wait_for_round()
+            info = self._meet(line)
+            if info is not None:
+                # As for rdzvrun's workers; torch's agent hands on its own environment.
+                os.environ["RDZV_ROUND"] = str(line.round)
+                return info
+
+    def num_nodes_waiting(self) -> int:
+        """Say whether the workers are to be restarted: not 0 once their round is over."""
+        with self._news:
+            return int(bool(self._part.over) or self._part.ended)
+
+    def is_closed(self) -> bool:
+        """Say whether the job forms no more rounds, as far as this node has heard."""
+        with self._news:
+            return self._part.ended
+
+    def set_closed(self) -> None:
+        """End this node's part in the job, as `shutdown` does."""
+        self.shutdown()
+
+    def shutdown(self) -> bool:
+        """Tell the server how this node's part in the job has ended, and hang up.
+
+        To be called while no workers are left. If there is an exception on its way
+        (`launch_agent` calls this in its `finally`), it says what to tell; if there is none, the
+        workers have succeeded, and the other nodes' success is waited for, since it may be this
+        process that serves their store. An exception that a caller further up is handling counts
+        as one on its way: a failure must not be taken for a success.
+        """
+        error = sys.exc_info()[1]
+        if self._stream is None or self._hung_up:
+            return True
+        with self._news:
+            if error is None and self._part.phase in (Phase.RUNNING, Phase.SUCCEEDED):
+                self._wait_for_success()
+            elif isinstance(error, ChildFailedError) and self._part.phase is Phase.RUNNING:
+                self._say(self._part.say_failed(_worker_failures(error)))
+            self._leave(*_why_leave(error), workers_gone=True)
+        self._hang_up()
+        return True
+
+    # ------------------------------------------------------------------ joining
+
+    def _join(self) -> None:
+        """Say that this node has no workers, and wants some."""
+        with self._news:
+            if self._hung_up:
+                raise RendezvousClosedError(f"this node has left {self._options.rdzv_id}")
+            self._raise_if_ended()
+            self._say(self._part.say_join(self._socket.port))
+            if self._stream is None:
+                self._stream = self._open_stream()
+
+    def _open_stream(self) -> NodeStream:
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            node_id=self._options.node_id,
+            instance=uuid.uuid4().hex,
+            # torch's agent does not adopt workers: when it goes, they are as good as gone.
+            kind=pb.AGENT_KIND_FOREGROUND,
+            address=self._offer.address,
+            pid=os.getpid(),
+            agent_version=f"torchrun-{metadata.version('rdzv')}",
+        )
+        part = self._part
+        stream = NodeStream(self._options.endpoints, hello, self._news, part.beliefs, part.hear)
+        stream.open()
+        self._stop_watching = watch_signals(self._on_signal)
+        atexit.register(self._at_exit)
+        return stream
+
+    def _wait_for_round(self) -> pb.RoundCompleted:
+        with self._news:
+            while self._part.phase is Phase.JOINING:
+                self._raise_if_ended()
+                self._raise_if_apart()
+                self._news.wait(1.0)
+            if self._part.line is None or self._part.phase is not Phase.RUNNING:
+                raise RendezvousClosedError(f"this node is leaving {self._options.rdzv_id}")
+            return self._part.line
+
+    def _raise_if_ended(self) -> None:
+        rdzv_id, closed, refused = self._options.rdzv_id, self._part.closed, self._part.refused
+        if refused is not None:
+            of_torch = refused.code == errors.RendezvousClosedError.code
+            raise (RendezvousClosedError if of_torch else RendezvousError)(refused.message)
+        if closed is None:
+            return
+        if closed.result == pb.RESULT_SUCCEEDED:
+            log.info("%s has succeeded without this node: %s", rdzv_id, closed.reason)
+            raise SystemExit(0)
+        result = "was stopped" if closed.result == pb.RESULT_STOPPED else "has failed"
+        kind = RendezvousTimeoutError if closed.retry_sensible else RendezvousClosedError
+        raise kind(f"{rdzv_id} {result}: {closed.reason}")
+
+    def _raise_if_apart(self) -> None:
+        """Give up when there was no server for join_timeout."""
+        assert self._stream is not None
+        since_s, timeout_s = self._stream.apart_since_s, self._join_timeout_s
+        if since_s is not None and time.monotonic() - since_s >= timeout_s:
+            raise RendezvousConnectionError(
+                f"no server for {timeout_s:g} s (join_timeout): {self._stream.trouble}"
+            )
+
+    @property
+    def _join_timeout_s(self) -> float:
+        return self._options.settings.join_timeout_ms / 1000
+
+    # ------------------------------------------------------------------ meeting
+
+    def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
+        """Meet the other nodes in the round's store; None if the round is over before."""
+        listening = self._socket.take()
+        if line.group_rank != 0 and listening is not None:
+            listening.close()
+            listening = None
+        timeout_s = self._options.read_timeout_s
+
+        def wrap(store: Store) -> AgentStore:
+            return AgentStore(store, self._on_success, lambda: self._why_over(line))
+
+        work = in_thread(lambda: meet(line, listening, wrap, timeout_s), self._notify)
+        with self._news:
+            self._news.wait_for(lambda: self._round_is_over or work.done(), timeout_s)
+            if not self._round_is_over and _worked(work):
+                return work.result()
+            if not self._round_is_over:
+                self._explain_failure(line, work)
+        return None
+
+    def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
+        """Wait for the server to end a round whose nodes could not meet.
+
+        GROUP_RANK 0 asks it to. The others expect to hear that GROUP_RANK 0 was lost.
+        """
+        error = work.exception() if work.done() else None
+        why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
+        where = f"{line.master_addr}:{line.master_port}"
+        if line.group_rank == 0:
+            self._say(self._part.say_store_failed(f"the store at {where}: {why}"))
+        if not self._news.wait_for(lambda: self._round_is_over, EXPLAIN_TIMEOUT_S):
+            raise RendezvousConnectionError(
+                f"the nodes of round {line.round} did not meet in the store at {where} ({why}); "
+                "if this address can not be reached from here, start the node that is there with "
+                "another --local-addr"
+            )
+
+    @property
+    def _round_is_over(self) -> bool:
+        return bool(self._part.over) or self._part.ended
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def _why_over(self, line: pb.RoundCompleted) -> str:
+        """Say why a round is over for this node; empty while it is not."""
+        with self._news:
+            part = self._part
+            if part.closed is not None:
+                return part.closed.reason
+            if part.refused is not None:
+                return part.refused.message
+            return part.over if part.line is line else "a newer one has begun"
+
+    # ------------------------------------------------------------------ the end
+
+    def _on_success(self) -> None:
+        """Note that torch's agent waits at its exit barrier: its workers have all exited 0."""
+        with self._news:
+            if self._part.phase is Phase.RUNNING and not self._round_is_over:
+                self._say(self._part.say_succeeded())
+
+    def _wait_for_success(self) -> None:
+        self._on_success()
+        if not self._news.wait_for(lambda: self._round_is_over, self._options.close_timeout_s):
+            log.warning(
+                "the other nodes of %s have not succeeded within %g s (close_timeout); not "
+                "waiting for them any longer",
+                self._options.rdzv_id,
+                self._options.close_timeout_s,
+            )
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        """Leave at once: torch's agent stops the workers now, and does not come back."""
+        with self._news:
+            self._leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
+
+    def _at_exit(self) -> None:
+        """After a signal torch's agent does not call `shutdown`; its workers are gone by now."""
+        with self._news:
+            self._leave(pb.Leave.SIGNAL, "its torchrun has exited", workers_gone=True)
+        self._hang_up()
+
+    def _leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
+        if self._part.phase is not Phase.APART and not self._part.ended and not self._hung_up:
+            self._say(self._part.say_leave(cause, reason, workers_gone=workers_gone))
+
+    def _hang_up(self) -> None:
+        if self._stream is None or self._hung_up:
+            return
+        self._hung_up = True
+        atexit.unregister(self._at_exit)
+        self._stop_watching()
+        self._stream.close(HANG_UP_TIMEOUT_S)
+        self._socket.release()
+
+    def _say(self, message: pb.NodeMessage) -> None:
+        if self._stream is not None:
+            self._stream.say(message)
+
+
+def _worked(work: Future[RendezvousInfo]) -> bool:
+    return work.done() and work.exception() is None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# ------------------------------------------------------------------ what a node offers
+
+
+def _offer(options: Options) -> pb.Offer:
+    address = options.local_addr or _local_address(options.endpoints[0])
+    return pb.Offer(
+        address=address,
+        host_name=_own_name() if meeting.is_loopback(address) else "",
+        machine=meeting.machine_id(),
+        local_world_size=options.local_world_size,
+        role=options.role,
+        topology=options.topology,
+        can_host_store=True,
+        shutdown_timeout_ms=STOP_TIMEOUT_MS,
+    )
+
+
+def _local_address(server: Endpoint) -> str:
+    try:
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)
+    except OSError:
+        found = []
+    return meeting.address_towards(found) or _own_name() or "127.0.0.1"
+
+
+def _own_name() -> str:
+    """Return this machine's name if it leads to more than loopback, else nothing."""
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    return name if meeting.leads_beyond_loopback(found) else ""
+
+
+# ------------------------------------------------------------------ how it ends
+
+
+def _why_leave(error: BaseException | None) -> tuple[pb.Leave.Cause.ValueType, str]:
+    """Say why this node leaves, by what torch's launcher is failing with."""
+    match error:
+        case None:
+            return pb.Leave.SIGNAL, "its workers have succeeded"
+        case ChildFailedError():
+            rank, failure = error.get_first_failure()
+            reason = f"rank {rank} failed (exit code {failure.exitcode}), and no restart is left"
+            return pb.Leave.FAILED, reason
+        case RendezvousTimeoutError() | RendezvousConnectionError():
+            return pb.Leave.TIMEOUT, _first_line(error)
+        case Exception():
+            return pb.Leave.START_FAILED, f"{type(error).__name__}: {_first_line(error)}"
+        case _:
+            return pb.Leave.SIGNAL, type(error).__name__
+
+
+def _worker_failures(error: ChildFailedError) -> list[pb.WorkerFailure]:
+    """Report the failures that end this torchrun, without the workers that torch then stopped."""
+    first, _ = error.get_first_failure()
+    return [
+        _worker_failure(rank, failure)
+        for rank, failure in error.failures.items()
+        if rank == first or failure.exitcode != -signal.SIGTERM
+    ]
+
+
+def _worker_failure(rank: int, failure: ProcessFailure) -> pb.WorkerFailure:
+    """Turn torch's record of a failure into a message.
+
+    Its `message` is a sentence, or what `@record` has written down
+    (`torch/distributed/elastic/multiprocessing/errors`).
+    """
+    message, traceback = failure.message, ""
+    if isinstance(message, dict):
+        traceback = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        message = str(message.get("message", ""))
+    report = pb.WorkerFailure(
+        local_rank=failure.local_rank,
+        rank=rank,
+        pid=failure.pid,
+        message=message,
+        traceback=traceback,
+        age_ms=max(round((time.time() - failure.timestamp) * 1000), 0),
+    )
+    if failure.exitcode < 0:
+        report.signal = -failure.exitcode
+    else:
+        report.exit_code = failure.exitcode
+    return report

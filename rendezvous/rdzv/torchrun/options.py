@@ -1,0 +1,157 @@
+"""What `torchrun`'s command line means for its node.
+
+Names, defaults and units of `--rdzv-conf` are torchrun's where it has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from rdzv.client import Endpoint, parse_endpoint
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.torchrun")
+
+MAX_CONF_S = 30 * 24 * 3600
+
+KNOWN_KEYS = (
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "read_timeout",
+    "scale_up",
+    "reuse",
+    "node_id",
+    "topology",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One torchrun's part in a job, as launched."""
+
+    rdzv_id: str
+    node_id: str
+    endpoints: tuple[Endpoint, ...]
+    settings: Settings
+    local_addr: str = ""
+    local_world_size: int = 1
+    role: str = "default"
+    topology: str = ""
+    refuse_reuse: bool = False
+    close_timeout_s: float = 30.0
+    """How long the end of a job is waited for by a node whose workers have succeeded."""
+    read_timeout_s: float = 60.0
+    """How long the nodes of a round may take to meet in its store."""
+
+
+def read_options(params: RendezvousParameters) -> Options:
+    """Read what torchrun hands to a rendezvous backend.
+
+    Raises:
+        ValueError: a value makes no sense; the message names it, why, and a remedy.
+
+    """
+    conf = {key: str(value) for key, value in params.config.items() if value is not None}
+    _warn_of_unknown(params.config)
+    if params.run_id in ("", "none"):
+        raise ValueError(
+            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
+            "another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    config = launch_config()
+    return Options(
+        rdzv_id=params.run_id,
+        node_id=conf.get("node_id", f"{socket.gethostname()}-{os.getpid()}"),
+        endpoints=_endpoints(params.endpoint),
+        settings=Settings(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            # torch's agent keeps this count, one for each node.
+            max_restarts=None,
+            join_timeout_ms=round(_seconds(conf, "join_timeout", 600) * 1000) or 1,
+            last_call_timeout_ms=round(_seconds(conf, "last_call_timeout", 30) * 1000),
+            scale_up=_scale_up(conf.get("scale_up", ScaleUp.EAGER.value)),
+        ),
+        local_addr=params.local_addr or "",
+        local_world_size=config.nproc_per_node if config else 1,
+        role=config.role if config else "default",
+        topology=conf.get("topology", ""),
+        refuse_reuse=not _bool(conf, "reuse", default=True),
+        close_timeout_s=_seconds(conf, "close_timeout", 30),
+        read_timeout_s=_seconds(conf, "read_timeout", 60),
+    )
+
+
+def launch_config() -> Any | None:
+    """Return the `LaunchConfig` of the launch that this is called from; None if there is none.
+
+    torch hands a backend no number of workers (`RendezvousParameters`), but the server is to show
+    them. Ranks do not hang on it: torch's agents assign those among themselves.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not launch_agent.__code__:
+        frame = frame.f_back
+    config = frame.f_locals.get("config") if frame is not None else None
+    return config if isinstance(config, LaunchConfig) else None
+
+
+def _warn_of_unknown(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        # `timeout` is always there, as a number: `LaunchConfig.__post_init__` puts it in.
+        if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
+            known = ", ".join(KNOWN_KEYS)
+            log.warning("--rdzv-conf: unknown key %s is ignored; known: %s", key, known)
+
+
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    try:
+        found = tuple(parse_endpoint(part) for part in text.split(",") if part.strip())
+    except InvalidRequestError as error:
+        raise ValueError(f"--rdzv-endpoint: {error}") from error
+    if not found:
+        raise ValueError(
+            "--rdzv-endpoint is missing: --rdzv-backend=rdzv needs a server; start rdzvd and give "
+            "its address as --rdzv-endpoint=HOST:PORT"
+        )
+    return found
+
+
+def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:
+    text = conf.get(key, str(default_s))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_CONF_S:
+        raise ValueError(
+            f"--rdzv-conf: {key}={text} is no number of seconds; give one from 0 to {MAX_CONF_S}"
+        )
+    return seconds
+
+
+def _bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
+    text = conf.get(key, str(default)).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise ValueError(f"--rdzv-conf: {key}={text} is neither true nor false")
+    return text in ("true", "1")
+
+
+def _scale_up(text: str) -> ScaleUp:
+    try:
+        return ScaleUp(text)
+    except ValueError:
+        raise ValueError(f"--rdzv-conf: scale_up={text} is none of {', '.join(ScaleUp)}") from None

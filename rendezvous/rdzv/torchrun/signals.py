@@ -1,0 +1,54 @@
+"""Notice at once the signals that make torchrun end.
+
+torch's signal handler only raises an exception in the main thread, and nobody else hears of it
+before the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
+`torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the number of every
+signal that has a handler to its wakeup descriptor, and a thread can read that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+
+def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
+    """Call a function, in a thread of its own, for each signal that makes torchrun end.
+
+    Returns the function that ends the watch. Outside the main thread, and where the wakeup
+    descriptor is in use already, nothing is watched.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    if former != -1:
+        signal.set_wakeup_fd(former)
+        os.close(read_end)
+        os.close(write_end)
+        return lambda: None
+    awaited = _awaited()
+
+    def watch() -> None:
+        while received := os.read(read_end, 1):
+            if received[0] in awaited:
+                on_signal(signal.Signals(received[0]))
+        os.close(read_end)
+
+    def stop() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            os.close(write_end)
+
+    threading.Thread(target=watch, name="rdzv-signals", daemon=True).start()
+    return stop
+
+
+def _awaited() -> set[int]:
+    """Return what --signals-to-handle names; `launch_agent` leaves it in the environment."""
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    known = signal.Signals.__members__
+    return {known[name.strip()] for name in names.split(",") if name.strip() in known}

@@ -1,0 +1,151 @@
+"""The c10d store of a round: where torch's agents, and the workers, of all its nodes meet.
+
+The traps that shape this, seen with torch 2.13:
+
+* `master_listen_fd` takes over a socket that was listening before. So the port can be announced
+  first, and a client that was quicker than the server is served once that is there.
+* Such a client does not keep to its own timeout while nobody accepts, and can not be woken. So a
+  store is opened in a thread that may be left behind.
+* In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`) torch's agents wait
+  for one another in the store, and an agent that waits in vain dies. So `meet` returns when all
+  of them are there; while they are not, nobody is lost by giving up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+from rdzv.v1 import rdzv_pb2 as pb
+
+EXIT_BARRIER = "torchelastic/agent/terminal_state"
+"""`_TERMINAL_STATE_SYNC_ID` of `torch/distributed/elastic/agent/server/api.py`: who adds to a key
+of this prefix has workers that all exited 0, and waits for the other nodes."""
+
+_ATTENTION_S = 0.2
+"""How often who waits in the exit barrier looks whether the round is over."""
+
+
+def shares_store() -> bool:
+    """Say whether workers are clients of the agents' store, by torchrun's own switch."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+
+class AgentStore(PrefixStore):
+    """The round's store as torch's agent sees it.
+
+    Its keys do not meet those of the workers. It notices when the agent enters the exit barrier,
+    and does not let it wait there for nodes that will not come: `why_over` says when that is so.
+    """
+
+    def __init__(
+        self, store: Store, on_success: Callable[[], None], why_over: Callable[[], str]
+    ) -> None:
+        super().__init__("torchelastic/agents", store)
+        self._on_success = on_success
+        self._why_over = why_over
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; see the base class."""
+        if key.startswith(EXIT_BARRIER):
+            self._on_success()
+        return int(super().add(key, amount))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys; see the base class.
+
+        Raises:
+            DistStoreError: it took longer than the timeout.
+            RuntimeError: the round is over.
+
+        """
+        left: timedelta = timeout or self.timeout  # type: ignore[attr-defined]
+        attention = timedelta(seconds=_ATTENTION_S)
+        while not (why := self._why_over()):
+            try:
+                super().wait(keys, min(left, attention))
+                return
+            except DistStoreError:
+                left -= attention
+                if left <= timedelta(0):
+                    raise
+        raise RuntimeError(f"the round is over ({why}); there is no one left to wait for")
+
+
+def meet(
+    line: pb.RoundCompleted,
+    listening: socket.socket | None,
+    wrap: Callable[[Store], AgentStore],
+    timeout_s: float,
+) -> RendezvousInfo:
+    """Open the store of a round and wait until all its nodes are there.
+
+    GROUP_RANK 0 brings the socket that it has offered, and serves the store as long as what is
+    returned is in use.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = _open(line, listening, timeout)
+    agents = wrap(store)
+    _roll_call(agents, line.group_world_size, timeout)
+    where = RendezvousStoreInfo(line.master_addr, line.master_port)
+    if not shares_store():
+        # RANK 0's worker serves a store of its own, on a port that GROUP_RANK 0 finds for it.
+        where = RendezvousStoreInfo.build(line.group_rank, agents, line.master_addr)
+    return RendezvousInfo(agents, line.group_rank, line.group_world_size, where)
+
+
+def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: timedelta) -> Store:
+    if listening is None:
+        return TCPStore(
+            line.master_addr,
+            line.master_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
+    return TCPStore(
+        "127.0.0.1",  # Where the store's own client connects; the socket decides where it listens.
+        line.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        # It shares one server between all stores of a process that have the same port. With it, a
+        # second one by mistake would be silent.
+        multi_tenant=False,
+        master_listen_fd=listening.detach(),
+        timeout=timeout,
+    )
+
+
+def _roll_call(store: Store, nodes: int, timeout: timedelta) -> None:
+    if store.add("here", 1) == nodes:
+        store.set("all_here", "")
+    store.wait(["all_here"], timeout)
+
+
+def in_thread(
+    work: Callable[[], RendezvousInfo], done: Callable[[], None]
+) -> Future[RendezvousInfo]:
+    """Do in a thread what may never come to an end; call `done` if it does."""
+    future: Future[RendezvousInfo] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        done()
+
+    threading.Thread(target=do, name="rdzv-store", daemon=True).start()
+    return future

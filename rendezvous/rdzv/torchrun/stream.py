@@ -1,0 +1,217 @@
+"""A node's stream to the server, for a program that is not asynchronous.
+
+One thread keeps it open and opens it again. What is said goes through `say`; what is heard goes
+to a function, in that thread. Each stream begins with a Hello that says all that the node
+believes, so a message that was lost with the stream before is not missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, error_from_status
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
+
+log = logging.getLogger("rdzv.torchrun")
+
+PROTOCOL_VERSION = 1
+BACKOFF_FIRST_S = 0.1
+BACKOFF_MAX_S = 5.0
+STEADY_S = 5.0
+"""A stream that stood for so long was a good one: the next attempt follows its end at once."""
+WELCOME_TIMEOUT_S = 10.0
+"""How long an open stream may stay without the server's Welcome."""
+
+_Outbox = queue.SimpleQueue[pb.NodeMessage | None]
+
+
+class NodeStream:
+    """Keeps one stream to one of the servers open until it is closed.
+
+    `lock` guards what `beliefs` says and what `hear` changes: both are called with it held, and
+    so is `say` to be, so that nothing is said twice or not at all when a stream opens. Whoever
+    waits on `lock` wakes up when something was heard, and when the stream was lost.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        hello: pb.Hello,
+        lock: threading.Condition,
+        beliefs: Callable[[], list[pb.Belief]],
+        hear: Callable[[pb.ServerMessage], None],
+    ) -> None:
+        self._endpoints = endpoints
+        self._hello = hello
+        self._lock = lock
+        self._beliefs = beliefs
+        self._hear = hear
+        self.apart_since_s: float | None = time.monotonic()
+        """Since when there is no server to talk to; None while there is."""
+        self.trouble = "no attempt was made"
+        """Why there is none."""
+        self._outbox: _Outbox | None = None
+        self._call: grpc.Call | None = None
+        self._heartbeat_interval_s = WELCOME_TIMEOUT_S
+        self._failed_attempts = 0
+        self._welcomed_at_s: float | None = None
+        self._told_lost = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
+
+    def open(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def say(self, message: pb.NodeMessage) -> None:
+        """Send a message if a stream is open; otherwise the next Hello says it."""
+        if self._outbox is not None:
+            self._outbox.put(message)
+
+    def close(self, within_s: float) -> None:
+        """End the stream once the server has heard all that was said, or the time is over.
+
+        Not to be called with the lock held.
+        """
+        with self._lock:
+            self._closing.set()
+            if self._outbox is not None:
+                self._outbox.put(None)
+        self._thread.join(within_s)
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            endpoint = self._endpoints[self._failed_attempts % len(self._endpoints)]
+            trouble = self._converse(endpoint)
+            if self._closing.is_set():
+                return
+            self._note_lost(trouble)
+            self._closing.wait(self._backoff_s())
+
+    def _note_lost(self, trouble: str) -> None:
+        if self._was_steady():
+            self._failed_attempts = 0
+        if self._failed_attempts > 0 and not self._told_lost:
+            self._told_lost = True
+            log.warning("%s; trying again until a server answers, running workers go on", trouble)
+        with self._lock:
+            self.trouble = trouble
+            if self.apart_since_s is None:
+                self.apart_since_s = time.monotonic()
+            self._lock.notify_all()
+
+    def _was_steady(self) -> bool:
+        """Whether the stream that has ended was a good one.
+
+        A server that welcomes this node and then ends the stream each time must not be asked
+        without a pause.
+        """
+        since_s = self._welcomed_at_s
+        return since_s is not None and time.monotonic() - since_s >= STEADY_S
+
+    def _backoff_s(self) -> float:
+        """Return the wait before the next attempt: the first follows at once."""
+        delay_s = 0.0
+        if self._failed_attempts > 0:
+            longest_s = min(BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 10), BACKOFF_MAX_S)
+            delay_s = random.uniform(longest_s / 2, longest_s)
+        self._failed_attempts += 1
+        return delay_s
+
+    # ------------------------------------------------------------------ one stream
+
+    def _converse(self, endpoint: Endpoint) -> str:
+        """Hold one stream from its Hello to its end; return why it ended."""
+        self._welcomed_at_s = None
+        outbox: _Outbox = queue.SimpleQueue()
+        with grpc.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
+            call = RendezvousStub(channel).Attach(self._outgoing(outbox))
+            watchdog = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
+            watchdog.daemon = True
+            watchdog.start()
+            with self._lock:
+                # What is said from here on follows this Hello; what came before is in it.
+                self._hello.ClearField("beliefs")
+                self._hello.beliefs.extend(self._beliefs())
+                outbox.put(pb.NodeMessage(hello=self._hello))
+                self._outbox, self._call = outbox, call
+            try:
+                return self._listen(call, endpoint, watchdog)
+            except grpc.RpcError:
+                return self._judge(endpoint, call)
+            finally:
+                watchdog.cancel()
+                with self._lock:
+                    self._outbox = self._call = None
+                outbox.put(None)
+                call.cancel()
+
+    def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
+        """Send what is said, and a heartbeat whenever nothing was for an interval."""
+        while True:
+            try:
+                message = outbox.get(timeout=self._heartbeat_interval_s)
+            except queue.Empty:
+                message = pb.NodeMessage(heartbeat=pb.Heartbeat())
+            if message is None:
+                return
+            yield message
+
+    def _listen(
+        self, call: Iterator[pb.ServerMessage], endpoint: Endpoint, watchdog: threading.Timer
+    ) -> str:
+        """Hear everything that the server says; return why it stopped."""
+        for message in call:
+            watchdog.cancel()
+            if message.leadership < self._hello.leadership:
+                return f"a server was deposed (leadership {message.leadership})"
+            self._hello.leadership = message.leadership
+            if message.HasField("welcome"):
+                self._greet(endpoint, message.welcome)
+            elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
+                return f"the server can not do it now: {message.refused.message}"
+            else:
+                self._deliver(message)
+        return "the server ended the stream"
+
+    def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
+        self._welcomed_at_s = time.monotonic()
+        self._hello.incarnation = welcome.incarnation
+        self._heartbeat_interval_s = max(welcome.heartbeat_interval_ms, 100) / 1000
+        if self._told_lost:
+            self._told_lost = False
+            log.warning("connected to the server at %s again", endpoint)
+        with self._lock:
+            self.apart_since_s = None
+            # The sender still waits for the interval that held before; this ends its wait.
+            self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
+
+    def _deliver(self, message: pb.ServerMessage) -> None:
+        with self._lock:
+            self._hear(message)
+            self._lock.notify_all()
+
+    def _judge(self, endpoint: Endpoint, call: grpc.Call) -> str:
+        """Tell a refusal, which is final, from a failure, after which it tries again."""
+        if self._welcomed_at_s is None and call.code() is grpc.StatusCode.CANCELLED:
+            return f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
+        failure = error_from_status(
+            call.code(), call.details(), call.trailing_metadata(), endpoint, WELCOME_TIMEOUT_S
+        )
+        if failure.code in FINAL_REFUSALS:
+            refused = pb.Refused(code=failure.code, message=str(failure))
+            self._deliver(pb.ServerMessage(refused=refused))
+        return str(failure)

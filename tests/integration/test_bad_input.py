@@ -1,0 +1,453 @@
+"""Everything that is wrong with what people give: who says so, in which words, and what goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+
+from rdzv.client import ControlClient, parse_endpoint
+
+pytestmark = pytest.mark.timeout(120)
+
+REPORT = str(WORKERS / "report.py")
+LONG = "x" * 300
+AT_ONCE = "--rdzv-conf=last_call_timeout=0"
+
+
+@pytest.fixture(autouse=True)
+def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep in the test's folder what nodes without a log directory write."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(name="no_server")
+def _no_server(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def text_when(c: Cluster, node: Node, words: str) -> str:
+    found = c.wait_until(f"{node.name} says {words!r}", lambda: words in node.text and node.text)
+    assert isinstance(found, str)
+    assert "Traceback" not in found
+    return found
+
+
+# ------------------------------------------------------------------ the command line
+
+ENDPOINT = "--rdzv-endpoint=127.0.0.1:1"
+USAGE = [
+    ("--nnodes=4:2", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
+    ("--nnodes=0", "--nnodes=0: a job needs at least 1 node; raise the minimum"),
+    ("--nnodes=1:99999999999", "--nnodes=1:99999999999 is too large; give at most 1000000"),
+    ("--nnodes=1:" + "9" * 5000, "is too large; give at most 1000000"),
+    ("--nnodes=2", "--nnodes=2 needs a server; start rdzvd and give its address as"),
+    (f"--nnodes=2 {ENDPOINT}", "give all nodes of this job the same --rdzv-id=NAME"),
+    ("--nproc-per-node=999999999", "--nproc-per-node=999999999 is too large; give at most"),
+    ("--nproc-per-node=" + "9" * 5000, "is too large; give at most 1000000"),
+    ("--max-restarts=99999999999", "--max-restarts=99999999999 is too large; give at most"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--rdzv-conf=garbage", "--rdzv-conf: 'garbage' is not of the form key=value"),
+    ("--rdzv-conf==,=", "--rdzv-conf: '=' is not of the form key=value"),
+    ("--rdzv-conf=join_timeout=0", "join_timeout=0 is too short; give at least 0.001 seconds"),
+    ("--rdzv-conf=join_timeout=9e9", "join_timeout=9e9 is too long; give at most 2592000 seconds"),
+    ("--redirects=" + "1" * 5000 + ":1", "is too large; give at most 1000000"),
+    (
+        "--rdzv-endpoint=head:port --rdzv-id=a",
+        "'port' is no port; a port is a number from 1",
+    ),
+    ("--rdzv-id=\udcff", r"--rdzv-id='\udcff' has characters that can not be printed"),
+    ("--rdzv-id=a\x1b[31m", r"--rdzv-id='a\x1b[31m' has characters that can not be printed"),
+    ("--node-id=\udcff", r"--node-id='\udcff' has characters that can not be printed"),
+    ("--role=\udcff", r"--role='\udcff' has characters that can not be printed"),
+    ("--topology=a\x07b", r"--topology='a\x07b' has characters that can not be printed"),
+    ("--local-addr=\udcff", r"--local-addr='\udcff' has characters that can not be printed"),
+    ("--log-dir=finish", "finish is no directory; give another"),
+    ("--log-dir=finish/a/b", "finish is no directory; give another"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), USAGE, ids=[row[0][:40] for row in USAGE])
+def test_a_wrong_command_line_is_refused_before_anything_starts(
+    no_server: Cluster, options: str, said: str
+) -> None:
+    temporary = no_server.folder / "tmp"
+    temporary.mkdir()
+    no_server.finish()
+    environ = {"TMPDIR": str(temporary)}
+    ended = no_server.run("rdzvrun", *options.split(" "), REPORT, environ=environ)
+    assert ended.returncode == 2, ended
+    assert said in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("rdzvrun: ")
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+    assert not no_server.all_reports()
+    assert not any(temporary.iterdir())
+
+
+NAMES = {
+    "--rdzv-id": "rdzv_id",
+    "--node-id": "node_id",
+}
+
+
+@pytest.mark.parametrize("option", NAMES)
+@pytest.mark.parametrize("value", ["../up", "/etc/x", "..", ".hidden", "a b", "-rf", "ä", LONG])
+def test_a_name_that_would_make_a_strange_path_makes_none(
+    no_server: Cluster, option: str, value: str
+) -> None:
+    logs = no_server.folder / "logs"
+    ended = no_server.run("rdzvrun", f"{option}={value}", f"--log-dir={logs}", REPORT)
+    assert ended.returncode == 2, ended
+    remedy = "give at most 128" if value is LONG else "use letters, digits and . _ : @ -"
+    assert f"{NAMES[option]} {value[:77]!r}"[:-1] in ended.stderr
+    assert remedy in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not no_server.all_reports()
+    assert sorted(path.name for path in no_server.folder.iterdir()) == ["reports"]
+
+
+@pytest.mark.parametrize(
+    ("what", "environ", "said"),
+    [
+        (["no-such.py"], {}, "the script 'no-such.py' is not on this node (looked in /"),
+        ([""], {}, "the script '' is not on this node (looked in /"),
+        ([LONG], {}, "is not on this node (looked in /"),
+        (["finish/script.py"], {}, "the script 'finish/script.py' is not on this node"),
+        (["--no-python", "no-such"], {}, "'no-such' is no program on this node; give its path"),
+        (["--no-python", "finish"], {}, "'finish' is no program on this node; give its path"),
+        ([REPORT], {"PYTHON_EXEC": "/no/python"}, "the interpreter '/no/python' is not on this"),
+        ([REPORT], {"PYTHON_EXEC": ""}, "the interpreter '' is not on this node; set PYTHON_EXEC"),
+    ],
+)
+def test_what_can_not_be_started_on_this_node_never_joins(
+    no_server: Cluster, what: list[str], environ: dict[str, str], said: str
+) -> None:
+    no_server.finish()
+    ended = no_server.run("rdzvrun", ENDPOINT, f"--rdzv-id={JOB}", *what, environ=environ)
+    assert ended.returncode == 2, ended
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("no-such.py", "looked in the working directory, which is gone"),
+        ("--log-dir=logs no-such.py", "--log-dir=logs: the working directory can not be found"),
+    ],
+)
+def test_a_working_directory_that_is_gone_is_named(
+    no_server: Cluster, options: str, said: str
+) -> None:
+    command = f"mkdir gone && cd gone && rmdir ../gone && exec {BIN / 'rdzvrun'} {options}"
+    node = no_server.start("n1", ["bash", "-c", command], cwd=no_server.folder)
+    assert node.wait() == 2
+    assert said in node.text
+    assert "Traceback" not in node.text
+
+
+# ------------------------------------------------------------------ the server
+
+
+def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server: Cluster) -> None:
+    options = (f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={JOB}")
+    ended = no_server.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
+    assert ended.returncode == 75, ended
+    *_, first, last = ended.stderr.splitlines()
+    assert ended.stderr.count("can not reach") == 1
+    assert f"can not reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
+    assert "trying again" in first
+    assert "no rendezvous server answered within 1 s" in last
+
+
+def test_a_server_that_comes_late_is_found(no_server: Cluster) -> None:
+    c = no_server
+    c.endpoint = f"127.0.0.1:{free_port()}"
+    node = c.start_node("n1", nnodes="1")
+    text_when(c, node, "can not reach rdzvd")
+    c.start_server()
+    c.wait_for_round(0, workers=1)
+    c.finish()
+    assert node.wait() == 0
+    assert node.text.count("can not reach rdzvd") == 1
+    assert f"connected to the server at {c.endpoint} again" in node.text
+
+
+def test_what_listens_there_but_is_no_rdzvd_is_no_server(no_server: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        options = (f"--rdzv-endpoint={endpoint}", f"--rdzv-id={JOB}")
+        ended = no_server.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
+    assert ended.returncode == 75, ended
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_data_directory_that_is_no_directory_is_refused(no_server: Cluster, place: str) -> None:
+    (no_server.folder / "file").touch()
+    data = no_server.folder / place
+    ended = no_server.run("rdzvd", "--listen=127.0.0.1:0", f"--data-dir={data}")
+    assert ended.returncode == 1, ended
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("rdzvd: ")
+    assert str(data) in line
+
+
+def test_a_second_server_is_refused_and_the_first_goes_on(c: Cluster) -> None:
+    node = c.start_node("n1", nnodes="1")
+    c.wait_for_round(0, workers=1)
+    data = c.folder / "data"
+    same_port = c.run("rdzvd", f"--listen={c.endpoint}", f"--data-dir={c.folder / 'other'}")
+    same_data = c.run("rdzvd", "--listen=127.0.0.1:0", f"--data-dir={data}")
+    why = {c.endpoint: "another program does already", str(data): "is in use by rdzvd pid"}
+    for ended, named in ((same_port, c.endpoint), (same_data, str(data))):
+        assert ended.returncode == 1, ended
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("rdzvd: ")
+        assert named in line
+        assert why[named] in line
+    c.finish()
+    assert node.wait() == 0
+
+
+# ------------------------------------------------------------------ nodes that do not fit
+
+
+def test_other_settings_are_refused_with_both_values_and_disturb_nobody(c: Cluster) -> None:
+    first = c.start_node("n1", AT_ONCE, "--max-restarts=2", nnodes="1:2")
+    c.wait_for_round(0, workers=1)
+    second = c.start_node("n2", AT_ONCE, "--max-restarts=3", nnodes="1:3")
+    assert second.wait() == 2
+    assert f"n2 can not join {JOB}" in second.text
+    assert "max_nodes is 3 here and 2 in the job" in second.text
+    assert "max_restarts is 3 here and 2 in the job" in second.text
+    assert "or choose another --rdzv-id" in second.text
+    assert len(c.all_reports()) == 1
+    c.finish()
+    assert first.wait() == 0
+    assert "round 1" not in first.text
+
+
+def test_other_settings_begin_a_new_run_when_everybody_is_gone(c: Cluster) -> None:
+    first = c.start_node("n1", "--max-restarts=2", nnodes="1")
+    c.wait_for_round(0, workers=1)
+    before = c.status()
+    first.kill_tree()
+    c.wait_until("n1 is lost", lambda: "lost" in [n.state for n in c.status().nodes])
+    second = c.start_node("n2", "--max-restarts=3", nnodes="1")
+    c.wait_for_round(1, workers=1)
+    after = c.status()
+    assert after.run != before.run
+    assert (after.max_restarts, [n.node_id for n in after.nodes]) == (3, ["n2"])
+    c.finish()
+    assert second.wait() == 0
+
+
+def test_a_node_id_in_use_is_refused_with_who_has_it(c: Cluster) -> None:
+    first = c.start_node("n1", AT_ONCE, nnodes="1:2")
+    (report,) = c.wait_for_round(0, workers=1)
+    second = c.start_node("n1", AT_ONCE, nnodes="1:2")
+    assert second.wait() == 2
+    assert "give this node another --node-id, or stop the other one" in second.text
+    assert f"node_id n1 is in use by 127.0.0.1 pid {first.process.pid}, " in second.text
+    assert "Traceback" not in second.text
+    assert alive(report["pid"])
+    assert len(c.all_reports()) == 1
+    c.finish()
+    assert first.wait() == 0
+
+
+def test_an_ended_run_is_not_begun_anew_where_that_is_refused(c: Cluster) -> None:
+    c.finish()
+    assert c.start_node("n1", nnodes="1").wait() == 0
+    refused = c.start_node("n1", "--rdzv-conf=reuse=false", nnodes="1")
+    assert refused.wait() == 1
+    assert f"the last run of {JOB} has succeeded" in refused.text
+    assert "choose another --rdzv-id" in refused.text
+    assert c.start_node("n1", nnodes="1").wait() == 0
+
+
+def test_a_node_without_the_script_is_refused_and_the_others_wait_for_it(c: Cluster) -> None:
+    first = c.start_node("n1", nnodes="2")
+    text_when(c, first, "waiting for 1 more node")
+    second = c.start_node("n2", nnodes="2", worker=str(c.folder / "no-such.py"))
+    assert second.wait() == 2
+    assert "give a path that exists on every node" in second.text
+    assert [n.node_id for n in c.status().nodes] == ["n1"]
+    third = c.start_node("n3", nnodes="2")
+    c.wait_for_round(0, workers=2)
+    c.finish()
+    assert [first.wait(), third.wait()] == [0, 0]
+
+
+# ------------------------------------------------------------------ what goes between two rounds
+
+
+def test_a_node_that_can_not_start_any_more_leaves_and_the_job_goes_on(c: Cluster) -> None:
+    """Three nodes lose what they need, each something else; the restart needs all three."""
+    needs = {
+        "script": Path(shutil.copy(REPORT, c.folder / "script.py")),
+        "python": c.folder / "python",
+        "logs": c.folder / "logs-of-its-own",
+    }
+    needs["python"].symlink_to(sys.executable)
+    options = ("--max-restarts=1", "--rdzv-conf=last_call_timeout=20")
+    how = {
+        "script": {"worker": str(needs["script"])},
+        "python": {"environ": {"PYTHON_EXEC": str(needs["python"])}},
+        "logs": {},
+    }
+    more = {"logs": (f"--log-dir={needs['logs']}",)}
+    stays = c.start_node("a", *options, nnodes="1:4")
+    nodes = {
+        name: c.start_node(name, *options, *more.get(name, ()), nnodes="1:4", **how[name])  # type: ignore[arg-type]
+        for name in needs
+    }
+    reports = c.wait_for_round(0, workers=4)
+    needs["script"].unlink()
+    needs["python"].unlink()
+    shutil.rmtree(needs["logs"])
+    needs["logs"].touch()
+    os.kill(reports[0]["pid"], signal.SIGKILL)
+    said = {
+        "script": f"the script '{needs['script']}' is not on this node",
+        "python": f"the interpreter '{needs['python']}' is not on this node",
+        "logs": f"--log-dir={needs['logs']}: {needs['logs']} is no directory; give another",
+    }
+    for name, node in nodes.items():
+        assert node.wait() == 1
+        assert said[name] in node.text.splitlines()[-1]
+        assert "Traceback" not in node.text
+
+    def alone() -> list[dict[str, str]]:
+        return [r for r in c.all_reports() if r["WORLD_SIZE"] == "1"]
+
+    (report,) = c.wait_until("one node goes on alone", alone)
+    assert report["TORCHELASTIC_RESTART_COUNT"] == "1"
+    status = c.status()
+    assert (status.state, status.restarts) == ("running", 1)
+    gone = {n.node_id: n for n in status.nodes if n.node_id != "a"}
+    for name in needs:
+        assert (gone[name].state, said[name] in gone[name].reason) == ("left", True)
+    c.finish()
+    assert stays.wait() == 0
+
+
+def test_below_min_nodes_the_job_waits_for_another_and_says_what_was_missing(c: Cluster) -> None:
+    script = Path(shutil.copy(REPORT, c.folder / "script.py"))
+    first = c.start_node("n1", "--max-restarts=1", nnodes="2")
+    second = c.start_node("n2", "--max-restarts=1", nnodes="2", worker=str(script))
+    reports = c.wait_for_round(0, workers=2)
+    script.unlink()
+    os.kill(reports[0]["pid"], signal.SIGKILL)
+    assert second.wait() == 1
+    status = c.wait_for_state("joining")
+    assert "waiting for 1 more node (have 1 of 2:2; n2 left" in status.reason
+    assert f"the script '{script}' is not on this node" in status.reason
+    third = c.start_node("n3", "--max-restarts=1", nnodes="2")
+    c.wait_for_round(2, workers=2)
+    c.finish()
+    assert [first.wait(), third.wait()] == [0, 0]
+
+
+def test_a_program_without_its_interpreter_fails_the_job_in_its_own_words(c: Cluster) -> None:
+    program = c.folder / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    node = c.start_node("n1", "--no-python", nnodes="1", worker=str(program))
+    assert node.wait() == 1
+    assert f"'{program}': No such file or directory; the file is there, so it is the" in node.text
+    assert c.status().state == "failed"
+
+
+# ------------------------------------------------------------------ workers
+
+
+def test_ten_megabytes_of_output_arrive_on_the_console_and_in_files(c: Cluster) -> None:
+    script = c.folder / "talk.py"
+    script.write_text("for _ in range(10_000): print('x' * 1023)\n")
+    console = c.start_node("n1", nnodes="1", worker=str(script))
+    assert console.wait() == 0
+    assert console.text.count("x" * 1023) == 10_000
+    files = c.start_node("n1", "-r", "1", nnodes="1", worker=str(script))
+    assert files.wait() == 0
+    (log,) = (c.folder / "logs").glob("*/n1/round_1/0/stdout.log")
+    assert log.stat().st_size == 10_000 * 1024
+    assert "xxx" not in files.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("garbage", "the error file is not torchelastic's JSON: 'garbage'"),
+        ("", "the error file is not torchelastic's JSON: ''"),
+        ('{"message": "no way"}', "no way"),
+        ('{"message": {"message": {"a": [1]}, "extraInfo": 5}}', "{'a': [1]}"),
+        ('["message"]', "the error file is not torchelastic's JSON"),
+        ("[" * 100_000, "the error file is not torchelastic's JSON"),
+    ],
+)
+def test_an_error_file_of_any_kind_is_no_obstacle(no_server: Cluster, text: str, said: str) -> None:
+    ended = no_server.run("rdzvrun", REPORT, f"error={text}", "exit=3")
+    assert ended.returncode == 1, ended
+    assert said in ended.stderr
+    assert "exit code 3" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_when_all_workers_of_three_nodes_fail_at_once_each_attempt_is_charged_once(
+    c: Cluster,
+) -> None:
+    options = ("--max-restarts=2", "--rdzv-conf=failure_stop_timeout=1")
+    args = ("error=" + json.dumps({"message": "all is lost"}), "exit=1")
+    nodes = [c.start_node(f"n{i}", *options, nnodes="3", nproc=2, args=args) for i in (1, 2, 3)]
+    assert [node.wait() for node in nodes] == [1, 1, 1]
+    status = c.status()
+    assert (status.state, status.restarts, status.round) == ("failed", 2, 2)
+    attempts = {r["TORCHELASTIC_RESTART_COUNT"] for r in c.all_reports()}
+    assert attempts == {"0", "1", "2"}
+    assert {r["RDZV_ROUND"] for r in c.all_reports()} == {"0", "1", "2"}
+    causes = {node.text.partition("Root cause, the first failure of the job:")[2] for node in nodes}
+    (cause,) = causes
+    assert "exit code 1" in cause
+    assert "all is lost" in cause
+
+
+def test_a_job_that_is_not_known_is_named_by_every_command(c: Cluster) -> None:
+    for command in ("status", "events"):
+        ended = c.run("rdzvctl", f"--server={c.endpoint}", command, "nobody")
+        assert ended.returncode == 1
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("rdzvctl: ")
+        assert "nobody" in line
+
+
+def test_nothing_that_was_refused_is_known_to_the_server(c: Cluster) -> None:
+    for option in ("--rdzv-id=a b", "--node-id=a b", "--nproc-per-node=5000", "--nnodes=20000"):
+        assert c.start_node("n1", option, nnodes="1").wait() == 2
+    with ControlClient(parse_endpoint(c.endpoint)) as client:
+        assert client.jobs() == ()

@@ -1,0 +1,464 @@
+"""What people type, and what comes of it: rdzvrun, rdzv-agent and rdzvctl as they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+
+pytestmark = pytest.mark.timeout(120)
+
+REPORT = str(WORKERS / "report.py")
+
+
+@pytest.fixture(autouse=True)
+def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep in the test's folder what nodes without a log directory write."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(name="alone")
+def _alone(tmp_path: Path) -> Iterator[Cluster]:
+    """A folder without a server, for nodes that serve themselves."""
+    made = Cluster(tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def rdzvrun(c: Cluster, *args: str, environ: dict[str, str] | None = None) -> Node:
+    """Start one rdzvrun with nothing on its command line but this."""
+    return c.start("rdzvrun", [str(BIN / "rdzvrun"), *args], environ=environ, cwd=c.folder)
+
+
+# ------------------------------------------------------------------ one machine
+
+
+@pytest.mark.parametrize("options", [(), ("--standalone",), ("--standalone", "--rdzv-id=mine")])
+def test_one_node_needs_no_server_and_no_options(alone: Cluster, options: tuple[str, ...]) -> None:
+    alone.finish()
+    assert rdzvrun(alone, *options, REPORT).wait() == 0
+    (report,) = alone.all_reports()
+    seen = {k: report[k] for k in ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR")}
+    assert seen == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    if "--rdzv-id=mine" in options:
+        assert report["TORCHELASTIC_RUN_ID"] == "mine"
+
+
+def test_a_failing_script_ends_with_1_and_its_traceback(alone: Cluster) -> None:
+    script = alone.folder / "train.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    raise RuntimeError('the data is gone')\n"
+        "main()\n"
+    )
+    ended = alone.run("rdzvrun", "--standalone", "--node-id=n1", str(script))
+    assert ended.returncode == 1, ended
+    _, found, summary = ended.stderr.partition("Root cause, the first failure of the job:")
+    assert found, ended.stderr
+    assert "rank 0 (local_rank 0) on n1 (127.0.0.1), pid " in summary
+    assert "exit code 1" in summary
+    assert "RuntimeError: the data is gone" in summary
+    assert f'File "{script}", line 4, in main' in summary
+
+
+def test_a_worker_killed_by_a_signal_fails_the_job_and_the_signal_is_named(alone: Cluster) -> None:
+    ended = alone.run("rdzvrun", "--no-python", "bash", "-c", "kill -SEGV $$")
+    assert ended.returncode == 1, ended
+    assert "signal 11 (SIGSEGV)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# ------------------------------------------------------------------ what is run
+
+
+def test_a_module_is_found_from_the_working_directory(alone: Cluster) -> None:
+    package = alone.folder / "package"
+    package.mkdir()
+    (package / "train.py").write_text("import sys; print(__name__, sys.argv[1:], flush=True)")
+    ended = alone.run("rdzvrun", "-m", "package.train", "-m", "--standalone")
+    assert (ended.returncode, ended.stdout) == (0, "__main__ ['-m', '--standalone']\n"), ended
+
+
+def test_a_program_is_run_without_python_and_reads_stdin(alone: Cluster) -> None:
+    ended = alone.run("rdzvrun", "--no-python", "cat", stdin="from the user\n")
+    assert (ended.returncode, ended.stdout) == (0, "from the user\n"), ended
+
+
+def test_the_scripts_own_arguments_are_left_alone_but_for_local_rank(alone: Cluster) -> None:
+    alone.finish()
+    own = ["--nnodes=9", "--rdzv_id", "x", "--", "a b", "", "$HOME", "--log=${local_rank}.txt"]
+    assert rdzvrun(alone, "--nproc-per-node=2", REPORT, *own).wait() == 0
+    for report in alone.all_reports():
+        assert report["argv"] == [REPORT, *own[:-1], f"--log={report['LOCAL_RANK']}.txt"]
+        assert report["WORLD_SIZE"] == "2"
+    assert len(alone.all_reports()) == 2
+
+
+def test_another_interpreter_runs_the_workers(alone: Cluster) -> None:
+    python = alone.folder / "python"
+    python.write_text(f'#!/bin/sh\nBY_THE_OTHER=yes exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    alone.finish()
+    assert rdzvrun(alone, REPORT, environ={"PYTHON_EXEC": str(python)}).wait() == 0
+    (report,) = alone.all_reports()
+    assert report["BY_THE_OTHER"] == "yes"
+
+
+def test_roles_have_ranks_of_their_own(c: Cluster) -> None:
+    nodes = [
+        c.start_node(f"n{i}", f"--role={role}", nnodes="3", nproc=nproc)
+        for i, (role, nproc) in enumerate((("trainer", 2), ("reader", 1), ("trainer", 1)), 1)
+    ]
+    reports = c.wait_for_round(0, workers=4)
+    seen = [[r[k] for k in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")] for r in reports]
+    assert seen == [
+        ["trainer", "0", "3"],
+        ["trainer", "1", "3"],
+        ["reader", "0", "1"],
+        ["trainer", "2", "3"],
+    ]
+    c.finish()
+    assert [node.wait() for node in nodes] == [0, 0, 0]
+
+
+# ------------------------------------------------------------------ logs
+
+
+def test_logs_of_two_nodes_in_one_folder_lie_apart(c: Cluster) -> None:
+    """A restart makes a new round, and nothing of the first one is lost."""
+    args = ("say=hello", "fail-first", 'error={"message": "at first"}')
+    nodes = [
+        c.start_node(
+            f"n{i}", "--max-restarts=1", "-r", "3", nnodes="2", nproc=2, args=args
+        )
+        for i in (1, 2)
+    ]  # fmt: skip
+    c.wait_for_round(1, workers=4)
+    c.finish()
+    assert [node.wait() for node in nodes] == [0, 0]
+    run = c.status().run
+    assert [path.name for path in (c.folder / "logs").iterdir()] == [f"{JOB}-{run}"]
+    for name in ("n1", "n2"):
+        folder = c.folder / "logs" / f"{JOB}-{run}" / name
+        assert {path.name for path in folder.iterdir()} == {
+            "round_0",
+            "round_1",
+            "attempt_0",
+            "attempt_1",
+        }
+        assert (folder / "attempt_0").readlink() == Path("round_0")
+        assert (folder / "attempt_1").readlink() == Path("round_1")
+        for local_rank in "01":
+            assert (folder / "round_0" / local_rank).is_dir()
+            worker = folder / "attempt_1" / local_rank
+            assert (worker / "stdout.log").read_text() == "hello\n"
+            assert (worker / "stderr.log").read_text() == "hello\n"
+            assert json.loads((worker / "error.json").read_text()) == {"message": "at first"}
+    assert [*(c.folder / "logs").glob("*/*/round_0/*/error.json")], "somebody failed first"
+    assert not any("hello\n" in node.text for node in nodes)
+
+
+def test_output_is_redirected_for_one_worker_alone(alone: Cluster) -> None:
+    alone.finish()
+    logs = alone.folder / "logs"
+    options = ("--nproc-per-node=2", f"--log-dir={logs}", "-r", "1:1", "--node-id=n1")
+    ended = alone.run("rdzvrun", *options, REPORT, "say=hello")
+    assert ended.returncode == 0
+    assert ended.stdout.count("hello") == 1
+    assert ended.stderr.count("hello") == 2
+    (file,) = logs.glob("*/n1/round_0/*/*.log")
+    assert (file.parent.name, file.name, file.read_text()) == ("1", "stdout.log", "hello\n")
+
+
+# ------------------------------------------------------------------ signals
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+
+
+@pytest.mark.parametrize("signum", ENDING, ids=lambda signum: signum.name)
+def test_a_signal_ends_it_with_128_and_its_number(alone: Cluster, signum: signal.Signals) -> None:
+    node = rdzvrun(alone, "--nproc-per-node=2", REPORT, "child")
+    alone.wait_for_round(0, workers=2)
+    node.process.send_signal(signum)
+    assert node.wait() == 128 + signum
+    assert f"received {signum.name}; leaving the job" in node.text
+    assert "rdzv/agent" not in node.text, "only a worker may show a traceback"
+    assert not alone.marked()
+
+
+@pytest.mark.parametrize("signum", [*ENDING, signal.SIGKILL], ids=lambda signum: signum.name)
+def test_who_is_ended_while_still_joining_leaves_nothing(
+    c: Cluster, signum: signal.Signals
+) -> None:
+    temporary = c.folder / "tmp"
+    temporary.mkdir()
+    options = (f"--rdzv-endpoint={c.endpoint}", f"--rdzv-id={JOB}", "--nnodes=2", "--node-id=n1")
+    node = rdzvrun(c, *options, REPORT, environ={"TMPDIR": str(temporary)})
+    c.wait_until("it waits", lambda: "waiting for 1 more node" in node.text)
+    below = node.descendants()
+    assert below, "its runner"
+    node.process.send_signal(signum)
+    assert node.wait() == (-signum if signum is signal.SIGKILL else 128 + signum)
+    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below))
+    assert not any(temporary.iterdir())
+    assert not c.all_reports()
+    state = "lost" if signum is signal.SIGKILL else "left"
+    c.wait_until("the server knows", lambda: [n.state for n in c.status().nodes] == [state])
+
+
+def test_who_is_ended_while_no_server_answers_leaves_nothing(alone: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{silent.getsockname()[1]}"
+        node = rdzvrun(alone, endpoint, f"--rdzv-id={JOB}", REPORT)
+        alone.wait_until("its runner is up", node.descendants)
+        alone.wait_until("it listens to SIGTERM", lambda: catches(node, signal.SIGTERM))
+        node.process.send_signal(signal.SIGTERM)
+        assert node.wait() == 128 + signal.SIGTERM
+    assert "Traceback" not in node.text
+
+
+def catches(node: Node, signum: int) -> bool:
+    status = Path(f"/proc/{node.process.pid}/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def test_who_ignores_sigterm_is_killed_after_the_shutdown_timeout(alone: Cluster) -> None:
+    node = rdzvrun(alone, "--shutdown-timeout=0.3", REPORT, "deaf")
+    (report,) = alone.wait_for_round(0, workers=1)
+    node.process.terminate()
+    assert node.wait() == 128 + signal.SIGTERM
+    assert not alive(report["pid"])
+
+
+def test_the_second_ctrl_c_cuts_the_grace_short(alone: Cluster) -> None:
+    node = rdzvrun(alone, "--shutdown-timeout=600", REPORT, "deaf")
+    (report,) = alone.wait_for_round(0, workers=1)
+    node.process.send_signal(signal.SIGINT)
+    alone.wait_until("it has noticed", lambda: "received SIGINT; leaving" in node.text)
+    assert alive(report["pid"])
+    node.process.send_signal(signal.SIGINT)
+    assert node.wait() == 130
+    assert not alive(report["pid"])
+
+
+def test_ctrl_c_before_it_has_joined_is_no_traceback(alone: Cluster) -> None:
+    """The embedded server is not up yet: from the first moment it listens to signals at all."""
+    node = rdzvrun(alone, REPORT)
+    alone.wait_until("it listens to SIGTERM", lambda: catches(node, signal.SIGTERM))
+    node.process.send_signal(signal.SIGINT)
+    assert node.wait() == 130
+    assert "rdzv/agent" not in node.text
+    assert "grpc" not in node.text
+
+
+# ------------------------------------------------------------------ rdzvctl
+
+
+def ctl(c: Cluster, *args: str) -> str:
+    ended = c.run("rdzvctl", *args, environ={"RDZV_SERVER": c.endpoint})
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    return ended.stdout
+
+
+def test_rdzvctl_shows_a_running_job(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2", nproc=i) for i in (1, 2)]
+    c.wait_for_round(0, workers=3)
+
+    document = json.loads(ctl(c, "status", JOB, "-o", "json"))
+    assert document["version"] == 1
+    assert {k: document[k] for k in ("rdzv_id", "state", "round", "min_nodes", "max_nodes")} == {
+        "rdzv_id": JOB,
+        "state": "running",
+        "round": 0,
+        "min_nodes": 2,
+        "max_nodes": 2,
+    }
+    assert (document["world_size"], document["restarts"], document["max_restarts"]) == (3, 0, 3)
+    assert document["run"] == c.status().run
+    assert document["reason"] == "2 nodes and 3 workers run round 0"
+    keys = ("node_id", "state", "group_rank", "rank_first", "local_world_size", "address")
+    assert [tuple(node[k] for k in keys) for node in document["nodes"]] == [
+        ("n1", "seated", 0, 0, 1, "127.0.0.1"),
+        ("n2", "seated", 1, 1, 2, "127.0.0.1"),
+    ]
+
+    text = ctl(c, "status", JOB)
+    for word in (JOB, "running", "2 nodes and 3 workers run round 0", "n1", "n2", "0 of 3"):
+        assert word in text, text
+    assert JOB in ctl(c, "list")
+    (row,) = json.loads(ctl(c, "list", "-o", "json"))["jobs"]
+    assert (row["rdzv_id"], row["state"]) == (JOB, "running")
+    history = json.loads(ctl(c, "events", JOB, "-o", "json"))
+    assert history["rdzv_id"] == JOB
+    assert any("round 0 complete: n1=0 n2=1..2" in event["text"] for event in history["events"])
+    text = ctl(c, "events", JOB)
+    assert "round 0 complete: n1=0 n2=1..2, world_size 3" in text
+    assert len(ctl(c, "events", JOB, "-n", "1").splitlines()) < len(text.splitlines())
+
+    c.finish()
+    assert [node.wait() for node in nodes] == [0, 0]
+    document = json.loads(ctl(c, "status", JOB, "-o", "json"))
+    assert (document["state"], document["reason"]) == (
+        "succeeded",
+        "all workers of all 2 nodes exited 0",
+    )
+
+
+def test_rdzvctl_exit_codes(c: Cluster) -> None:
+    server = f"--server={c.endpoint}"
+    assert c.run("rdzvctl", server, "status", "nobody").returncode == 1
+    assert c.run("rdzvctl", server, "stat").returncode == 2
+    assert c.run("rdzvctl", server, "status").returncode == 2
+    assert c.run("rdzvctl", "--server=127.0.0.1:1", "list").returncode == 75
+    assert c.run("rdzvctl", server, "list").returncode == 0
+
+
+# ------------------------------------------------------------------ rdzv-agent
+
+
+def agent_config(c: Cluster, *jobs: str, script: str = REPORT) -> Path:
+    path = c.folder / "agent.toml"
+    lines = [f'server = "{c.endpoint}"', 'node_id = "gpu-7"']
+    logs = f"--log-dir={c.folder / 'logs'}"
+    for job in jobs:
+        lines += ["[[job]]", f"args = {json.dumps([f'--rdzv-id={job}', logs, script])}"]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def start_agent(c: Cluster, *jobs: str) -> Node:
+    command = [str(BIN / "rdzv-agent"), "--config", str(agent_config(c, *jobs))]
+    return c.start("agent", command, cwd=c.folder)
+
+
+def job_states(c: Cluster) -> dict[str, str]:
+    jobs = json.loads(ctl(c, "list", "-o", "json"))["jobs"]
+    return {job["rdzv_id"]: job["state"] for job in jobs}
+
+
+def both_running(c: Cluster) -> list[int]:
+    """Wait until both jobs have a worker; return their pids."""
+    c.wait_until("both jobs run", lambda: len(c.all_reports()) == 2)
+    assert {r["TORCHELASTIC_RUN_ID"] for r in c.all_reports()} == {"day", "night"}
+    assert job_states(c) == {"day": "running", "night": "running"}
+    return [r["pid"] for r in c.all_reports()]
+
+
+def test_rdzv_agent_runs_two_jobs_over_one_stream(c: Cluster) -> None:
+    agent = start_agent(c, "day", "night")
+    both_running(c)
+    c.finish()
+    assert agent.wait() == 0
+    assert job_states(c) == {"day": "succeeded", "night": "succeeded"}
+    for job in ("day", "night"):
+        assert f"{job}: round 0: GROUP_RANK 0 of 1" in agent.text
+        assert f"{job}: the job has succeeded" in agent.text
+
+
+def test_sigterm_makes_rdzv_agent_leave_all_its_jobs(c: Cluster) -> None:
+    agent = start_agent(c, "day", "night")
+    pids = both_running(c)
+    agent.process.terminate()
+    assert agent.wait() == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in pids)
+    assert job_states(c) == {"day": "stopped", "night": "stopped"}
+
+
+def test_a_failed_job_of_rdzv_agent_leaves_the_other_alone(c: Cluster) -> None:
+    agent = start_agent(c, "day", "night")
+    both_running(c)
+    (failing,) = [r["pid"] for r in c.all_reports() if r["TORCHELASTIC_RUN_ID"] == "day"]
+    os.kill(failing, signal.SIGKILL)
+    c.wait_until("day has failed", lambda: job_states(c)["day"] == "failed")
+    assert job_states(c)["night"] == "running"
+    c.finish()
+    assert agent.wait() == 1
+    assert job_states(c) == {"day": "failed", "night": "succeeded"}
+    assert "day: the job has failed" in agent.text
+    assert "Root cause, the first failure of the job:" in agent.text
+    assert "night: the job has succeeded" in agent.text
+
+
+JOB_TABLE = '[[job]]\nargs = ["--rdzv-id=a", "script.py"]\n'
+BAD_CONFIGS = [
+    ("server = ", "is not TOML: "),
+    ("server = '\xff'", "is not TOML: "),
+    (f'servers = "a"\n{JOB_TABLE}', "unknown key 'servers'; known: job, node_id, server"),
+    (JOB_TABLE, "`server` is missing; give HOST:PORT of an rdzvd"),
+    (f'server = ""\n{JOB_TABLE}', "`server` is missing; give HOST:PORT of an rdzvd"),
+    (f"server = 5\n{JOB_TABLE}", "`server` 5 is no address; give HOST:PORT of an rdzvd"),
+    (f"server = [5]\n{JOB_TABLE}", "`server` [5] is no address; give HOST:PORT of an rdzvd"),
+    (f'server = "a:b"\n{JOB_TABLE}', "'b' is no port; a port is a number from 1 to 65535"),
+    (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` 7 is no name; give a string"),
+    (f'server = "a"\nnode_id = ""\n{JOB_TABLE}', "`node_id` '' is no name; give a string"),
+    ('server = "a"', "there is no [[job]]; name at least one"),
+    ('server = "a"\njob = "b"', "`job` 'b' is no list of tables; begin with [[job]]"),
+    ('server = "a"\njob = [1]', "`job` [1] is no list of tables; begin with [[job]]"),
+    ('server = "a"\n[[job]]', "a [[job]] needs `args`, a list of rdzvrun's arguments"),
+    ('server = "a"\n[[job]]\nargs = "b"', "a [[job]] needs `args`, a list of rdzvrun's arguments"),
+    (f'server = "a"\n{JOB_TABLE}user = "b"', "[[job]]: unknown key 'user'; known: args"),
+    (f'server = "a"\n{JOB_TABLE}{JOB_TABLE}', "two [[job]] have the --rdzv-id a; rename one"),
+    ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
+    ('server = "a"\n[[job]]\nargs = ["--no-such"]', "args ['--no-such'] are not rdzvrun's"),
+    (
+        'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "no-such.py"]',
+        "the script 'no-such.py' is not on this node",
+    ),
+] + [
+    (
+        f'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "{own}", "script.py"]',
+        "leave --node-id, --rdzv-endpoint and --standalone to `node_id` and `server`",
+    )
+    for own in ("--node-id=b", "--rdzv-endpoint=b", "--standalone")
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_CONFIGS)
+def test_a_bad_configuration_is_refused_by_name(alone: Cluster, text: str, said: str) -> None:
+    (alone.folder / "script.py").touch()
+    path = alone.folder / "agent.toml"
+    path.write_text(text, encoding="latin-1")
+    ended = alone.run("rdzv-agent", "--config", str(path))
+    assert ended.returncode == 2, ended
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"rdzv-agent: {path}")
+    assert said in last
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("place", ["no-such.toml", "."])
+def test_a_configuration_that_is_not_there_is_refused(alone: Cluster, place: str) -> None:
+    ended = alone.run("rdzv-agent", "--config", place)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"rdzv-agent: the configuration {place} can not be read: ")
+
+
+def test_check_config_starts_nothing(c: Cluster) -> None:
+    ended = c.run("rdzv-agent", "--check-config", "--config", str(agent_config(c, "day")))
+    said = f"rdzv-agent: {c.folder}/agent.toml is in order\n"
+    assert (ended.returncode, ended.stdout) == (0, said)
+    assert job_states(c) == {}

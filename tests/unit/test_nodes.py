@@ -1,0 +1,313 @@
+"""The nodes core: one speaker for each node_id, and nobody is lost whom nobody could hear."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from rdzv.core.nodes import (
+    AgentKind,
+    Connect,
+    Disconnect,
+    Expect,
+    Hear,
+    NodeAway,
+    NodeConnected,
+    NodeLost,
+    Nodes,
+    NodesCommand,
+    NodesEvent,
+    NodesTuning,
+    Pause,
+    PlanAway,
+    Tick,
+    step,
+)
+from rdzv.errors import NodeSupersededError, RendezvousConnectionError
+
+
+@dataclass
+class Fleet:
+    """The nodes of one server, which ticks when it is due and not otherwise."""
+
+    nodes: Nodes = field(default_factory=lambda: Nodes(leadership=3))
+    now_ms: int = 0
+    streams: int = 0
+    events: list[NodesEvent] = field(default_factory=list)
+
+    def do(self, command: NodesCommand) -> tuple[NodesEvent, ...]:
+        transition = step(self.nodes, command, self.now_ms)
+        if isinstance(command, Tick) and transition.wake_at_ms is not None:
+            assert transition.wake_at_ms > self.now_ms, "a busy loop"
+        before = self.nodes.records
+        for node_id, record in transition.nodes.records.items():
+            if node_id in before:
+                assert record.incarnation >= before[node_id].incarnation
+        self.nodes = transition.nodes
+        self.events += transition.events
+        return transition.events
+
+    def pass_until(self, at_ms: int) -> None:
+        while self.nodes.wake_at_ms is not None and self.nodes.wake_at_ms <= at_ms:
+            self.now_ms = max(self.nodes.wake_at_ms, self.now_ms)
+            self.do(Tick())
+        self.now_ms = at_ms
+
+    def connect(
+        self,
+        node_id: str,
+        instance: str = "a",
+        kind: AgentKind = AgentKind.DAEMON,
+        incarnation: int = 0,
+    ) -> int:
+        """Open a stream and return the incarnation that was given."""
+        self.streams += 1
+        self.do(Connect(node_id, instance, kind, f"{node_id}.net", 4711, self.streams, incarnation))
+        return self.nodes.records[node_id].incarnation
+
+    def disconnect(self, node_id: str) -> None:
+        stream = self.nodes.records[node_id].stream
+        assert stream is not None
+        self.do(Disconnect(node_id, stream))
+
+    @property
+    def lost(self) -> list[str]:
+        return [event.node_id for event in self.events if isinstance(event, NodeLost)]
+
+
+# ------------------------------------------------------------------ leases
+
+
+def test_a_silent_node_is_lost_when_its_lease_is_over_and_not_before() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.pass_until(4_999)
+    assert not fleet.lost
+    fleet.pass_until(5_000)
+    assert fleet.lost == ["n1"]
+    assert fleet.nodes.wake_at_ms is None
+
+
+def test_whatever_a_node_says_renews_its_lease() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    for second in range(1, 100):
+        fleet.pass_until(second * 1_000)
+        fleet.do(Hear(frozenset({"n1", "unheard of"})))
+    assert not fleet.lost
+    fleet.pass_until(99_000 + 5_000)
+    assert fleet.lost == ["n1"]
+
+
+def test_a_word_after_the_stream_has_ended_renews_nothing() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.disconnect("n1")
+    fleet.pass_until(3_000)
+    fleet.do(Hear(frozenset({"n1"})))
+    fleet.pass_until(5_000)
+    assert fleet.lost == ["n1"]
+
+
+@pytest.mark.parametrize(("kind", "worth_ms"), [("foreground", 250), ("daemon", 5_000)])
+def test_an_absence_is_worth_what_the_agents_workers_survive(kind: str, worth_ms: int) -> None:
+    fleet = Fleet()
+    fleet.connect("n1", kind=AgentKind(kind))
+    fleet.pass_until(1_000)
+    fleet.disconnect("n1")
+    assert fleet.events[-1] == NodeAway(
+        "n1", fleet.nodes.records["n1"].incarnation, 1_000 + worth_ms, firm=False
+    )
+    fleet.pass_until(1_000 + worth_ms - 1)
+    assert not fleet.lost
+    fleet.pass_until(1_000 + worth_ms)
+    assert fleet.lost == ["n1"]
+
+
+def test_the_lease_grows_with_the_number_of_nodes() -> None:
+    tuning = NodesTuning(lease_nodes=2, lease_nodes_max=4, lease_ms=5_000, lease_max_ms=30_000)
+    fleet = Fleet(Nodes(1, tuning))
+    for i in range(6):
+        fleet.connect(f"n{i}")
+    leases = [e.lease_ms for e in fleet.events if isinstance(e, NodeConnected)]
+    assert leases == [5_000, 5_000, 17_500, 30_000, 30_000, 30_000]
+
+
+# ------------------------------------------------------------------ instances
+
+
+def test_one_instance_keeps_its_incarnation_over_all_its_streams() -> None:
+    fleet = Fleet()
+    first = fleet.connect("n1")
+    assert fleet.connect("n1", incarnation=first) == first
+    [again] = fleet.events[1:]
+    assert isinstance(again, NodeConnected)
+    assert (again.replaced, again.stale_stream) == (None, 1)
+
+
+def test_incarnations_grow_also_when_the_server_starts_without_memory() -> None:
+    before = Fleet(Nodes(leadership=1))
+    old = max(before.connect(f"n{i}") for i in range(100))
+    assert Fleet(Nodes(leadership=2)).connect("n1") > old
+
+
+def test_another_instance_is_refused_while_the_stream_is_open() -> None:
+    fleet = Fleet()
+    fleet.connect("n1", "a")
+    fleet.now_ms = 2_000
+    with pytest.raises(NodeSupersededError, match=r"in use by n1\.net pid 4711, connected 2 s ago"):
+        fleet.connect("n1", "b")
+
+
+def test_another_instance_takes_over_once_the_stream_has_ended() -> None:
+    fleet = Fleet()
+    first = fleet.connect("n1", "a")
+    fleet.disconnect("n1")
+    second = fleet.connect("n1", "b")
+    assert second > first
+    last = fleet.events[-1]
+    assert isinstance(last, NodeConnected) and last.replaced == first
+    with pytest.raises(NodeSupersededError, match="was taken over"):
+        fleet.connect("n1", "a", incarnation=first)
+
+
+def test_another_instance_takes_over_once_the_lease_is_over_ticked_or_not() -> None:
+    fleet = Fleet()
+    fleet.connect("n1", "a")
+    fleet.now_ms = 5_000
+    fleet.connect("n1", "b")
+    assert fleet.nodes.records["n1"].instance == "b"
+
+
+def test_the_end_of_a_stale_stream_is_no_news() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.connect("n1")
+    assert not fleet.do(Disconnect("n1", 1))
+    assert not fleet.do(Disconnect("unheard of", 7))
+    assert fleet.nodes.records["n1"].stream == 2
+
+
+# ------------------------------------------------------------------ planned absence
+
+
+def test_a_planned_absence_is_waited_for_until_its_deadline() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.do(PlanAway("n1", 1, 60_000))
+    fleet.disconnect("n1")
+    last = fleet.events[-1]
+    assert isinstance(last, NodeAway) and (last.until_ms, last.firm) == (60_000, True)
+    fleet.pass_until(59_999)
+    assert not fleet.lost
+    fleet.pass_until(60_000)
+    assert fleet.lost == ["n1"]
+
+
+def test_a_plan_whose_deadline_has_passed_is_none() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.do(PlanAway("n1", 1, 1_000))
+    fleet.pass_until(2_000)
+    fleet.disconnect("n1")
+    last = fleet.events[-1]
+    assert isinstance(last, NodeAway) and (last.until_ms, last.firm) == (7_000, False)
+
+
+def test_a_plan_said_in_a_stale_stream_is_none() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.connect("n1")
+    fleet.do(PlanAway("n1", 1, 60_000))
+    assert not fleet.nodes.records["n1"].firm
+
+
+# ------------------------------------------------------------------ silence that proves nothing
+
+
+def test_after_a_take_over_nobody_is_lost_for_takeover_grace() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    fleet.pass_until(29_999)
+    assert not fleet.lost
+    fleet.pass_until(30_000)
+    assert fleet.lost == ["n1"]
+    [lost] = fleet.events
+    assert isinstance(lost, NodeLost) and lost.incarnation == 7
+
+
+def test_who_was_expected_keeps_its_incarnation() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    assert fleet.connect("n1", "a", incarnation=7) == 7
+    assert not fleet.do(Expect("n1", 7))
+    assert fleet.nodes.records["n1"].stream is not None
+
+
+def test_who_adopted_the_place_later_than_was_stored_is_let_in() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    assert fleet.connect("n1", "b", incarnation=9) == 9
+
+
+@pytest.mark.parametrize("incarnation", [0, 6])
+def test_a_stranger_is_not_let_in_where_somebody_is_expected(incarnation: int) -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    with pytest.raises((RendezvousConnectionError, NodeSupersededError)):
+        fleet.connect("n1", "stranger", incarnation=incarnation)
+    fleet.pass_until(30_000)
+    assert fleet.connect("n1", "stranger") > 7
+
+
+def test_after_a_pause_of_the_server_leases_begin_anew() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.connect("n2", kind=AgentKind.FOREGROUND)
+    fleet.disconnect("n2")
+    fleet.now_ms = 60_000
+    fleet.do(Pause())
+    fleet.do(Tick())
+    assert not fleet.lost
+    fleet.pass_until(65_000)
+    assert fleet.lost == ["n1"]
+    fleet.pass_until(90_000)
+    assert fleet.lost == ["n1", "n2"]
+
+
+# ------------------------------------------------------------------ any order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_timers_are_honest_and_every_absence_ends(seed: int) -> None:
+    random = Random(seed)
+    fleet = Fleet()
+    for _ in range(300):
+        node_id = random.choice(["n1", "n2", "n3"])
+        stream = random.randint(1, max(fleet.streams, 1))
+        command = random.choice(
+            [
+                Hear(frozenset({node_id})),
+                Disconnect(node_id, stream),
+                PlanAway(node_id, stream, random.choice([10, 60_000])),
+                Expect(node_id, random.randint(1, 9)),
+                Pause(),
+                None,
+            ]
+        )
+        if command is not None:
+            fleet.do(command)
+        else:
+            with suppress(NodeSupersededError, RendezvousConnectionError):
+                fleet.connect(node_id, random.choice("ab"), random.choice(list(AgentKind)))
+        wake_at_ms = fleet.nodes.wake_at_ms
+        if wake_at_ms is not None:
+            early = step(fleet.nodes, Tick(), max(fleet.now_ms, wake_at_ms - 1))
+            assert wake_at_ms <= fleet.now_ms or early.nodes == fleet.nodes
+            assert wake_at_ms <= fleet.now_ms or not early.events
+        fleet.pass_until(fleet.now_ms + random.choice([0, 1, 100, 2_000]))
+    fleet.pass_until(fleet.now_ms + 120_000)
+    assert not fleet.nodes.records

@@ -1,0 +1,121 @@
+"""Which of many failures was the first, when the others followed from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv.core.model import Failure
+from rdzv.core.root_cause import (
+    MAX_FAILURES,
+    describe_failure,
+    is_connection_error,
+    keep_earliest,
+    root_cause,
+)
+
+WINDOW_MS = 500
+RESET = "RuntimeError: [Rank 1] Connection reset by peer"
+
+
+def failure(
+    node_id: str,
+    at_ms: int,
+    message: str = "",
+    traceback: str = "",
+    signal: int | None = None,
+    local_rank: int = 0,
+) -> Failure:
+    return Failure(
+        node_id=node_id,
+        address="",
+        local_rank=local_rank,
+        rank=0,
+        pid=1,
+        exit_code=None if signal else 1,
+        signal=signal,
+        message=message,
+        traceback=traceback,
+        at_ms=at_ms,
+    )
+
+
+def names(failures: tuple[Failure, ...]) -> list[str]:
+    return [f.node_id for f in failures]
+
+
+@pytest.mark.parametrize(
+    ("why", "failures", "order"),
+    [
+        ("nothing failed", [], []),
+        ("the earliest of its like", [failure("b", 2), failure("a", 1)], ["a", "b"]),
+        (
+            "a traceback wins over an earlier connection error",
+            [failure("a", 1, RESET, "Traceback"), failure("b", 9, "ValueError", "Traceback")],
+            ["b", "a"],
+        ),
+        (
+            "a traceback wins over an earlier silent death",
+            [failure("a", 1, signal=9), failure("b", 9, "ValueError", "Traceback")],
+            ["b", "a"],
+        ),
+        (
+            "a silent death wins over an earlier connection error, which follows from something",
+            [failure("a", 1, RESET, "Traceback"), failure("b", 9, signal=11)],
+            ["b", "a"],
+        ),
+        (
+            "what came more than half a second later is not shown, whatever it says",
+            [failure("a", 0, RESET, "Traceback"), failure("b", 501, "ValueError", "Traceback")],
+            ["a"],
+        ),
+        (
+            "what came exactly half a second later is",
+            [failure("a", 0, RESET), failure("b", 500, "ValueError", "Traceback")],
+            ["b", "a"],
+        ),
+        ("at one instant, by node", [failure("b", 1), failure("a", 1)], ["a", "b"]),
+        ("only connection errors: the earliest", [failure("b", 1, RESET)], ["b"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_order(why: str, failures: list[Failure], order: list[str]) -> None:
+    assert names(root_cause(failures, WINDOW_MS)) == order
+    assert names(root_cause(reversed(failures), WINDOW_MS)) == order
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("torch.distributed.DistBackendError: NCCL error ... remote process exited", True),
+        ("RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [10.0.0.7]:33001", True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        ("BrokenPipeError: [Errno 32] Broken pipe", True),
+        ("ncclRemoteError: A call failed possibly due to a network error", True),
+        ("ValueError: loss is nan", False),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory", False),
+        ("", False),
+    ],
+)
+def test_connection_errors_are_told_by_their_words(text: str, is_one: bool) -> None:
+    assert is_connection_error(failure("n1", 0, text)) is is_one
+    assert is_connection_error(failure("n1", 0, "failed", f"Traceback\n{text}")) is is_one
+
+
+def test_one_failure_is_kept_for_each_worker_the_first_that_was_told() -> None:
+    first, again = failure("n1", 5, "first"), failure("n1", 6, "again")
+    other = failure("n1", 4, "other", local_rank=1)
+    assert keep_earliest([first, again, other]) == (other, first)
+
+
+def test_the_earliest_are_kept_when_there_are_many() -> None:
+    many = [failure(f"n{i}", 1_000 - i) for i in range(500)]
+    kept = keep_earliest(many)
+    assert len(kept) == MAX_FAILURES
+    assert max(f.at_ms for f in kept) == 1_000 - 500 + MAX_FAILURES
+
+
+def test_a_failure_is_described_in_one_line() -> None:
+    assert describe_failure(failure("n1", 0, "boom")) == (
+        "rank 0 (local_rank 0) on n1: exit code 1: boom"
+    )
+    assert describe_failure(failure("n1", 0, signal=9)).endswith("on n1: signal 9")

@@ -1,0 +1,535 @@
+"""The plug-in for torch's own agent, with a server that says what the test wants."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from builders import Job, running
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.utils import store as store_util
+
+from rdzv.core.events import RoundSettled
+from rdzv.core.explain import view
+from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
+from rdzv.errors import SettingsMismatchError
+from rdzv.server import wire
+from rdzv.server.config import Limits
+from rdzv.torchrun import handler as handler_module
+from rdzv.torchrun import plugin
+from rdzv.torchrun.handler import RdzvHandler
+from rdzv.torchrun.options import KNOWN_KEYS, Options, read_options
+from rdzv.torchrun.part import Part, Phase
+from rdzv.torchrun.signals import watch_signals
+from rdzv.torchrun.store import EXIT_BARRIER
+from rdzv.v1 import rdzv_pb2 as pb
+
+RUN = "run-1"
+UNCOUNTED = Settings(2, 3, max_restarts=None, last_call_timeout_ms=5_000)
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def params(
+    run_id: str = "job-7", endpoint: str = "127.0.0.1:1", **conf: Any
+) -> RendezvousParameters:
+    # `LaunchConfig` always puts this one in.
+    conf.setdefault("timeout", 900)
+    return RendezvousParameters("rdzv", endpoint, run_id, 2, 4, **conf)
+
+
+def test_torch_finds_the_plug_in_and_makes_its_handler() -> None:
+    (entry,) = [e for e in entry_points(group="torchrun.handlers") if e.name == "rdzv"]
+    assert entry.load() is plugin
+    made = rendezvous_handler_registry.create_handler(params())
+    assert (made.get_backend(), made.get_run_id()) == ("rdzv", "job-7")
+    assert made.shutdown(), "one that has never joined has nothing to say"
+
+
+def test_the_defaults_are_torchruns() -> None:
+    options = read_options(params(endpoint="head,[::1]:7"))
+    assert options.settings == Settings(2, 4, None, 600_000, 30_000, ScaleUp.EAGER)
+    assert [str(endpoint) for endpoint in options.endpoints] == ["head:29400", "[::1]:7"]
+    assert options.node_id == f"{socket.gethostname()}-{os.getpid()}"
+    assert (options.local_world_size, options.refuse_reuse) == (1, False)
+
+
+def test_everything_in_rdzv_conf_has_its_effect() -> None:
+    options = read_options(
+        params(
+            join_timeout="1.5",
+            last_call_timeout="0",
+            close_timeout="7",
+            read_timeout="8",
+            scale_up="on-restart",
+            reuse="false",
+            node_id="n1",
+            topology="rack 1",
+        )
+    )
+    assert options.settings == Settings(2, 4, None, 1_500, 0, ScaleUp.ON_RESTART)
+    assert (options.close_timeout_s, options.read_timeout_s) == (7, 8)
+    assert (options.refuse_reuse, options.node_id, options.topology) == (True, "n1", "rack 1")
+
+
+def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptureFixture) -> None:
+    read_options(params())
+    assert not caplog.records
+    read_options(params(keep_alive_interval="5", timeout="60"))
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.split(";")[0] for text in texts] == [
+        "--rdzv-conf: unknown key keep_alive_interval is ignored",
+        "--rdzv-conf: unknown key timeout is ignored",
+    ]
+    assert all(", ".join(KNOWN_KEYS) in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run_id": "none"}, "--rdzv-id is missing"),
+        ({"endpoint": ""}, "--rdzv-endpoint is missing"),
+        ({"endpoint": "a:b"}, "'b' is no port"),
+        ({"join_timeout": "soon"}, "join_timeout=soon is no number of seconds"),
+        ({"join_timeout": "-1"}, "join_timeout=-1 is no number of seconds"),
+        ({"read_timeout": "nan"}, "read_timeout=nan is no number of seconds"),
+        ({"reuse": "maybe"}, "reuse=maybe is neither true nor false"),
+        ({"scale_up": "never"}, "scale_up=never is none of eager, on-restart"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_remedy(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_options(params(**given))
+
+
+# ------------------------------------------------------------------ a job that torch restarts
+
+
+def test_a_torchrun_that_restarts_its_workers_costs_nothing_and_joins_again() -> None:
+    job = running("n1", "n2", settings=UNCOUNTED)
+    job.stopped("n1")
+    job.stopped("n2")
+    assert job.last(RoundSettled).cause is Cause.NODE_LEFT
+    assert (job.job_state, job.round.number) == (JobState.RUNNING, 1)
+    shown = view(job.state, job.now_ms)
+    assert (shown.restarts, shown.max_restarts) == (None, None)
+
+
+def end_with_failure(job: Job, node_id: str) -> None:
+    job.fail(node_id)
+    job.leave(node_id, job.round.number, LeaveCause.FAILED, "rank 0 failed")
+
+
+def test_the_failure_that_ends_a_torchrun_ends_the_job_once_the_others_have_stopped() -> None:
+    job = running("n1", "n2", settings=UNCOUNTED)
+    end_with_failure(job, "n1")
+    assert job.job_state is JobState.STOPPING
+    job.stopped("n2")
+    assert job.job_state is JobState.FAILED
+    assert "worker failure: rank 0" in job.reason
+    assert "the node's own agent restarts no more" in job.reason
+
+
+def test_a_torchrun_that_failed_because_a_node_was_lost_does_not_end_the_job() -> None:
+    job = running("n1", "n2", "n3", settings=Settings(1, 3, max_restarts=None))
+    end_with_failure(job, "n1")
+    job.lost("n2")
+    job.stopped("n3")
+    assert (job.job_state, job.seated) == (JobState.RUNNING, ["n3"])
+
+
+def test_if_all_torchruns_fail_for_a_lost_node_the_job_has_failed() -> None:
+    job = running("n1", "n2", settings=UNCOUNTED)
+    job.lost("n1")
+    end_with_failure(job, "n2")
+    assert job.job_state is JobState.FAILED
+    assert "rank 0 failed" in job.reason
+
+
+def test_a_job_is_launched_by_torchrun_or_by_rdzvrun_not_both() -> None:
+    job = running("n1", "n2", settings=UNCOUNTED)
+    with pytest.raises(SettingsMismatchError, match=r"max_restarts is 0 here and left to each"):
+        job.join("n3", settings=replace(UNCOUNTED, max_restarts=0))
+
+
+def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
+    offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
+    message = Part("job-7", UNCOUNTED, offer).say_join(4711)
+    speaker = wire.Speaker("n1", 1)
+    _, command = wire.command_of(message, speaker, Limits())
+    assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
+
+
+# ------------------------------------------------------------------ a server that obeys the test
+
+
+class FakeStream:
+    """Takes down what is said, and answers a join if `answer` has a line for it."""
+
+    def __init__(
+        self,
+        endpoints: object,
+        hello: pb.Hello,
+        lock: threading.Condition,
+        beliefs: Callable[[], list[pb.Belief]],
+        hear: Callable[[pb.ServerMessage], None],
+    ) -> None:
+        self.hello, self.lock, self.beliefs, self._hear = hello, lock, beliefs, hear
+        self.said: list[pb.NodeMessage] = []
+        self.answers: list[pb.ServerMessage] = []
+        self.apart_since_s: float | None = None
+        self.trouble = "connection refused"
+        self.hung_up = False
+
+    def open(self) -> None:
+        for belief in self.beliefs():
+            self.say(pb.NodeMessage(join=belief.join))
+
+    def say(self, message: pb.NodeMessage) -> None:
+        self.said.append(message)
+        if message.HasField("join") and self.answers:
+            answer = self.answers.pop(0)
+            if answer.HasField("round_completed") and not answer.round_completed.master_port:
+                answer.round_completed.master_port = message.join.offer.store_port
+            threading.Timer(0.01, self.tell, [answer]).start()
+
+    def tell(self, message: pb.ServerMessage) -> None:
+        with self.lock:
+            self._hear(message)
+            self.lock.notify_all()
+
+    def close(self, within_s: float) -> None:
+        self.hung_up = True
+
+    @property
+    def bodies(self) -> list[str]:
+        return [str(message.WhichOneof("body")) for message in self.said]
+
+
+def line(number: int, group_rank: int = 0, nodes: int = 1, port: int = 0) -> pb.ServerMessage:
+    completed = pb.RoundCompleted(
+        rdzv_id="job-7",
+        run=RUN,
+        round=number,
+        group_rank=group_rank,
+        group_world_size=nodes,
+        master_addr="127.0.0.1",
+        master_port=port,
+        use_agent_store=True,
+    )
+    return pb.ServerMessage(round_completed=completed)
+
+
+def round_ended(number: int) -> pb.ServerMessage:
+    ended = pb.RoundEnded(
+        rdzv_id="job-7", run=RUN, round=number, cause=pb.NODE_LOST, reason="n2: lease ran out"
+    )
+    return pb.ServerMessage(round_ended=ended)
+
+
+def closed(result: pb.Result.ValueType, *, retry_sensible: bool = False) -> pb.ServerMessage:
+    said = pb.Closed(
+        rdzv_id="job-7", run=RUN, result=result, reason="why", retry_sensible=retry_sensible
+    )
+    return pb.ServerMessage(closed=said)
+
+
+class Torchrun:
+    """A handler, and the stream that it opens."""
+
+    def __init__(self, *answers: pb.ServerMessage, **options: Any) -> None:
+        self._answers = list(answers)
+        self.streams: list[FakeStream] = []
+        given = {"settings": UNCOUNTED, "close_timeout_s": 0.2, "read_timeout_s": 5.0, **options}
+        read = read_options(params())
+        self.handler = RdzvHandler(Options("job-7", "n1", read.endpoints, **given))
+
+    def make_stream(self, *args: Any) -> FakeStream:
+        stream = FakeStream(*args)
+        stream.answers = self._answers
+        self.streams.append(stream)
+        return stream
+
+    @property
+    def stream(self) -> FakeStream:
+        return self.streams[0]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Torchrun]]:
+    """Make handlers that talk to a `FakeStream`; at the end they hang up."""
+    runs: list[Torchrun] = []
+
+    def make(*answers: pb.ServerMessage, **options: Any) -> Torchrun:
+        run = Torchrun(*answers, **options)
+        monkeypatch.setattr(handler_module, "NodeStream", run.make_stream)
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.handler.shutdown()
+
+
+Made = Callable[..., Torchrun]
+
+
+# ------------------------------------------------------------------ rounds
+
+
+def test_a_round_is_met_in_a_fresh_store_and_left_by_name(made: Made) -> None:
+    run = made(line(4), line(5))
+    first = run.handler.next_rendezvous()
+    assert (first.rank, first.world_size) == (0, 1)
+    assert os.environ["RDZV_ROUND"] == "4"
+    where = first.bootstrap_store_info
+    assert where is not None
+    worker = TCPStore("127.0.0.1", where.master_port, is_master=False, wait_for_workers=False)
+    worker.set("key", "of the first attempt")
+
+    second = run.handler.next_rendezvous()
+    again = second.bootstrap_store_info
+    assert again is not None
+    assert again.master_port != where.master_port
+    worker = TCPStore("127.0.0.1", again.master_port, is_master=False, wait_for_workers=False)
+    assert not worker.check(["key"])
+    joins = [message.join for message in run.stream.said]
+    assert [join.HasField("left_round") for join in joins] == [False, True]
+    assert (joins[1].left_round, joins[1].run) == (4, RUN)
+
+
+def test_agents_and_workers_do_not_meet_each_others_keys(made: Made) -> None:
+    info = made(line(0)).handler.next_rendezvous()
+    where = info.bootstrap_store_info
+    assert where is not None
+    info.store.set("key", "of the agent")
+    worker = TCPStore("127.0.0.1", where.master_port, is_master=False, wait_for_workers=False)
+    assert not worker.check(["key"])
+    assert info.store.multi_get(["key"]) == [b"of the agent"]
+
+
+def test_workers_are_to_be_restarted_once_the_server_has_ended_the_round(made: Made) -> None:
+    run = made(line(0))
+    run.handler.next_rendezvous()
+    assert run.handler.num_nodes_waiting() == 0
+    run.stream.tell(round_ended(7))
+    assert run.handler.num_nodes_waiting() == 0, "that was another round"
+    run.stream.tell(round_ended(0))
+    assert run.handler.num_nodes_waiting() > 0
+    assert not run.handler.is_closed()
+    run.stream.answers.append(line(1))
+    run.handler.next_rendezvous()
+    assert run.handler.num_nodes_waiting() == 0
+
+
+def test_a_round_that_ends_before_all_have_met_is_left_for_the_next(made: Made) -> None:
+    """The other node is lost before it has come to the store."""
+    run = made(line(0, nodes=2), line(1))
+    threading.Timer(0.3, lambda: run.stream.tell(round_ended(0))).start()
+    info = run.handler.next_rendezvous()
+    assert info.world_size == 1
+    assert run.stream.bodies == ["join", "join"]
+
+
+def test_a_store_that_nobody_serves_is_reported_or_given_up(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "EXPLAIN_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        run = made(line(0, group_rank=1, nodes=2, port=port), read_timeout_s=0.2)
+        with pytest.raises(RendezvousConnectionError, match=f"in the store at 127.0.0.1:{port}"):
+            run.handler.next_rendezvous()
+    host = made(line(0, nodes=2), read_timeout_s=0.2)
+    with pytest.raises(RendezvousConnectionError, match="did not meet in the store"):
+        host.handler.next_rendezvous()
+    assert host.stream.bodies == ["join", "store_host_failed"]
+
+
+def test_what_the_server_has_lost_is_said_again(made: Made) -> None:
+    run = made(line(3))
+    run.handler.next_rendezvous()
+    (belief,) = run.stream.beliefs()
+    assert (belief.phase, belief.round.round) == (pb.Belief.RUNNING, 3)
+    assert wire.belief_of(belief, wire.Speaker("n1", 1), Limits()).round == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (closed(pb.RESULT_FAILED), RendezvousClosedError),
+        (closed(pb.RESULT_STOPPED), RendezvousClosedError),
+        (closed(pb.RESULT_FAILED, retry_sensible=True), RendezvousTimeoutError),
+        (closed(pb.RESULT_SUCCEEDED), SystemExit),
+        (pb.ServerMessage(refused=pb.Refused(code="SettingsMismatchError")), RendezvousError),
+        (pb.ServerMessage(refused=pb.Refused(code="RendezvousClosedError")), RendezvousClosedError),
+    ],
+)
+def test_a_spare_ends_as_the_job_does(
+    made: Made, answer: pb.ServerMessage, error: type[BaseException]
+) -> None:
+    run = made(answer)
+    with pytest.raises(error) as raised:
+        run.handler.next_rendezvous()
+    assert run.handler.is_closed()
+    assert not isinstance(raised.value, SystemExit) or raised.value.code == 0
+    run.handler.shutdown()
+    assert run.stream.bodies == ["join"], "there is nothing left to say"
+
+
+def test_without_a_server_it_gives_up_after_join_timeout(made: Made) -> None:
+    run = made(settings=Settings(1, 1, None, join_timeout_ms=50))
+    threading.Timer(0.02, lambda: setattr(run.stream, "apart_since_s", time.monotonic())).start()
+    with pytest.raises(RendezvousConnectionError, match="connection refused"):
+        run.handler.next_rendezvous()
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_success_is_told_and_the_other_nodes_are_waited_for(made: Made) -> None:
+    run = made(line(0), close_timeout_s=5)
+    run.handler.next_rendezvous()
+    threading.Timer(0.1, lambda: run.stream.tell(closed(pb.RESULT_SUCCEEDED))).start()
+    began_s = time.monotonic()
+    run.handler.shutdown()
+    assert 0.05 < time.monotonic() - began_s < 2
+    assert run.stream.bodies == ["join", "succeeded"]
+    assert run.stream.hung_up
+
+
+def test_success_is_told_when_torch_enters_its_exit_barrier(made: Made) -> None:
+    run = made(line(0))
+    info = run.handler.next_rendezvous()
+    store_util.barrier(info.store, 1, EXIT_BARRIER, barrier_timeout=5)
+    assert run.stream.bodies == ["join", "succeeded"]
+    assert run.stream.beliefs()[0].phase == pb.Belief.SUCCEEDED
+
+
+def test_nobody_waits_in_the_exit_barrier_of_a_round_that_is_over(made: Made) -> None:
+    """A peer failed after this node's success; torch can not start these workers again."""
+    run = made(line(0))
+    info = run.handler.next_rendezvous()
+    threading.Timer(0.1, lambda: run.stream.tell(round_ended(0))).start()
+    with pytest.raises(RuntimeError, match="the round is over"):
+        store_util.barrier(info.store, 2, EXIT_BARRIER, barrier_timeout=60)
+    run.handler.shutdown()
+    assert run.stream.bodies == ["join", "succeeded", "leave"]
+    assert run.stream.said[-1].leave.left_round == 0
+
+
+def test_the_exit_barrier_keeps_its_own_timeout(made: Made) -> None:
+    info = made(line(0)).handler.next_rendezvous()
+    with pytest.raises(RuntimeError, match="timeout"):
+        info.store.wait(["never"], timedelta(seconds=0.3))
+
+
+def child_failed() -> ChildFailedError:
+    failures = {
+        3: ProcessFailure(local_rank=1, pid=11, exitcode=-signal.SIGKILL, error_file="none"),
+        2: ProcessFailure(local_rank=0, pid=10, exitcode=-signal.SIGTERM, error_file="none"),
+    }
+    failures[3].timestamp -= 2
+    return ChildFailedError("train.py", failures)
+
+
+def end_with(run: Torchrun, error: BaseException) -> pb.Leave:
+    """Do as `launch_agent` does: call `shutdown` in the `finally` of what fails."""
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            run.handler.shutdown()
+    return run.stream.said[-1].leave
+
+
+def test_the_failure_that_ends_a_torchrun_is_told_without_the_workers_it_stopped(
+    made: Made,
+) -> None:
+    run = made(line(0))
+    run.handler.next_rendezvous()
+    leave = end_with(run, child_failed())
+    assert run.stream.bodies == ["join", "failed", "leave"]
+    (failure,) = run.stream.said[1].failed.failures
+    assert (failure.rank, failure.local_rank, failure.signal) == (3, 1, signal.SIGKILL)
+    assert 1_500 < failure.age_ms < 10_000
+    assert (leave.cause, leave.left_round) == (pb.Leave.FAILED, 0)
+    assert leave.reason == "rank 3 failed (exit code -9), and no restart is left"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "reason"),
+    [
+        (KeyboardInterrupt(), pb.Leave.SIGNAL, "KeyboardInterrupt"),
+        (FileNotFoundError(2, "no such file"), pb.Leave.START_FAILED, "FileNotFoundError: "),
+        (RendezvousConnectionError("no server"), pb.Leave.TIMEOUT, "no server"),
+    ],
+)
+def test_whatever_else_ends_a_torchrun_makes_it_leave_with_the_reason(
+    made: Made, error: BaseException, cause: int, reason: str
+) -> None:
+    run = made(line(0))
+    run.handler.next_rendezvous()
+    leave = end_with(run, error)
+    assert run.stream.bodies == ["join", "leave"]
+    assert (leave.cause, leave.left_round) == (cause, 0)
+    assert leave.reason.startswith(reason)
+
+
+def test_a_signal_makes_it_leave_at_once_and_again_when_the_workers_are_gone(made: Made) -> None:
+    run = made(line(0))
+    run.handler.next_rendezvous()
+    run.handler._on_signal(signal.SIGTERM)
+    assert not run.stream.said[-1].leave.HasField("left_round")
+    (belief,) = run.stream.beliefs()
+    assert belief.phase == pb.Belief.LEAVING
+    run.handler._at_exit()
+    leaves = [message.leave for message in run.stream.said[1:]]
+    assert [leave.reason for leave in leaves] == ["received SIGTERM"] * 2
+    assert leaves[1].left_round == 0
+    assert run.stream.hung_up
+
+
+def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1,SIGNONSENSE")
+    noticed: list[signal.Signals] = []
+    former = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGUSR1, signal.SIGUSR2)}
+    stop = watch_signals(noticed.append)
+    try:
+        for signum in former:
+            os.kill(os.getpid(), signum)
+        deadline_s = time.monotonic() + 5
+        while not noticed and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert noticed == [signal.SIGUSR1]
+        watch_signals(noticed.append)()
+        assert signal.set_wakeup_fd(-1) != -1, "a second watch has ended the first"
+    finally:
+        stop()
+        for signum, action in former.items():
+            signal.signal(signum, action)
+
+
+def test_a_node_has_no_part_before_it_joins() -> None:
+    part = Part("job-7", UNCOUNTED, pb.Offer())
+    assert (part.phase, part.beliefs(), part.ended) == (Phase.APART, [], False)
