@@ -21,7 +21,6 @@ BIN = Path(sys.executable).parent
 
 # One line for each launcher that has to keep the example's promises.
 LAUNCHERS = {
-    "torchrun": [str(BIN / "torchrun"), "--standalone"],
     "rdzvrun": [str(BIN / "rdzvrun"), "--standalone"],
 }
 

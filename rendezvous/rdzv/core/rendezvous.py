@@ -486,9 +486,11 @@ def _fail(work: _Step, command: Fail) -> None:
 
 
 def _failures(
-    work: _Step, node_id: str, round_: Round, reports: Iterable[FailureReport]
+    work: _Step, node_id: str, round_: Round, reports: tuple[FailureReport, ...]
 ) -> tuple[Failure, ...]:
     """Turn reports into failures at the server's time."""
+    if not reports:
+        return ()
     address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")
     return tuple(
         Failure(
