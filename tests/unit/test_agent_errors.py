@@ -150,6 +150,11 @@ def test_a_file_that_can_not_be_read_is_the_message(path: Path) -> None:
     assert found.age_ms == 0
 
 
+def test_a_fifo_in_its_place_is_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)
+    assert "no regular file" in read_error(path, None, 7).message
+
+
 def test_the_failure_is_as_old_as_its_file(path: Path) -> None:
     write(path, {"message": "x"})
     then_s = time.time() - 60

@@ -206,7 +206,8 @@ def program(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("exit 0", True), ("exit 1", False), ("kill -9 $$", False)]
+    ("text", "expected"),
+    [("echo True", True), ("exit 0", False), ("echo False", False), ("kill -9 $$", False)],
 )
 async def test_the_interpreter_has_the_last_word(tmp_path: Path, text: str, expected: bool) -> None:
     assert await has_torch(program(tmp_path, text)) is expected

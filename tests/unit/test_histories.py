@@ -10,7 +10,8 @@ import argparse
 
 import pytest
 
-from tests.scenarios.language import write_command, write_settings
+from tests.scenarios.interpreter import Stage
+from tests.scenarios.language import write_command, write_settings, write_state
 from tests.unit.builders import SETTINGS, BrokenPromiseError
 from tests.unit.world import World
 
@@ -56,6 +57,15 @@ def test_a_seed_is_a_history() -> None:
     live(one)
     live(other)
     assert one.trace == other.trace
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_history_prints_itself_as_a_scenario(seed: int) -> None:
+    world = World(seed)
+    live(world)
+    stage = Stage()
+    stage.run(as_scenario(world).splitlines())
+    assert write_state(stage.job.state) == write_state(world.server.state)
 
 
 # ------------------------------------------------------------------ by hand

@@ -233,6 +233,8 @@ class Server:
         if self.up:
             return
         self.up = True
+        if self.leadership:
+            self.world.trace.append((self.world.now_ms, "crash"))
         self.leadership += 1
         self.nodes = nodes.Nodes(self.leadership)
         self.streams: dict[str, Stream] = {}
@@ -246,7 +248,6 @@ class Server:
         if not self.up:
             return
         self.up = False
-        self.world.trace.append((self.world.now_ms, "crash"))
         for stream in list(self.streams.values()):
             stream.end()
         self.world.at(self.world.random.choice((10, 1_000, 8_000)), self.start)

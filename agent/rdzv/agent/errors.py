@@ -8,10 +8,12 @@ works unchanged: `{"message": {"message": "Type: text", "extraInfo": {"py_callst
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
@@ -36,20 +38,25 @@ def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
     Never raises: a file that can not be read is itself the message.
     """
     try:
-        stat = path.stat()
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).decode(errors="replace")
+        # A FIFO would have the agent wait for somebody to write into it.
+        with open(path, "rb", opener=_open_at_once) as file:
+            stat = os.fstat(file.fileno())
+            text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
     except FileNotFoundError:
         return WorkerError(_without_error_file(signum, pid), "", 0)
     except OSError as error:
         return WorkerError(f"the error file can not be read: {error}", "", 0)
     age_ms = max(round((time.time() - stat.st_mtime) * 1000), 0)
-    message, traceback = _parse(text)
+    message, traceback = _parse(text.decode(errors="replace"))
     if not message:
         message = _without_error_file(signum, pid)
     return WorkerError(
         message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
     )
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse(text: str) -> tuple[str, str]:

@@ -144,7 +144,7 @@ async def has_torch(python: str) -> bool:
     """Ask the job's interpreter whether it has torch, without importing it."""
     question = (
         "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
-        "import importlib.util; sys.exit(importlib.util.find_spec('torch') is None)"
+        "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:
         process = await asyncio.create_subprocess_exec(
@@ -152,14 +152,15 @@ async def has_torch(python: str) -> bool:
             "-c",
             question,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
     except OSError:
         return False
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            return await process.wait() == 0
+            answer, _ = await process.communicate()
+            return answer.strip() == b"True"
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -143,7 +143,7 @@ class ServerLink:
     def _announce_lost(self, endpoint: Endpoint, reason: str) -> None:
         if self._failed_attempts > 0 and not self._told_lost:
             self._told_lost = True
-            log.warning("%s; trying again until a server answers, running workers go on", reason)
+            log.warning("%s; trying again until a server answers", reason)
         else:
             log.debug("no stream to %s: %s", endpoint, reason)
         for job in list(self._jobs.values()):

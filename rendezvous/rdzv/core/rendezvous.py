@@ -83,6 +83,8 @@ from rdzv.errors import (
 
 MAX_DEPARTURES = 64
 """How many losses and leaves a job remembers."""
+MAX_STORE_FAILURES = 3
+"""After so many store hosts that failed in a row, RANK 0's worker serves the store itself."""
 MAX_EARLIER_RUNS = 16
 """How many earlier runs a job remembers the end of."""
 
@@ -869,7 +871,7 @@ def _complete_round(work: _Step) -> bool:
         participants=participants,
         master_addr=_master_addr(participants),
         master_port=first.store_port,
-        use_agent_store=first.can_host_store,
+        use_agent_store=first.can_host_store and membership.store_failures < MAX_STORE_FAILURES,
         restarts=len(membership.restarts),
         at_ms=work.now_ms,
     )

@@ -110,7 +110,7 @@ def _apply(work: _Step, event: Event) -> None:
         case ServerConnected():
             _note_server_found(work)
         case ServerLost():
-            _note_server_lost(work)
+            _note_server_lost(work, event)
         case Joined():
             if work.state.phase is Phase.JOINING:
                 work.state = replace(work.state, run=event.run)
@@ -150,9 +150,13 @@ def _note_server_found(work: _Step) -> None:
         work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
 
 
-def _note_server_lost(work: _Step) -> None:
-    if work.state.disconnected_since_ms is None:
-        work.state = replace(work.state, disconnected_since_ms=work.now_ms)
+def _note_server_lost(work: _Step, event: ServerLost) -> None:
+    since_ms = work.state.disconnected_since_ms
+    work.state = replace(
+        work.state,
+        disconnected_since_ms=work.now_ms if since_ms is None else since_ms,
+        disconnected_reason=event.reason,
+    )
 
 
 def _start(work: _Step, assignment: Assignment) -> None:
@@ -412,9 +416,11 @@ def _without_server(state: AgentState) -> Outcome:
     """Judge by this node's own workers, since nobody else says anything."""
     if state.assignment is None:
         seconds = state.job.settings.join_timeout_ms / 1000
-        return Outcome(EXIT_TRY_AGAIN, f"no rendezvous server answered within {seconds:g} s")
+        text = f"no rendezvous server answered within {seconds:g} s: {state.disconnected_reason}"
+        return Outcome(EXIT_TRY_AGAIN, text)
     seconds = state.job.server_timeout_ms / 1000
-    text = f"no server for {seconds:g} s; judging by this node's own workers"
+    why = state.disconnected_reason
+    text = f"no server for {seconds:g} s ({why}); judging by this node's own workers"
     if state.phase is Phase.SUCCEEDED:
         return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
     if state.failures:

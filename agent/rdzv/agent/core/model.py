@@ -134,6 +134,8 @@ class AgentState:
     store_host_failed: str = ""
     disconnected_since_ms: int | None = 0
     """Since when there is no server; None while there is one."""
+    disconnected_reason: str = "none was tried"
+    """Why there is none, or was none last."""
     idle_since_ms: int = 0
     """Since when there are no workers on this node."""
     leaving: Leaving | None = None
