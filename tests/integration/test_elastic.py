@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import JOB, Cluster, Node, alive, cluster
+
+from rdzv.client import ControlClient, Event, parse_endpoint
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,6 +30,15 @@ def start_three(c: Cluster, *options: str, **how: object) -> list[Node]:
 def ranks(reports: list[dict[str, str]]) -> list[tuple[str, ...]]:
     keys = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
     return [tuple(report[key] for key in keys) for report in reports]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def control_events(c: Cluster) -> tuple[Event, ...]:
+    with ControlClient(parse_endpoint(c.endpoint)) as client:
+        return client.events(JOB)
 
 
 def exit_codes(nodes: list[Node]) -> list[int]:
@@ -221,6 +233,40 @@ def test_when_all_nodes_leave_the_job_is_stopped(c: Cluster) -> None:
         node.process.send_signal(signal.SIGINT)
     assert exit_codes(nodes) == [130, 130]
     assert c.status().state == "stopped"
+
+
+# ------------------------------------------------------------------ the store
+
+
+def test_a_killed_store_host_ends_the_round_and_spends_no_restart(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py") for i in (1, 2)]
+    c.wait_for_round(0, workers=2)
+    (host,) = [pid for pid in nodes[0].descendants() if "store_host.py" in command_line(pid)]
+    os.kill(host, signal.SIGKILL)
+    second = c.wait_for_round(1, workers=2)
+    assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"0"}
+    settled = [e.text for e in control_events(c) if e.name == "RoundSettled"]
+    assert "store host: on n1" in settled[0]
+    c.finish()
+    assert exit_codes(nodes) == [0, 0]
+
+
+def test_where_no_store_host_can_run_rank_0s_worker_serves_the_store(c: Cluster) -> None:
+    python = c.folder / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *find_spec*) exit 1;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    nodes = [
+        c.start_node(
+            f"n{i}", nnodes="2", worker="all_reduce.py", environ={"PYTHON_EXEC": str(python)}
+        )
+        for i in (1, 2)
+    ]
+    reports = c.wait_for_round(0, workers=2)
+    assert {r["TORCHELASTIC_USE_AGENT_STORE"] for r in reports} == {"False"}
+    c.finish()
+    assert exit_codes(nodes) == [0, 0]
 
 
 # ------------------------------------------------------------------ the control plane

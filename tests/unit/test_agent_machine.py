@@ -134,7 +134,10 @@ def broken_promises(
         "workers run only in phases that have some": has_workers
         or new.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING),
         "joining means that nobody is left": new.phase is not Phase.JOINING
-        or (new.workers_gone and new.left_round == current),
+        or (
+            new.workers_gone
+            and (current is None or (new.left_round is not None and new.left_round >= current))
+        ),
         "what is said names the run": all(c.run == new.run for c in says),
         "the run changes by admission alone, and never under workers": new.run == state.run
         or (state.workers_gone and isinstance(event, events.Joined | events.RoundCompleted)),
@@ -324,13 +327,21 @@ def test_the_timeouts_are_those_of_the_launch() -> None:
 
 
 @every_phase
-@pytest.mark.parametrize("event", [ended(0, "r2"), ended(7), ended(7, "r2")])
-def test_the_end_of_another_round_or_run_changes_nothing(
+@pytest.mark.parametrize("event", [ended(0, "r2"), ended(7, "r2")])
+def test_the_end_of_a_round_of_another_run_changes_nothing(
     make: type[Node], event: events.Event
 ) -> None:
     node = make()
     before = node.state
     assert node.hear(event) == []
+    assert node.state == before
+
+
+@pytest.mark.parametrize("name", PHASES.keys() - {"joining", "rejoining"})
+def test_the_end_of_another_round_changes_nothing_for_who_has_workers(name: str) -> None:
+    node = PHASES[name]()
+    before = node.state
+    assert node.hear(ended(7)) == []
     assert node.state == before
 
 
@@ -733,6 +744,23 @@ def test_workers_go_on_without_a_server(name: str) -> None:
     node = PHASES[name]()
     assert node.hear(LOST) == []
     assert node.wait(10**9) == []
+
+
+def test_a_round_that_was_never_heard_of_is_given_back() -> None:
+    """Its completion was lost with the stream, and it has ended since: nothing ran here."""
+    node = joining()
+    assert node.hear(ended(0, run="another")) == []
+    assert node.hear(ended(0)) == [SayJoin("r1", 0, ())]
+    assert node.hear(ended(0)) == []
+    late = line(0)
+    assert node.hear(events.RoundCompleted(late)) == []
+    after = line(1)
+    assert node.hear(events.RoundCompleted(after)) == [StartWorkers(after)]
+
+
+def test_a_fresh_instance_confirms_nothing_for_its_former_self() -> None:
+    node = Node()
+    assert node.hear(CONNECTED, ended(0)) == []
 
 
 def test_without_a_server_success_is_judged_by_the_own_workers() -> None:

@@ -236,7 +236,7 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
 def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     old = nodes.records.get(command.node_id)
     _refuse_usurper(nodes, old, command, now_ms)
-    same = old is not None and _same_instance(old, command)
+    same = old is not None and _same_instance(old, command, nodes.leadership)
     counter = nodes.counter + (0 if same else 1)
     incarnation = (nodes.leadership << _COUNTER_BITS) + counter
     if old is not None and same:
@@ -264,16 +264,19 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     return NodesTransition(_put(replace(nodes, counter=counter), record), (connected,))
 
 
-def _same_instance(old: NodeRecord, command: Connect) -> bool:
-    """Whether the speaker is the one on record, or has held its place since that was written."""
+def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
+    """Whether the speaker is the one on record, or has held its place since that was written.
+
+    Who was only expected shows the number that a server before this one gave it.
+    """
     if old.instance:
         return old.instance == command.instance
-    return command.incarnation >= old.incarnation
+    return old.incarnation <= command.incarnation < leadership << _COUNTER_BITS
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
     """Refuse an instance that is not the one in charge of this node_id."""
-    if old is None or _same_instance(old, command):
+    if old is None or _same_instance(old, command, nodes.leadership):
         return
     if 0 < command.incarnation < old.incarnation:
         raise NodeSupersededError(

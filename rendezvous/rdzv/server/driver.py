@@ -174,6 +174,9 @@ class Driver:
     def _admitted(self, job: Job, node_id: str, now_ms: int) -> None:
         membership = job.state.membership
         self._note(job, node_id)
+        if node_id not in self._streams:
+            # Its stream ended while this was decided, and nobody else will say so.
+            self._mark_soon(node_id, [job.rdzv_id])
         self._send(node_id, Joined(job.rdzv_id, membership.run, membership.run_number))
         if node_id in job.state.waiting:
             self._send(node_id, told.waiting(job.state, node_id, now_ms))

@@ -145,7 +145,7 @@ def _note_server_found(work: _Step) -> None:
     """Repeat what no belief tells: whatever was said before may be lost with its stream."""
     state = work.state
     work.state = replace(state, disconnected_since_ms=None)
-    if state.store_host_failed and state.phase in _NEEDS_STORE:
+    if state.store_host_failed and state.phase in (*_NEEDS_STORE, Phase.STOPPING):
         assert state.assignment is not None
         work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
 
@@ -183,15 +183,27 @@ def _start(work: _Step, assignment: Assignment) -> None:
 
 def _end_round(work: _Step, event: RoundEnded) -> None:
     """Stop the workers of the round; a node whose workers have succeeded has none to stop."""
-    if event.run != work.state.run or not _is_current(work.state, event.round):
+    if event.run != work.state.run:
         return
-    if work.state.phase is Phase.RUNNING:
+    if work.state.phase is Phase.JOINING:
+        _confirm_unheard(work, event.round)
+    elif not _is_current(work.state, event.round):
+        return
+    elif work.state.phase is Phase.RUNNING:
         job = work.state.job
         _stop(work, job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms)
     elif work.state.phase is Phase.SUCCEEDED:
         work.state = replace(work.state, phase=Phase.STOPPING)
         if work.state.workers_gone:
             _conclude(work)
+
+
+def _confirm_unheard(work: _Step, round_: int) -> None:
+    """Give back the seat of a round whose completion was lost with its stream: nothing ran."""
+    state = work.state
+    if state.left_round is None or state.left_round < round_:
+        work.state = replace(state, left_round=round_, failures=())
+        work.do(SayJoin(state.run, round_, ()))
 
 
 def _close(work: _Step, event: RunClosed) -> None:

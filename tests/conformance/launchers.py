@@ -1,0 +1,289 @@
+"""Runs one case under a launcher, and tells what its workers saw and what the user got."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+SCRIPTS = Path(__file__).with_name("scripts")
+DEADLINE_S = 60.0
+
+Seen = dict[str, Any]
+"""What was seen, by what it is of: `exit codes`, `argv` of each worker, `env RANK`, `files`, ..."""
+
+
+@dataclass(frozen=True)
+class Differ:
+    """A difference that is meant: what torchrun does, what rdzvrun does, and why."""
+
+    torchrun: Any
+    rdzvrun: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """A signal to the launcher, once so many workers have started; 0: while it waits for others."""
+
+    signum: signal.Signals
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, and what is known of what comes of it.
+
+    A line is as typed in a shell, after the launcher's name; words VAR=VALUE at its start are
+    environment. @PORT is a free port, @NODE the node's number, @HOME its folder and working
+    directory, @PYTHON this interpreter.
+    """
+
+    name: str
+    line: str
+    shows: Mapping[str, Any] = field(default_factory=dict)
+    """What both must show."""
+    differs: Mapping[str, Differ] = field(default_factory=dict)
+    """Where they must differ."""
+    launchers: tuple[str, str] = ("torchrun", "rdzvrun")
+    rdzvrun_line: str = ""
+    """rdzvrun's own line, if it takes another for the same."""
+    nodes: int = 1
+    stdin: str = ""
+    send: Send | None = None
+    says: tuple[str, str] | None = None
+    """What torchrun and rdzvrun must have written to stderr."""
+
+
+class Launched:
+    """A case under one launcher: a launcher process for each node."""
+
+    def __init__(self, case: Case, launcher: str, line: str, folder: Path) -> None:
+        self._case = case
+        self._launcher = launcher
+        self._line = line
+        self._folder = folder
+        self._port = free_port()
+        self._mark = uuid.uuid4().hex
+        self._seen = folder / "seen"
+        self._seen.mkdir(parents=True)
+        self._processes = [self._start(node) for node in range(case.nodes)]
+
+    def _home(self, node: int) -> Path:
+        return self._folder / f"n{node}"
+
+    def _start(self, node: int) -> subprocess.Popen[bytes]:
+        home = self._home(node)
+        (home / "tmp").mkdir(parents=True)
+        for script in SCRIPTS.iterdir():
+            if script.is_file():
+                shutil.copy(script, home)
+        (home / "stdin").write_text(self._case.stdin)
+        words = shlex.split(self._replace(self._line, node))
+        given = {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            given[name] = value
+        environ = clean_environ() | {
+            "TMPDIR": str(home / "tmp"),
+            "CONFORMANCE_SEEN": str(self._seen),
+            "CONFORMANCE_MARK": self._mark,
+        }
+        launcher = [str(BIN / word) for word in self._launcher.split()[:1]]
+        launcher += self._launcher.split()[1:]
+        with (
+            (home / "stdin").open() as stdin,
+            (home / "stdout").open("a") as stdout,
+            (home / "stderr").open("a") as stderr,
+        ):
+            return subprocess.Popen(
+                [*launcher, *words],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=home,
+                env=environ | given,
+            )
+
+    def _replace(self, text: str, node: int) -> str:
+        text = text.replace("@PORT", str(self._port)).replace("@NODE", str(node))
+        return text.replace("@HOME", str(self._home(node))).replace("@PYTHON", sys.executable)
+
+    # ------------------------------------------------------------------ how it goes
+
+    def poke(self) -> None:
+        """Send the signal, if the case has one."""
+        send = self._case.send
+        if send is None:
+            return
+        if send.workers:
+            self._wait_until(lambda: len([*self._seen.glob("*.json")]) >= send.workers)
+        else:
+            self._wait_until(lambda: is_listening(self._port))
+        for process in self._processes:
+            process.send_signal(send.signum)
+
+    def _wait_until(self, condition: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            ended = [process.poll() for process in self._processes]
+            assert None in ended, f"{self._launcher} has ended ({ended}):\n{self.stderr}"
+            assert time.monotonic() < deadline, f"{self._launcher} hangs:\n{self.stderr}"
+            time.sleep(0.01)
+
+    def end(self) -> Seen:
+        """Wait until it has ended, and tell what was seen."""
+        deadline = time.monotonic() + DEADLINE_S
+        for process in self._processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{self._launcher} does not end:\n{self.stderr}") from None
+        return self._tell()
+
+    def remaining(self) -> list[int]:
+        """Return the processes that are left of it."""
+        mark = f"CONFORMANCE_MARK={self._mark}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def kill(self) -> None:
+        for pid in self.remaining():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    @property
+    def stderr(self) -> str:
+        """What came on stderr of all nodes."""
+        texts = [(self._home(node) / "stderr").read_text() for node in range(self._case.nodes)]
+        return "\n".join(texts)
+
+    # ------------------------------------------------------------------ what was seen
+
+    def _tell(self) -> Seen:
+        seen: Seen = {"exit codes": [as_in_a_shell(p.returncode) for p in self._processes]}
+        signals = [json.loads(path.read_text()) for path in sorted(self._seen.glob("*.signal"))]
+        seen["signals"] = signals
+        seen["stdout"] = self._console("stdout")
+        seen["stderr"] = [line for line in self._console("stderr") if "hello" in line]
+        seen["files"] = self._files()
+        workers = [json.loads(path.read_text()) for path in self._seen.glob("*.json")]
+        workers.sort(key=lambda worker: (attempt_of(worker), int(worker["env"]["RANK"])))
+        seen["workers"] = len(workers)
+        for key in workers[0].keys() - {"env", "pid"} if workers else ():
+            seen[key] = [self._mask(worker[key]) for worker in workers]
+        for name in sorted(set().union(*(worker["env"] for worker in workers))):
+            values = [worker["env"].get(name) for worker in workers]
+            seen[f"env {name}"] = [self._mask_variable(name, value) for value in values]
+        del_keys = ("env CONFORMANCE_MARK",)
+        return {key: value for key, value in seen.items() if key not in del_keys}
+
+    def _console(self, stream: str) -> list[str]:
+        texts = [(self._home(node) / stream).read_text() for node in range(self._case.nodes)]
+        return sorted(self._mask(line) for text in texts for line in text.splitlines())
+
+    def _files(self) -> dict[str, str]:
+        """Return the files of all attempts: `attempt_0/1/stdout.log`, `error.json` shortened."""
+        found = {}
+        for node in range(self._case.nodes):
+            for attempt in self._home(node).rglob("attempt_*"):
+                for path in attempt.rglob("*"):
+                    if path.is_file():
+                        name = str(path.relative_to(attempt.parent))
+                        text = path.read_text()
+                        found[name] = error_in(text) if path.name == "error.json" else text
+        return found
+
+    def _mask(self, value: Any) -> Any:
+        """Take out of a value what is never the same twice: folders and ports."""
+        if isinstance(value, list):
+            return [self._mask(part) for part in value]
+        if not isinstance(value, str):
+            return value
+        for node in range(self._case.nodes):
+            value = value.replace(str(self._home(node)), "HOME")
+        value = value.replace(str(self._folder), "FOLDER").replace(str(self._port), "PORT")
+        # Of a log folder: all down to the attempt is a name that the launcher makes up.
+        return re.sub(r"HOME/\S+/(?:round|attempt)_\d+/", "LOGS/", value)
+
+    def _mask_variable(self, name: str, value: str | None) -> str | None:
+        value = self._mask(value)
+        if name == "MASTER_PORT" and value is not None and value.isdecimal():
+            return "any"
+        if name == "TORCHELASTIC_RUN_ID" and value is not None:
+            made_up = r"standalone-[0-9a-f]{8}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+            return re.sub(made_up, "random", value)
+        return value
+
+
+@contextlib.contextmanager
+def launched(case: Case, folder: Path) -> Iterator[tuple[Launched, Launched]]:
+    """Start a case under both launchers at once; leave nothing of them."""
+    torchrun, rdzvrun = case.launchers
+    with contextlib.ExitStack() as stack:
+        theirs = Launched(case, torchrun, case.line, folder / "torchrun")
+        stack.callback(theirs.kill)
+        ours = Launched(case, rdzvrun, case.rdzvrun_line or case.line, folder / "rdzvrun")
+        stack.callback(ours.kill)
+        yield theirs, ours
+
+
+def clean_environ() -> dict[str, str]:
+    """Return this process's environment without what steers a launcher."""
+    steers = ("TORCH", "PET_", "OMP_", "CUDA_", "KMP_", "LOGLEVEL", "PYTEST", "PYTHON", "RDZV_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(steers)}
+
+
+def free_port() -> int:
+    """Return a port that nobody has, out of those that the system gives to nobody by itself."""
+    while True:
+        port = random.randrange(20_000, 29_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+def is_listening(port: int) -> bool:
+    wanted = f":{port:04X}"
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            if local.endswith(wanted) and state == "0A":
+                return True
+    return False
+
+
+def as_in_a_shell(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def attempt_of(worker: Mapping[str, Any]) -> int:
+    return int(worker["env"]["TORCHELASTIC_RESTART_COUNT"])
+
+
+def error_in(text: str) -> str:
+    try:
+        body = json.loads(text)["message"]
+        return str(body["message"] if isinstance(body, dict) else body)
+    except ValueError:
+        return text

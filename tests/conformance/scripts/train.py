@@ -1,0 +1,27 @@
+"""A worker of torch's own: it forms a process group by env://, then rank 1 fails under @record."""
+
+import os
+import signal
+
+import see  # Beside this file: it writes down what a worker sees.
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main() -> None:
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    see.say(f"launched={dist.is_torchelastic_launched()} sum={total.item()}")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise RuntimeError("the data is gone")
+    signal.pause()
+
+
+if os.environ["RANK"] == "0":
+    # What rank 1's failure does to a connection is not what is looked at.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+main()
