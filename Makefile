@@ -31,7 +31,7 @@ demo: $(READY)  ## a real training that survives a killed worker, a lost node an
 	@$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: check unit  ## everything that CI runs, in under ten minutes
+test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q --durations=5
 
 .PHONY: unit

@@ -1,7 +1,8 @@
-"""What all tests share: the repository's root on the path, and `--rewrite` for scenarios."""
+"""What all tests share: the root on the path, `--rewrite` for scenarios, STRICT=1 for skips."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,3 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the present answers into tests/scenarios/*.txt; then review the diff",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With STRICT=1, where everything that a test may need is there, a skip is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if skipped and os.environ.get("STRICT") == "1" and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
