@@ -817,8 +817,7 @@ def _succeed_run(work: _Step) -> bool:
         return False
     if not all(seat.succeeded for seat in work.state.seats.values()):
         return False
-    nodes = len(round_.participants)
-    _close(work, Result.SUCCEEDED, f"all workers of all {nodes} nodes exited 0")
+    _close(work, Result.SUCCEEDED, "all workers exited 0")
     return True
 
 
