@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -15,13 +16,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
+PROGRAMS = ("torchrun", "rdzvrun", "python")
 DEADLINE_S = 60.0
 
 Seen = dict[str, Any]
@@ -50,8 +52,8 @@ class Case:
     """A command line, and what is known of what comes of it.
 
     A line is as typed in a shell, after the launcher's name; words VAR=VALUE at its start are
-    environment. @PORT is a free port, @NODE the node's number, @HOME its folder and working
-    directory, @PYTHON this interpreter.
+    environment. @PORT is a free port, @NODE the node's number and @COUNT one more, @HOME its folder
+    and working directory, @PYTHON this interpreter.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Case:
     send: Send | None = None
     says: tuple[str, str] | None = None
     """What torchrun and rdzvrun must have written to stderr."""
+    whole_stderr: bool = False
+    """Compare all that came on stderr, not only what workers wrote."""
 
 
 class Launched:
@@ -104,8 +108,9 @@ class Launched:
             "CONFORMANCE_SEEN": str(self._seen),
             "CONFORMANCE_MARK": self._mark,
         }
-        launcher = [str(BIN / word) for word in self._launcher.split()[:1]]
-        launcher += self._launcher.split()[1:]
+        launcher = [
+            str(BIN / word) if word in PROGRAMS else word for word in self._launcher.split()
+        ]
         with (
             (home / "stdin").open() as stdin,
             (home / "stdout").open("a") as stdout,
@@ -121,8 +126,16 @@ class Launched:
             )
 
     def _replace(self, text: str, node: int) -> str:
-        text = text.replace("@PORT", str(self._port)).replace("@NODE", str(node))
-        return text.replace("@HOME", str(self._home(node))).replace("@PYTHON", sys.executable)
+        values = {
+            "@PORT": str(self._port),
+            "@NODE": str(node),
+            "@COUNT": str(node + 1),
+            "@HOME": str(self._home(node)),
+            "@PYTHON": sys.executable,
+        }
+        for name, value in values.items():
+            text = text.replace(name, value)
+        return text
 
     # ------------------------------------------------------------------ how it goes
 
@@ -138,7 +151,7 @@ class Launched:
         for process in self._processes:
             process.send_signal(send.signum)
 
-    def _wait_until(self, condition: Any) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             ended = [process.poll() for process in self._processes]
@@ -155,6 +168,13 @@ class Launched:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{self._launcher} does not end:\n{self.stderr}") from None
         return self._tell()
+
+    def remain(self, expected: int) -> int:
+        """Wait until so many processes are left of it; return how many are."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (count := len(self.remaining())) != expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return count
 
     def remaining(self) -> list[int]:
         """Return the processes that are left of it."""
@@ -186,18 +206,21 @@ class Launched:
         signals = [json.loads(path.read_text()) for path in sorted(self._seen.glob("*.signal"))]
         seen["signals"] = signals
         seen["stdout"] = self._console("stdout")
-        seen["stderr"] = [line for line in self._console("stderr") if "hello" in line]
+        stderr = self._console("stderr")
+        # What workers write has this word in it, what launchers write has not.
+        whole = self._case.whole_stderr
+        seen["stderr"] = [line for line in stderr if whole or "hello" in line]
         seen["files"] = self._files()
         workers = [json.loads(path.read_text()) for path in self._seen.glob("*.json")]
         workers.sort(key=lambda worker: (attempt_of(worker), int(worker["env"]["RANK"])))
         seen["workers"] = len(workers)
         for key in workers[0].keys() - {"env", "pid"} if workers else ():
-            seen[key] = [self._mask(worker[key]) for worker in workers]
-        for name in sorted(set().union(*(worker["env"] for worker in workers))):
+            seen[f"worker's {key}"] = [self._mask(worker[key]) for worker in workers]
+        names: set[str] = set().union(*(worker["env"] for worker in workers))
+        for name in names - {"CONFORMANCE_MARK"}:
             values = [worker["env"].get(name) for worker in workers]
             seen[f"env {name}"] = [self._mask_variable(name, value) for value in values]
-        del_keys = ("env CONFORMANCE_MARK",)
-        return {key: value for key, value in seen.items() if key not in del_keys}
+        return seen
 
     def _console(self, stream: str) -> list[str]:
         texts = [(self._home(node) / stream).read_text() for node in range(self._case.nodes)]
@@ -207,6 +230,9 @@ class Launched:
         """Return the files of all attempts: `attempt_0/1/stdout.log`, `error.json` shortened."""
         found = {}
         for node in range(self._case.nodes):
+            own = self._home(node) / "error.json"
+            if own.exists():
+                found[own.name] = error_in(own.read_text())
             for attempt in self._home(node).rglob("attempt_*"):
                 for path in attempt.rglob("*"):
                     if path.is_file():
@@ -225,12 +251,15 @@ class Launched:
             value = value.replace(str(self._home(node)), "HOME")
         value = value.replace(str(self._folder), "FOLDER").replace(str(self._port), "PORT")
         # Of a log folder: all down to the attempt is a name that the launcher makes up.
-        return re.sub(r"HOME/\S+/(?:round|attempt)_\d+/", "LOGS/", value)
+        value = re.sub(r"HOME/\S+/(?:round|attempt)_\d+/", "LOGS/", value)
+        return re.sub(r"^logs/\S+/(?:round|attempt)_\d+/", "relative LOGS/", value)
 
     def _mask_variable(self, name: str, value: str | None) -> str | None:
         value = self._mask(value)
         if name == "MASTER_PORT" and value is not None and value.isdecimal():
             return "any"
+        if name == "MASTER_ADDR" and value in names_of_this_machine():
+            return "this machine"
         if name == "TORCHELASTIC_RUN_ID" and value is not None:
             made_up = r"standalone-[0-9a-f]{8}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
             return re.sub(made_up, "random", value)
@@ -255,10 +284,13 @@ def clean_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(steers)}
 
 
+_ports = iter(random.sample(range(20_000, 29_000), 9_000))
+
+
 def free_port() -> int:
     """Return a port that nobody has, out of those that the system gives to nobody by itself."""
     while True:
-        port = random.randrange(20_000, 29_000)
+        port = next(_ports)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
 
@@ -273,6 +305,11 @@ def is_listening(port: int) -> bool:
     return False
 
 
+@functools.cache
+def names_of_this_machine() -> Collection[str]:
+    return {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+
+
 def as_in_a_shell(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
@@ -284,6 +321,9 @@ def attempt_of(worker: Mapping[str, Any]) -> int:
 def error_in(text: str) -> str:
     try:
         body = json.loads(text)["message"]
-        return str(body["message"] if isinstance(body, dict) else body)
     except ValueError:
         return text
+    if not isinstance(body, dict):
+        return str(body)
+    code = body.get("errorCode")
+    return body["message"] if code is None else f"{body['message']} (errorCode {code})"

@@ -15,7 +15,7 @@ from tests.scenarios.language import write_command, write_settings, write_state
 from tests.unit.builders import SETTINGS, BrokenPromiseError
 from tests.unit.world import World
 
-HISTORIES = 400
+HISTORIES = 200
 CHUNK = 100
 TROUBLES = 40
 """How many things go wrong, or right, in one history."""

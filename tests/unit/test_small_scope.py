@@ -32,7 +32,7 @@ from rdzv.errors import RendezvousError
 from tests.unit.builders import Job, check_calm, check_step, join, report, running
 
 NODES = ("n1", "n2", "n3")
-STEPS = 2_500
+STEPS = 1_500
 """How many steps are tried from each beginning."""
 SETTINGS = Settings(2, 3, max_restarts=1, last_call_timeout_ms=5_000, join_timeout_ms=60_000)
 

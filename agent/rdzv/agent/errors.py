@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
+from rdzv.agent.core.model import NodeFailure
+
 MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
 MAX_FILE_BYTES = 4 << 20
@@ -37,6 +39,8 @@ def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
 
     Never raises: a file that can not be read is itself the message.
     """
+    if path == Path(os.devnull):
+        return WorkerError(_without_error_file(signum, pid), "", 0)
     try:
         # A FIFO would have the agent wait for somebody to write into it.
         with open(path, "rb", opener=_open_at_once) as file:
@@ -57,6 +61,22 @@ def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def write_error(path: Path, failure: NodeFailure) -> None:
+    """Leave word of the job's root cause for whoever has started this agent, as torchrun does.
+
+    Raises:
+        OSError: the file can not be written.
+    """
+    exit_code = failure.exit_code if failure.signal is None else -failure.signal
+    message = {
+        "message": failure.message,
+        "extraInfo": {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))},
+        "errorCode": exit_code,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"message": message}))
 
 
 def _parse(text: str) -> tuple[str, str]:

@@ -24,6 +24,9 @@ PROBE_TIMEOUT_S = 10.0
 """How long the job's interpreter, or the name service, may take to answer a question."""
 
 
+NO_FILES = Path(os.devnull)
+"""The log directory of who wants no files, as under torchrun."""
+
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -113,7 +116,7 @@ def check_startable(launch: Launch) -> None:
 
 def _check_log_dir(log_dir: Path | None) -> None:
     """Refuse a log directory that can not be made or written; make nothing yet."""
-    if log_dir is None:
+    if log_dir is None or log_dir == NO_FILES:
         return
     there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
     if not there.is_dir():
@@ -177,6 +180,11 @@ COUNT_TIMEOUT_S = 120.0
 """Importing torch from a cold network disk takes its time."""
 
 
+def count_cpus() -> int:
+    """Count the CPUs that this process may use; a scheduler may have given it a few of many."""
+    return len(os.sched_getaffinity(0))
+
+
 def count_devices(kind: str, python: str) -> int:
     """Count the accelerators that the job's torch sees; `auto`: any, or else the CPUs.
 
@@ -202,7 +210,7 @@ def count_devices(kind: str, python: str) -> int:
         ) from error
     count = int(answer)
     if count == 0 and kind == "auto":
-        return os.cpu_count() or 1
+        return count_cpus()
     if count == 0:
         raise InvalidRequestError(f"{given}: torch sees no {kind} on this node; give a number")
     return count

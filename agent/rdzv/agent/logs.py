@@ -5,7 +5,7 @@
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
-Nothing here is ever deleted by the agent.
+Nothing here is ever deleted by the agent. With LOG_DIR=/dev/null there are no files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch import NO_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class RunLogs:
             OSError: a directory can not be made.
 
         """
+        if self._base == NO_FILES:
+            return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None:
             # Not before there is something to keep: a node that never ran leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from rdzv.agent import backends, flags
 from rdzv.agent.backends import Meeting, Wish
 from rdzv.agent.core.model import Job
-from rdzv.agent.launch import Launch, Output, count_devices
+from rdzv.agent.launch import NO_FILES, Launch, Output, count_cpus, count_devices
 from rdzv.agent.numa import NumaBinding
 from rdzv.agent.tee import parse_filters, parse_ranks
 from rdzv.core.model import ScaleUp, Settings
@@ -59,17 +59,23 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, Meeting]:
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
         signals=parse_signals(args.signals_to_handle),
-        output=Output(
-            log_dir=_absolute(args.log_dir) if args.log_dir else None,
-            redirects=parse_streams("--redirects", args.redirects, size),
-            tee=parse_streams("--tee", args.tee, size),
-            shown_ranks=parse_ranks(args.local_ranks_filter),
-            stdout_filters=parse_filters(args.duplicate_stdout_filters),
-            stderr_filters=parse_filters(args.duplicate_stderr_filters),
-            prefix_template=args.log_line_prefix_template
-            or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
-        ),
+        output=_output(args, size),
     ), meeting
+
+
+def _output(args: argparse.Namespace, local_world_size: int) -> Output:
+    output = Output(
+        log_dir=_absolute(args.log_dir) if args.log_dir else None,
+        redirects=parse_streams("--redirects", args.redirects, local_world_size),
+        tee=parse_streams("--tee", args.tee, local_world_size),
+        shown_ranks=parse_ranks(args.local_ranks_filter),
+        stdout_filters=parse_filters(args.duplicate_stdout_filters),
+        stderr_filters=parse_filters(args.duplicate_stderr_filters),
+        prefix_template=args.log_line_prefix_template
+        or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+    )
+    # As under torchrun: without files all output is the console's, whatever else is asked for.
+    return Output(log_dir=NO_FILES) if output.log_dir == NO_FILES else output
 
 
 def _check_exclusive(args: argparse.Namespace) -> None:
@@ -226,7 +232,7 @@ def _scale_up(text: str) -> ScaleUp:
 def _nproc(text: str, python: str) -> int:
     """Read a number of workers, or count what there is one worker for."""
     if text == "cpu":
-        return os.cpu_count() or 1
+        return count_cpus()
     if text in ("auto", "gpu", "xpu"):
         return count_devices(text, python)
     if not text.isdecimal():

@@ -11,11 +11,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_USAGE
 from rdzv.agent.core.model import NodeFailure, Outcome
-from rdzv.agent.errors import describe_exit
+from rdzv.agent.errors import describe_exit, write_error
 from rdzv.agent.launch import check_startable
 from rdzv.agent.options import parse_launch
 from rdzv.errors import InvalidRequestError, RendezvousError
@@ -54,6 +55,11 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
         _fail(error, EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
     log.log(level, "%s", summary(launch.job.rdzv_id, outcome))
+    if outcome.failures and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        try:
+            write_error(Path(path), outcome.failures[0])
+        except OSError as error:
+            log.warning("TORCHELASTIC_ERROR_FILE can not be written: %s", error)
     sys.exit(outcome.exit_code)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rdzv.agent import numa
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.launch import Launch
+from rdzv.agent.launch import NO_FILES, Launch
 from rdzv.agent.logs import RunLogs, WorkerFiles
 from rdzv.agent.runner import WorkerSpec
 from rdzv.agent.tee import Route, Stream, Tee, line_prefix, route
@@ -77,7 +77,7 @@ class LocalWorkerGroup:
                 role=launch.role,
                 local_rank=local_rank,
                 local_world_size=launch.job.local_world_size,
-                error_file=str(files.error),
+                error_file="" if files.error == NO_FILES else str(files.error),
                 virtual_local_rank=launch.virtual_local_rank,
             ),
             cwd=None,

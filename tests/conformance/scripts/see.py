@@ -2,9 +2,10 @@
 
 `say=TEXT` writes TEXT to stdout and, with a `!`, to stderr; `read` reads stdin; `error=TEXT` writes
 the error file; `exit=N`; `kill=N` sends itself a signal; `fail-before=N` exits with 3 in attempts
-before N; `wait` waits to be ended; `await=R` waits until rank R of this attempt has been seen, and
-`await-end=R` until it has ended. After `rank=R` only rank R goes on. `handle` and `deaf`, anywhere,
-note the signals that come and end with 0, or ignore them. All else is left alone.
+before N, `fail-as=R:N` rank R with N; `wait` waits to be ended; `await=R` waits until rank R of
+this attempt has been seen, and `await-end=R` until it has ended. After `rank=R` only rank R goes
+on. `handle` and `deaf`, anywhere, note the signals that come and end with 0, or ignore them. All
+else is left alone.
 """
 
 import contextlib
@@ -39,11 +40,11 @@ def look() -> dict:
         "pid": os.getpid(),
         "argv": sys.argv,
         "name": __name__,
-        "cwd": os.getcwd(),
+        "cwd": str(Path.cwd()),
         "stdin": sys.stdin.read() if "read" in sys.argv else None,
-        "stdout": os.readlink("/proc/self/fd/1"),
-        "stderr": os.readlink("/proc/self/fd/2"),
-        "python": sys.executable,
+        "stdout": str(Path("/proc/self/fd/1").readlink()),
+        "stderr": str(Path("/proc/self/fd/2").readlink()),
+        "python": sys.prefix,
         "unbuffered": sys.stdout.write_through,
         "sys.path[0]": sys.path[0],
         "leads its session": os.getsid(0) == os.getpid(),
@@ -74,6 +75,12 @@ def say(text: str) -> None:
 def fail_before(value: str) -> None:
     if int(attempt()) < int(value):
         sys.exit(3)
+
+
+def fail_as(value: str) -> None:
+    rank, _, code = value.partition(":")
+    if os.environ["RANK"] == rank:
+        sys.exit(int(code))
 
 
 def wait_until(condition: object) -> None:
@@ -111,6 +118,7 @@ DEEDS = {
     "exit": lambda value: sys.exit(int(value)),
     "kill": lambda value: os.kill(os.getpid(), int(value)),
     "fail-before": fail_before,
+    "fail-as": fail_as,
     "wait": lambda _: wait_until(lambda: False),
     "await": wait_for,
     "await-end": wait_for_end,

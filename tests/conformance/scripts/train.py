@@ -14,7 +14,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     total = torch.tensor(dist.get_rank() + 1)
     dist.all_reduce(total)
-    see.say(f"launched={dist.is_torchelastic_launched()} sum={total.item()}")
+    see.say(f"hello launched={dist.is_torchelastic_launched()} sum={total.item()}")
     dist.barrier()
     if dist.get_rank() == 1:
         raise RuntimeError("the data is gone")
