@@ -344,6 +344,14 @@ async def test_workers_have_default_signals_and_no_other_descriptors(tmp_path: P
     node = Node(tmp_path)
     with hostile_signals():
         node.link = await RunnerLink.spawn(node.hear)
+    try:
+        await _look_at_a_fresh_process(node, tmp_path)
+    finally:
+        await node.link.close(PATIENCE_S)
+    assert marked(node.mark) == []
+
+
+async def _look_at_a_fresh_process(node: Node, tmp_path: Path) -> None:
     node.start_store_host(0)
     status, fds = tmp_path / "status", tmp_path / "fds"
     await node.start(
@@ -355,10 +363,10 @@ async def test_workers_have_default_signals_and_no_other_descriptors(tmp_path: P
     await node.heard(WorkerExited, local_rank=1, exit_code=0)
     lines = dict(line.split(":\t") for line in status.read_text().splitlines())
     assert int(lines["SigBlk"], 16) == 0
-    assert int(lines["SigIgn"], 16) == 0
+    # The C library keeps two signals for itself, which may be inherited as ignored.
+    ours = sum(1 << (signum - 1) for signum in signal.valid_signals())
+    assert int(lines["SigIgn"], 16) & ours == 0
     assert fds.read_text().split() == ["0", "1", "2", "3"]  # 3 is that of ls, at its folder.
-    await node.link.close(PATIENCE_S)
-    assert marked(node.mark) == []
 
 
 async def test_a_worker_leads_a_session_and_starts_where_it_was_told(node: Node) -> None:
