@@ -52,8 +52,8 @@ class Case:
     """A command line, and what is known of what comes of it.
 
     A line is as typed in a shell, after the launcher's name; words VAR=VALUE at its start are
-    environment. @PORT is a free port, @NODE the node's number and @COUNT one more, @HOME its folder
-    and working directory, @PYTHON this interpreter.
+    environment. @PORT is a free port, @NODE the node's number, @COUNT one more, @FIRST whether it
+    is 0, @HOME its folder and working directory, @PYTHON this interpreter.
     """
 
     name: str
@@ -130,6 +130,7 @@ class Launched:
             "@PORT": str(self._port),
             "@NODE": str(node),
             "@COUNT": str(node + 1),
+            "@FIRST": str(node == 0).lower(),
             "@HOME": str(self._home(node)),
             "@PYTHON": sys.executable,
         }

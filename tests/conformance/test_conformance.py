@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from launchers import BIN, Case, Differ, Seen, Send, launched
 pytest.importorskip("torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.timeout(150)
+
+ROOT = Path(__file__).parents[2]
 
 # ---------------------------------------------------------------------- differences
 
@@ -262,7 +265,7 @@ CASES: Sequence[Case] = [
     Case(
         "c10d by variables, as Kubeflow does",
         "PET_NNODES=1:2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=localhost:@PORT PET_RDZV_ID=job "
-        "PET_RDZV_CONF=last_call_timeout=30,join_timeout=60 PET_MAX_RESTARTS=3 see.py",
+        "PET_RDZV_CONF=join_timeout=60 PET_MAX_RESTARTS=3 see.py",
         {"exit codes": [0, 0], "env GROUP_RANK": ["0", "1"], "env GROUP_WORLD_SIZE": ["2"] * 2},
         nodes=2,
     ),
@@ -352,7 +355,7 @@ CASES: Sequence[Case] = [
     # -------------------------------------------------------------- failures and restarts
     Case(
         "a worker that fails",
-        f"{TWO} --log-dir=@HOME/logs see.py handle await=0 rank=1 exit=3",
+        f"{TWO} --log-dir=@HOME/logs see.py await=0 rank=1 exit=3",
         {"exit codes": [1], "workers": 2, "files": {}},
         says=("exitcode  : 3", "rank 1 (local_rank 1) on "),
     ),
@@ -375,7 +378,7 @@ CASES: Sequence[Case] = [
     Case(
         "restarts",
         f"{TWO} --max-restarts=3 --log-dir=@HOME/logs -r 3 "
-        "see.py handle say=hello await=0 await=1 fail-before=2",
+        "see.py say=hello await=0 await=1 fail-before=2",
         {
             "exit codes": [0],
             "env TORCHELASTIC_RESTART_COUNT": ["0", "0", "1", "1", "2", "2"],
@@ -583,6 +586,18 @@ def differences(case: Case, theirs: Seen, ours: Seen) -> dict[str, tuple[Any, An
 
 def test_every_difference_has_a_reason() -> None:
     assert all(differ.why for case in CASES for differ in case.differs.values())
+
+
+def test_what_the_documentation_names_is_there() -> None:
+    text = " ".join((ROOT / "docs" / "torchrun.md").read_text().split())
+    section = text.partition("# rdzvrun in place of torchrun")[2]
+    named = set(re.findall(r"(?<!\*)\*([A-Za-z][^*|]*)\*(?!\*)", section)) - {"like this"}
+    assert named - {case.name for case in CASES} == set()
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    code = " ".join([*(path.read_text() for path in files), *(path.name for path in files)])
+    tests = re.findall(r"`(test_[\w.]+\w)`", section)
+    assert len(tests) > 5
+    assert [name for name in tests if name not in code] == []
 
 
 def test_every_flag_of_torchrun_is_in_the_table() -> None:

@@ -19,6 +19,7 @@ from rdzv.agent.driver import JobDriver
 from rdzv.agent.launch import Launch, local_address
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
+from rdzv.errors import InvalidRequestError
 from rdzv.meeting import is_loopback
 from rdzv.server.clock import MonotonicClock
 from rdzv.server.config import Config, Listen
@@ -135,15 +136,27 @@ async def _serving_others(host_at: Endpoint) -> AsyncIterator[None]:
     """Serve all nodes of the job, and let them hear how it ended before this one goes."""
     # As torchrun's store does: the host's name may lead to loopback on the host itself.
     listen = Listen(host_at.host if is_loopback(host_at.host) else "::", host_at.port)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await _try_to_serve(stack, listen)
+        if server is None:
+            log.info("another process of this machine serves %s", host_at)
+        elif not listen.loopback:
+            log.warning("insecure: everyone who reaches %s may run and end jobs there", host_at)
+        yield
+        if server is not None:
+            await server.wait_alone(OTHERS_TIMEOUT_S)
+
+
+async def _try_to_serve(stack: contextlib.AsyncExitStack, listen: Listen) -> Driver | None:
+    """Serve until the stack is left; None if the port is taken, even if only just now."""
     if _is_taken(listen):
-        log.info("another process of this machine serves %s", host_at)
-        yield
-        return
-    if not listen.loopback:
-        log.warning("insecure: everyone who reaches %s may run and end jobs there", host_at)
-    async with _embedded_server(listen) as (server, _):
-        yield
-        await server.wait_alone(OTHERS_TIMEOUT_S)
+        # gRPC would say the same, but on the user's console as well.
+        return None
+    try:
+        server, _ = await stack.enter_async_context(_embedded_server(listen))
+    except InvalidRequestError:
+        return None
+    return server
 
 
 def _is_taken(listen: Listen) -> bool:

@@ -16,8 +16,11 @@ def main() -> None:
     dist.all_reduce(total)
     see.say(f"hello launched={dist.is_torchelastic_launched()} sum={total.item()}")
     dist.barrier()
+    passed = see.SEEN / "passed"
     if dist.get_rank() == 1:
+        see.wait_until(passed.exists)
         raise RuntimeError("the data is gone")
+    passed.touch()
     signal.pause()
 
 
