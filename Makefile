@@ -36,7 +36,7 @@ test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip 
 
 .PHONY: unit
 unit: $(READY)  ## the quick tests: ten seconds, no processes but their own
-	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q
+	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2
 
 .PHONY: integration
 integration: $(READY)  ## real processes, real gRPC, kill -9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the present answers into tests/scenarios/*.txt; then review the diff",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have everything that is started leave its temporary files where pytest tidies up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        yield
 
 
 @pytest.hookimpl(trylast=True)
