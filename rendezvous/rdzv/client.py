@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import grpc
 
+from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
@@ -37,6 +38,9 @@ from rdzv.v1.rdzv_pb2_grpc import ControlStub
 
 DEFAULT_PORT = 29400
 """Where rdzvd listens; torchrun's port for a rendezvous endpoint."""
+
+PROTOCOL_VERSION = 1
+"""The protocol that the nodes of this version speak."""
 
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
@@ -76,6 +80,22 @@ FINAL_REFUSALS = frozenset(
 """What no repetition will change. After any other refusal a node says everything again, later."""
 
 _UINT32_MAX = 2**32 - 1
+
+_SCALE_UPS = {ScaleUp.EAGER: pb.SCALE_UP_EAGER, ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART}
+
+
+def settings_message(settings: Settings) -> pb.Settings:
+    """Say how a job was launched; every node of it, of whichever agent, says the same."""
+    return pb.Settings(
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        max_restarts=settings.max_restarts,
+        join_timeout_ms=settings.join_timeout_ms,
+        last_call_timeout_ms=settings.last_call_timeout_ms,
+        scale_up=_SCALE_UPS[settings.scale_up],
+        restart_window_ms=settings.restart_window_ms,
+    )
+
 
 # ------------------------------------------------------------------------------------ endpoints
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import click
 
-from rdzv.agent.backends import DEFAULT_PORT
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_USAGE
 from rdzv.agent.launch import Launch, check_startable
 from rdzv.agent.options import parse_launch
@@ -139,7 +138,7 @@ def _read_servers(document: dict[str, Any]) -> list[Endpoint]:
         raise InvalidRequestError(
             f"`server` {given!r} is no address; give HOST:PORT of an rdzvd, or a list of them"
         )
-    endpoints = [parse_endpoint(text, DEFAULT_PORT) for text in servers if text.strip()]
+    endpoints = [parse_endpoint(text) for text in servers if text.strip()]
     if not endpoints:
         raise InvalidRequestError("`server` is missing; give HOST:PORT of an rdzvd")
     return endpoints

@@ -14,11 +14,9 @@ import socket
 import uuid
 from dataclasses import dataclass
 
-from rdzv.client import Endpoint, parse_endpoint
+from rdzv.client import DEFAULT_PORT, Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError
 
-DEFAULT_PORT = 29400
-"""Of rdzvd, and of torchrun's c10d back-end."""
 DEFAULT_MASTER_PORT = 29500
 """Of torchrun's static back-end."""
 

@@ -18,7 +18,13 @@ import grpc
 
 from rdzv.agent import wire
 from rdzv.agent.core import events
-from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, error_from_status
+from rdzv.client import (
+    FINAL_REFUSALS,
+    PROTOCOL_VERSION,
+    STREAM_OPTIONS,
+    Endpoint,
+    error_from_status,
+)
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -246,7 +252,7 @@ class ServerLink:
     def _hello(self) -> pb.Hello:
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         return pb.Hello(
-            protocol_version=wire.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
             node_id=self._identity.node_id,
             instance=self._identity.instance,
             kind=self._identity.kind,

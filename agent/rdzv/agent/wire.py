@@ -12,11 +12,10 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.core.model import Cause, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.client import settings_message
+from rdzv.core.model import Cause, LeaveCause, Offer, Result
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.v1 import rdzv_pb2 as pb
-
-PROTOCOL_VERSION = 1
 
 _PHASES = {
     Phase.JOINING: pb.Belief.JOINING,
@@ -25,7 +24,6 @@ _PHASES = {
     Phase.SUCCEEDED: pb.Belief.SUCCEEDED,
     Phase.LEAVING: pb.Belief.LEAVING,
 }
-_SCALE_UPS = {ScaleUp.EAGER: pb.SCALE_UP_EAGER, ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART}
 _LEAVE_CAUSES = {
     LeaveCause.SIGNAL: pb.Leave.SIGNAL,
     LeaveCause.START_FAILED: pb.Leave.START_FAILED,
@@ -78,7 +76,7 @@ def join(
     return pb.Join(
         rdzv_id=state.job.rdzv_id,
         run=say.run,
-        settings=_settings(state.job.settings),
+        settings=settings_message(state.job.settings),
         offer=pb.Offer(
             address=offer.address,
             host_name=offer.host_name,
@@ -93,18 +91,6 @@ def join(
         left_round=say.left_round,
         failures=_failures(say.failures, now_ms),
         refuse_reuse=refuse_reuse,
-    )
-
-
-def _settings(settings: Settings) -> pb.Settings:
-    return pb.Settings(
-        min_nodes=settings.min_nodes,
-        max_nodes=settings.max_nodes,
-        max_restarts=settings.max_restarts,
-        join_timeout_ms=settings.join_timeout_ms,
-        last_call_timeout_ms=settings.last_call_timeout_ms,
-        scale_up=_SCALE_UPS[settings.scale_up],
-        restart_window_ms=settings.restart_window_ms,
     )
 
 

@@ -31,13 +31,13 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv import errors, meeting
-from rdzv.client import Endpoint
+from rdzv.client import PROTOCOL_VERSION, Endpoint
 from rdzv.torchrun import BACKEND
 from rdzv.torchrun.options import Options
 from rdzv.torchrun.part import Part, Phase
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.store import AgentStore, in_thread, meet, shares_store
-from rdzv.torchrun.stream import PROTOCOL_VERSION, NodeStream
+from rdzv.torchrun.stream import NodeStream
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.torchrun")

@@ -10,12 +10,11 @@ import logging
 from collections.abc import Sequence
 from enum import Enum
 
-from rdzv.core.model import ScaleUp, Settings
+from rdzv.client import settings_message
+from rdzv.core.model import Settings
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.torchrun")
-
-_SCALE_UPS = {ScaleUp.EAGER: pb.SCALE_UP_EAGER, ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART}
 
 
 class Phase(Enum):
@@ -51,7 +50,7 @@ class Part:
         self.closed: pb.Closed | None = None
         self.refused: pb.Refused | None = None
         self._run = ""
-        self._settings = _settings(settings)
+        self._settings = settings_message(settings)
         self._offer = offer
         self._refuse_reuse = refuse_reuse
         self._leave: pb.Leave | None = None
@@ -176,15 +175,3 @@ class Part:
         self.over = f"{cause}: {end.reason}"
         if self.phase is not Phase.JOINING:
             log.warning("round %d ended (%s)", end.round, self.over)
-
-
-def _settings(settings: Settings) -> pb.Settings:
-    return pb.Settings(
-        min_nodes=settings.min_nodes,
-        max_nodes=settings.max_nodes,
-        max_restarts=settings.max_restarts,
-        join_timeout_ms=settings.join_timeout_ms,
-        last_call_timeout_ms=settings.last_call_timeout_ms,
-        scale_up=_SCALE_UPS[settings.scale_up],
-        restart_window_ms=settings.restart_window_ms,
-    )

@@ -22,7 +22,6 @@ from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
 log = logging.getLogger("rdzv.torchrun")
 
-PROTOCOL_VERSION = 1
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 STEADY_S = 5.0
