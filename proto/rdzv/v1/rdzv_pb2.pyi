@@ -187,6 +187,7 @@ class Hello(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     AGENT_VERSION_FIELD_NUMBER: builtins.int
     BELIEFS_FIELD_NUMBER: builtins.int
+    FENCE_AFTER_MS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """The protocol that the node speaks; the server accepts its own and the one before."""
     node_id: builtins.str
@@ -203,6 +204,10 @@ class Hello(google.protobuf.message.Message):
     """The incarnation given to this instance before; 0 if none."""
     agent_version: builtins.str
     """The version of the program, for people."""
+    fence_after_ms: builtins.int
+    """The node kills its own workers after so long without contact; 0: it never does. The server
+    keeps its seats for longer than that.
+    """
     @property
     def beliefs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Belief]: ...
     def __init__(
@@ -218,8 +223,9 @@ class Hello(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         agent_version: builtins.str = ...,
         beliefs: collections.abc.Iterable[global___Belief] | None = ...,
+        fence_after_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "fence_after_ms", b"fence_after_ms", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version"]) -> None: ...
 
 global___Hello = Hello
 
@@ -302,9 +308,15 @@ class Heartbeat(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Answered by `Heard` with the same number; 0: no answer is wanted."""
     def __init__(
         self,
+        *,
+        number: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -687,6 +699,7 @@ class ServerMessage(google.protobuf.message.Message):
     CLOSED_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    HEARD_FIELD_NUMBER: builtins.int
     leadership: builtins.int
     """Grows with every server that takes over; a node ignores lower ones than it has heard."""
     @property
@@ -703,6 +716,8 @@ class ServerMessage(google.protobuf.message.Message):
     def refused(self) -> global___Refused: ...
     @property
     def waiting(self) -> global___Waiting: ...
+    @property
+    def heard(self) -> global___Heard: ...
     def __init__(
         self,
         *,
@@ -714,10 +729,11 @@ class ServerMessage(google.protobuf.message.Message):
         closed: global___Closed | None = ...,
         refused: global___Refused | None = ...,
         waiting: global___Waiting | None = ...,
+        heard: global___Heard | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "joined", b"joined", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "joined", b"joined", "leadership", b"leadership", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -747,6 +763,23 @@ class Welcome(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "protocol_version", b"protocol_version", "server_version", b"server_version"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class Heard(google.protobuf.message.Message):
+    """The heartbeat of this number was heard: the node's lease runs from when it was sent, or later."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
+
+global___Heard = Heard
 
 @typing.final
 class Joined(google.protobuf.message.Message):
@@ -1027,6 +1060,7 @@ class JobStatus(google.protobuf.message.Message):
     LAST_FAILURE_FIELD_NUMBER: builtins.int
     LAST_FAILURE_AGE_MS_FIELD_NUMBER: builtins.int
     LAST_END_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -1052,6 +1086,10 @@ class JobStatus(google.protobuf.message.Message):
     last_failure_age_ms: builtins.int
     last_end: builtins.str
     """How the last round ended, if it did."""
+    backend: builtins.str
+    """Who forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous over a store that this
+    server hosts, which it only watches.
+    """
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1080,9 +1118,10 @@ class JobStatus(google.protobuf.message.Message):
         last_failure: global___RootCause | None = ...,
         last_failure_age_ms: builtins.int | None = ...,
         last_end: builtins.str | None = ...,
+        backend: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -1185,6 +1224,7 @@ class JobSummary(google.protobuf.message.Message):
     RESTARTS_FIELD_NUMBER: builtins.int
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     state: builtins.str
@@ -1198,6 +1238,8 @@ class JobSummary(google.protobuf.message.Message):
     restarts: builtins.int
     max_restarts: builtins.int
     state_age_ms: builtins.int
+    backend: builtins.str
+    """As in JobStatus."""
     def __init__(
         self,
         *,
@@ -1213,9 +1255,10 @@ class JobSummary(google.protobuf.message.Message):
         restarts: builtins.int | None = ...,
         max_restarts: builtins.int | None = ...,
         state_age_ms: builtins.int = ...,
+        backend: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
@@ -1289,3 +1332,90 @@ class Event(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Event = Event
+
+@typing.final
+class ListServersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListServersRequest = ListServersRequest
+
+@typing.final
+class ListServersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVERS_FIELD_NUMBER: builtins.int
+    @property
+    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Server]: ...
+    def __init__(
+        self,
+        *,
+        servers: collections.abc.Iterable[global___Server] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["servers", b"servers"]) -> None: ...
+
+global___ListServersResponse = ListServersResponse
+
+@typing.final
+class Server(google.protobuf.message.Message):
+    """One rdzvd."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    LEADS_FIELD_NUMBER: builtins.int
+    LEADERSHIP_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    SERVER_VERSION_FIELD_NUMBER: builtins.int
+    STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Where nodes and operators reach it."""
+    leads: builtins.bool
+    leadership: builtins.int
+    """Its leadership number; 0 for one that does not lead."""
+    store: builtins.str
+    """Where its data is: `/var/lib/rdzv (sqlite)`."""
+    server_version: builtins.str
+    state_age_ms: builtins.int
+    """How long it has led, or stood by."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        leads: builtins.bool = ...,
+        leadership: builtins.int = ...,
+        store: builtins.str = ...,
+        server_version: builtins.str = ...,
+        state_age_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
+
+global___Server = Server
+
+@typing.final
+class BackupRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___BackupRequest = BackupRequest
+
+@typing.final
+class BackupChunk(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+global___BackupChunk = BackupChunk

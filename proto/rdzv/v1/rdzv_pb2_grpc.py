@@ -125,6 +125,16 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
                 _registered_method=True)
+        self.ListServers = channel.unary_unary(
+                '/rdzv.v1.Control/ListServers',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.FromString,
+                _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/rdzv.v1.Control/Backup',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -151,6 +161,21 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListServers(self, request, context):
+        """The servers that share one store: which of them leads, and where the others listen. Every
+        one of them answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Backup(self, request, context):
+        """All that the store holds, as lines of one file that `rdzvd --restore` reads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +193,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListEvents,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'ListServers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListServers,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -251,6 +286,60 @@ class Control(object):
             '/rdzv.v1.Control/ListEvents',
             rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListServers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ListServers',
+            rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rdzv.v1.Control/Backup',
+            rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -87,6 +87,20 @@ class ControlStub:
     ]
     """A job's history, oldest first. NOT_FOUND if the job is not known."""
 
+    ListServers: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListServersRequest,
+        rdzv.v1.rdzv_pb2.ListServersResponse,
+    ]
+    """The servers that share one store: which of them leads, and where the others listen. Every
+    one of them answers.
+    """
+
+    Backup: grpc.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.BackupRequest,
+        rdzv.v1.rdzv_pb2.BackupChunk,
+    ]
+    """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+
 class ControlAsyncStub:
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.GetStatusRequest,
@@ -105,6 +119,20 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
     """A job's history, oldest first. NOT_FOUND if the job is not known."""
+
+    ListServers: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListServersRequest,
+        rdzv.v1.rdzv_pb2.ListServersResponse,
+    ]
+    """The servers that share one store: which of them leads, and where the others listen. Every
+    one of them answers.
+    """
+
+    Backup: grpc.aio.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.BackupRequest,
+        rdzv.v1.rdzv_pb2.BackupChunk,
+    ]
+    """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
 
 class ControlServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -130,5 +158,23 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListEventsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListEventsResponse]]:
         """A job's history, oldest first. NOT_FOUND if the job is not known."""
+
+    @abc.abstractmethod
+    def ListServers(
+        self,
+        request: rdzv.v1.rdzv_pb2.ListServersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ListServersResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListServersResponse]]:
+        """The servers that share one store: which of them leads, and where the others listen. Every
+        one of them answers.
+        """
+
+    @abc.abstractmethod
+    def Backup(
+        self,
+        request: rdzv.v1.rdzv_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.BackupChunk], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.BackupChunk]]:
+        """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
