@@ -9,6 +9,8 @@ PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTO_READY := $(PROTO_VENV)/.ready
 PROTOS := proto/rdzv/v1/rdzv.proto
+# Messages alone: their services are etcd's, and are called by path.
+MESSAGES := proto/rdzv/etcd/etcd.proto
 
 .PHONY: help
 help:  ## show what can be made
@@ -67,6 +69,10 @@ define generate
 	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	  $(PROTOS)
+	@$(PROTO_BIN)/python -m grpc_tools.protoc -Iproto \
+	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
+	  --python_out=$(1) --mypy_out=quiet:$(1) \
+	  $(MESSAGES)
 endef
 
 .PHONY: proto
@@ -77,9 +83,15 @@ proto: $(PROTO_READY)  ## generate the Python code of the protocol
 proto-check: $(PROTO_READY)
 	@rm -rf build/proto && mkdir -p build/proto
 	$(call generate,build/proto)
-	@diff -r -x '*.proto' -x __pycache__ build/proto/rdzv/v1 proto/rdzv/v1 \
+	@diff -r -x '*.proto' -x __pycache__ build/proto/rdzv proto/rdzv \
 	  || { echo "the generated code is not current; run: make proto"; exit 1; }
 
 .PHONY: clean
 clean:  ## remove everything that was made here
 	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# FAULTS=kill-server,cut-host TIMES=20 chooses; QUICK=1 takes a few minutes; docs/faults.md has more.
+.PHONY: faults
+faults: $(READY)  ## real faults on a real training: kills, stops, partitions, loss, full disks; root
+	@$(BIN)/python -m tests.faults $(if $(FAULTS),--faults $(FAULTS)) \
+	  $(if $(TIMES),--times $(TIMES)) $(if $(QUICK),--quick)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -25,9 +26,11 @@ from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
+    LEADER_METADATA_KEY,
     InvalidRequestError,
     LimitExceededError,
     NodeSupersededError,
+    NotLeaderError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
@@ -36,8 +39,14 @@ from rdzv.errors import (
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
 
+if TYPE_CHECKING:
+    from rdzv.stores.backup import Summary
+
 DEFAULT_PORT = 29400
 """Where rdzvd listens; torchrun's port for a rendezvous endpoint."""
+
+OWN_BACKEND = "rdzv"
+"""Who forms the group of a job unless something else is said; an older server does not say."""
 
 PROTOCOL_VERSION = 1
 """The protocol that the nodes of this version speak."""
@@ -171,6 +180,58 @@ def _bad_endpoint(text: str, reason: str, remedy: str) -> InvalidRequestError:
     return InvalidRequestError(f"endpoint {text!r} can not be used: {reason}; {remedy}")
 
 
+def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
+    """Read one or several endpoints, with commas between them.
+
+    Raises:
+        InvalidRequestError: one of them can not be used, or there is none.
+
+    """
+    found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())
+    if not found:
+        raise _bad_endpoint(text, "it names no host", "write HOST:PORT, or several with commas")
+    return found
+
+
+class Rota:
+    """Which of several servers is asked next: the one that leads, as far as was said, or in turn.
+
+    A server that stands by names the one that leads, which need not be among those that were
+    given. It is tried once; if it can not be reached, the others have their turn.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = tuple(endpoints)
+        self._turn = 0
+        self._leader: Endpoint | None = None
+        self._led = False
+        """The last one asked was named by another, so a redirection from it may lead in circles."""
+
+    @property
+    def present(self) -> Endpoint:
+        """Whom to ask now."""
+        return self._leader or self._endpoints[self._turn % len(self._endpoints)]
+
+    def failed(self, error: RendezvousError) -> bool:
+        """Note why the present one is of no use; say whether another may be asked at once."""
+        circles, self._led = self._led, False
+        leader = _leader_named(error)
+        if leader is not None and leader != self.present and not circles:
+            self._leader, self._led = leader, True
+            return True
+        self._turn, self._leader = self._turn + 1, None
+        return False
+
+
+def _leader_named(error: RendezvousError) -> Endpoint | None:
+    if not isinstance(error, NotLeaderError) or not error.leader:
+        return None
+    try:
+        return parse_endpoint(error.leader)
+    except InvalidRequestError:
+        return None
+
+
 # ------------------------------------------------------------------------------------ the values
 
 
@@ -215,7 +276,10 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What a job is doing, and why. `round` and `world_size` are those of the last complete one."""
+    """What a job is doing, and why. `round` and `world_size` are those of the last complete one.
+
+    `backend` is who forms its group: `rdzv`, or `c10d`, which the server only watches.
+    """
 
     rdzv_id: str
     run: str | None
@@ -225,8 +289,8 @@ class JobStatus:
     reason: str | None
     run_age_ms: int
     round: int | None
-    min_nodes: int
-    max_nodes: int
+    min_nodes: int | None
+    max_nodes: int | None
     world_size: int | None
     restarts: int | None
     max_restarts: int | None
@@ -235,6 +299,7 @@ class JobStatus:
     nodes: tuple[NodeStatus, ...]
     last_end: str | None
     last_failure: LastFailure | None
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +313,24 @@ class JobSummary:
     reason: str | None
     round: int | None
     nodes: int
-    min_nodes: int
-    max_nodes: int
+    min_nodes: int | None
+    max_nodes: int | None
     world_size: int | None
     restarts: int | None
     max_restarts: int | None
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One rdzvd. `leadership` is the number of the one that leads."""
+
+    address: str
+    leads: bool
+    leadership: int | None
+    store: str
+    version: str
+    state_age_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +350,34 @@ _Response = TypeVar("_Response")
 
 
 class ControlClient:
-    """Asks one rdzvd what its jobs do. Every call ends within `timeout_s`.
+    """Asks one rdzvd, or whichever of several leads, what its jobs do.
 
-    Calls raise `UnknownJobError` for a job that the server does not know, and
-    `RendezvousConnectionError` if there is no server, no answer, or no rdzvd behind the endpoint.
+    Every call ends within `timeout_s` for each server that is asked. Calls raise `UnknownJobError`
+    for a job that the server does not know, and `RendezvousConnectionError` if there is no server,
+    no answer, or no rdzvd behind the endpoint.
     """
 
-    def __init__(self, server: Endpoint, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, server: Endpoint | Sequence[Endpoint], timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         if not 0 < timeout_s < math.inf:
             raise InvalidRequestError(f"timeout {timeout_s} s can not be used: it must be above 0")
-        self.server = server
+        servers = (server,) if isinstance(server, Endpoint) else tuple(server)
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(server.target, options=CHANNEL_OPTIONS)
-        self._stub = ControlStub(self._channel)
+        self._rota = Rota(servers)
+        self._turns = len(servers)
+        self._channels: dict[Endpoint, grpc.Channel] = {}
+
+    @property
+    def server(self) -> Endpoint:
+        """The server that was asked last, or will be asked first."""
+        return self._rota.present
+
+    def _stub(self) -> ControlStub:
+        if self.server not in self._channels:
+            target = self.server.target
+            self._channels[self.server] = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return ControlStub(self._channels[self.server])
 
     def __enter__(self) -> ControlClient:
         return self
@@ -299,16 +392,17 @@ class ControlClient:
 
     def close(self) -> None:
         """Give the connection back; the client answers no more calls."""
-        self._channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def status(self, rdzv_id: str) -> JobStatus:
         """Return what a job is doing; of a job that has ended, its last run."""
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
-        return _job_status(self._call(self._stub.GetStatus, request))
+        return _job_status(self._call(lambda stub: stub.GetStatus, request))
 
     def jobs(self) -> tuple[JobSummary, ...]:
         """Return every job that the server knows, by name."""
-        response = self._call(self._stub.ListJobs, pb.ListJobsRequest())
+        response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         return tuple(sorted(map(_job_summary, response.jobs), key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
@@ -316,23 +410,76 @@ class ControlClient:
         if not 0 <= limit <= _UINT32_MAX:
             raise InvalidRequestError(f"limit {limit} can not be used: it must be 0 or above")
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
-        return tuple(map(_event, self._call(self._stub.ListEvents, request).events))
+        return tuple(map(_event, self._call(lambda stub: stub.ListEvents, request).events))
+
+    def backup(self, file: BinaryIO) -> Summary:
+        """Write all that the server's store holds into a file; return what has come.
+
+        Ends when nothing has come for `timeout_s`. What was written is worth nothing unless this
+        returns: then `rdzvd --restore` takes it.
+        """
+        turns = self._turns
+        while True:
+            try:
+                return self._backup(file)
+            except RendezvousConnectionError as error:
+                turns -= 0 if self._rota.failed(error) else 1
+                if not turns:
+                    raise
+                file.seek(0)
+                file.truncate()
+
+    def _backup(self, file: BinaryIO) -> Summary:
+        from rdzv.stores.backup import verify
+
+        call = self._stub().Backup(pb.BackupRequest())
+        # One thread takes in what comes, so that the wait for it can end.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            try:
+                while chunk := thread.submit(next, call, None).result(self._timeout_s):
+                    file.write(chunk.data)
+            except TimeoutError as error:
+                status = grpc.StatusCode.DEADLINE_EXCEEDED
+                raise error_from_status(status, "", (), self.server, self._timeout_s) from error
+            except grpc.RpcError as error:
+                raise self._error(error) from error
+            finally:
+                call.cancel()
+        file.seek(0)
+        return verify(file, f"what {self.server} has sent")
+
+    def servers(self) -> tuple[Server, ...]:
+        """Return the servers that share a store, the one that leads among them."""
+        response = self._call(lambda stub: stub.ListServers, pb.ListServersRequest())
+        return tuple(map(_server, response.servers))
 
     def _call(
-        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
+        self,
+        method: Callable[[ControlStub], grpc.UnaryUnaryMultiCallable[_Request, _Response]],
+        request: _Request,
     ) -> _Response:
-        try:
-            return method(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            # What a blocking call raises is always a call as well; the base class does not say so.
-            assert isinstance(error, grpc.Call)
-            raise error_from_status(
-                error.code(),
-                error.details(),
-                error.trailing_metadata(),
-                self.server,
-                self._timeout_s,
-            ) from error
+        turns = self._turns
+        while True:
+            try:
+                return method(self._stub())(request, timeout=self._timeout_s)
+            except grpc.RpcError as failure:
+                error = self._error(failure)
+                if not isinstance(error, RendezvousConnectionError):
+                    raise error from failure
+                turns -= 0 if self._rota.failed(error) else 1
+                if not turns:
+                    raise error from failure
+
+    def _error(self, error: grpc.RpcError) -> RendezvousError:
+        # What a blocking call raises is always a call as well; the base class does not say so.
+        assert isinstance(error, grpc.Call)
+        return error_from_status(
+            error.code(),
+            error.details(),
+            error.trailing_metadata(),
+            self.server,
+            self._timeout_s,
+        )
 
 
 def _checked_name(rdzv_id: str) -> str:
@@ -377,7 +524,9 @@ def error_from_status(
     it could not be reached, did not answer in time, or is something else.
     """
     text = details or "no details given"
-    if code := _error_code(trailing):
+    if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
+        if code == NotLeaderError.code:
+            return NotLeaderError(text, _metadata(trailing, LEADER_METADATA_KEY))
         return ERRORS.get(code, RendezvousError)(text)
     match status:
         case grpc.StatusCode.UNAVAILABLE:
@@ -395,9 +544,9 @@ def error_from_status(
             return RendezvousError(f"the server at {server} answered {status.name}: {text}")
 
 
-def _error_code(trailing: Iterable[tuple[str, str | bytes]] | None) -> str:
+def _metadata(trailing: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
     for key, value in trailing or ():
-        if key == ERROR_CODE_METADATA_KEY:
+        if key == wanted:
             return value if isinstance(value, str) else value.decode(errors="replace")
     return ""
 
@@ -423,6 +572,17 @@ def _optional(message: _Message, field: str) -> int | None:
     return int(getattr(message, field)) if message.HasField(field) else None  # type: ignore[arg-type]
 
 
+def _server(server: pb.Server) -> Server:
+    return Server(
+        address=server.address,
+        leads=server.leads,
+        leadership=server.leadership or None,
+        store=server.store,
+        version=server.server_version,
+        state_age_ms=server.state_age_ms,
+    )
+
+
 def _job_status(status: pb.JobStatus) -> JobStatus:
     return JobStatus(
         rdzv_id=status.rdzv_id,
@@ -433,8 +593,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         reason=status.reason or None,
         run_age_ms=status.run_age_ms,
         round=_optional(status, "round"),
-        min_nodes=status.min_nodes,
-        max_nodes=status.max_nodes,
+        min_nodes=status.min_nodes or None,
+        max_nodes=status.max_nodes or None,
         world_size=status.world_size or None,
         restarts=_optional(status, "restarts"),
         max_restarts=_optional(status, "max_restarts"),
@@ -443,6 +603,7 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         nodes=tuple(map(_node_status, status.nodes)),
         last_end=status.last_end or None,
         last_failure=_last_failure(status),
+        backend=status.backend or OWN_BACKEND,
     )
 
 
@@ -491,11 +652,12 @@ def _job_summary(job: pb.JobSummary) -> JobSummary:
         reason=job.reason or None,
         round=_optional(job, "round"),
         nodes=job.nodes,
-        min_nodes=job.min_nodes,
-        max_nodes=job.max_nodes,
+        min_nodes=job.min_nodes or None,
+        max_nodes=job.max_nodes or None,
         world_size=job.world_size or None,
         restarts=_optional(job, "restarts"),
         max_restarts=_optional(job, "max_restarts"),
+        backend=job.backend or OWN_BACKEND,
     )
 
 

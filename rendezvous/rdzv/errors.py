@@ -14,6 +14,9 @@ from typing import ClassVar
 ERROR_CODE_METADATA_KEY = "rdzv-error"
 """Trailing metadata key under which an error's code travels."""
 
+LEADER_METADATA_KEY = "rdzv-leader"
+"""Trailing metadata key under which a server that stands by says who leads: HOST:PORT."""
+
 
 class RendezvousError(Exception):
     """Base of all errors that cross a module boundary here."""
@@ -90,6 +93,18 @@ class RendezvousConnectionError(RendezvousError):
     definite = False
 
 
+class NotLeaderError(RendezvousConnectionError):
+    """This server stands by for another, and has changed nothing. The caller asks that one."""
+
+    code = "NotLeaderError"
+    definite = True
+
+    def __init__(self, message: str, leader: str = "") -> None:
+        super().__init__(message)
+        self.leader = leader
+        """Where the one that leads is reached, HOST:PORT; empty if none is known."""
+
+
 class RendezvousStateError(RendezvousError):
     """Stored state can not be read. The server stops; an operator is needed."""
 
@@ -126,6 +141,7 @@ ERRORS = _table(
     StaleRoundError,
     LimitExceededError,
     RendezvousConnectionError,
+    NotLeaderError,
     RendezvousStateError,
     RendezvousTimeoutError,
     InvariantError,

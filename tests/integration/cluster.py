@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rdzv.client import ControlClient, JobStatus, parse_endpoint
+from rdzv.client import ControlClient, JobStatus, parse_endpoints
 from rdzv.errors import RendezvousError
 
 BIN = Path(sys.executable).parent
@@ -73,10 +73,10 @@ class Cluster:
 
     # ------------------------------------------------------------------ processes
 
-    def start_server(self, listen: str = "") -> None:
+    def start_server(self, *options: str, listen: str = "") -> None:
         """Start rdzvd on a free port; again, on the port and data that it had before."""
         command = [str(BIN / "rdzvd"), "--data-dir", str(self.folder / "data")]
-        command += ["--listen", listen or self.endpoint or "127.0.0.1:0"]
+        command += ["--listen", listen or self.endpoint or "127.0.0.1:0", *options]
         with (self.folder / "rdzvd.log").open("a") as log:
             self.server = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environ()
@@ -185,7 +185,7 @@ class Cluster:
 
     def status(self) -> JobStatus:
         """Ask the server what the job does."""
-        with ControlClient(parse_endpoint(self.endpoint)) as client:
+        with ControlClient(parse_endpoints(self.endpoint)) as client:
             return client.status(JOB)
 
     def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:

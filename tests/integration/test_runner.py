@@ -33,6 +33,7 @@ from rdzv.agent.runner_link import (
     StoreHostExited,
     StoreHostReady,
     WorkerExited,
+    WorkersFenced,
     WorkersGone,
     WorkerSpec,
     WorkersStartFailed,
@@ -508,6 +509,104 @@ async def test_a_runner_that_hangs_is_killed_with_its_workers(node: Node) -> Non
     node.link.stop_workers(0, signal.SIGTERM, 0)  # Does nothing.
 
 
+# ---------------------------------------------------------------------- the fence
+
+
+def fence_in(ms: int) -> int:
+    return runner.boottime_ms() + ms
+
+
+async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants(
+    node: Node,
+) -> None:
+    """It is told before any exit, so that none is taken for a failure; no handler is waited for."""
+    await node.start(
+        0,
+        node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"),
+        node.python(waiting(node.folder / "deaf", IGNORE_SIGTERM), local_rank=1),
+    )
+    await until(lambda: (node.folder / "ready").exists() and (node.folder / "deaf").exists())
+    at_ms = fence_in(300)
+    node.link.renew_fence(at_ms)
+    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
+    await node.heard(WorkersGone, round=0)
+    assert marked(node.mark) == []
+    told = [type(event) for event in node.events if not isinstance(event, WorkerStarted)]
+    assert told == [WorkersFenced, WorkerExited, WorkerExited, WorkersGone]
+    assert (await node.heard(WorkerExited, local_rank=0)).signal == signal.SIGKILL
+
+
+async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
+    node.link.renew_fence(fence_in(1_000))
+    [pid] = await node.start(0, node.spec("sleep", "1000"))
+    end_ms = fence_in(2_500)
+    while runner.boottime_ms() < end_ms:
+        node.link.renew_fence(fence_in(1_000))
+        await asyncio.sleep(0.1)
+    assert [type(event) for event in node.events] == [WorkerStarted]
+    node.link.renew_fence(fence_in(3_600_000))
+    node.link.renew_fence(fence_in(10))  # It never moves back.
+    await asyncio.sleep(0.1)
+    assert state_of(pid) == "S"
+    await node.stop(0)
+
+
+async def test_a_round_that_starts_behind_the_fence_starts_no_worker(node: Node) -> None:
+    """An agent that was stopped hears of its round long after the server has given it up."""
+    node.link.renew_fence(fence_in(-1))
+    node.link.start_workers(0, [node.spec("sleep", "1000")])
+    await node.heard(WorkersGone, round=0)
+    assert [type(event) for event in node.events] == [WorkersFenced, WorkersGone]
+    node.link.renew_fence(fence_in(3_600_000))
+    await node.start(1, node.spec("sleep", "1000"))
+
+
+async def test_the_grace_of_a_stop_ends_at_the_fence(node: Node) -> None:
+    ready = node.folder / "ready"
+    await node.start(0, node.python(waiting(ready, IGNORE_SIGTERM)))
+    await until(ready.exists)
+    node.link.renew_fence(fence_in(200))
+    await node.stop(0, grace_ms=FOR_EVER_MS)
+    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
+
+
+async def test_without_workers_a_fence_has_no_meaning_and_spares_the_store_host(
+    node: Node,
+) -> None:
+    node.start_store_host(0)
+    await node.heard(StoreHostReady)
+    node.link.renew_fence(fence_in(50))
+    await asyncio.sleep(0.3)
+    assert [type(event) for event in node.events] == [StoreHostReady]
+    node.link.start_workers(0, [node.spec("sleep", "1000")])
+    await node.heard(WorkersGone, round=0)
+    assert not any(isinstance(event, StoreHostExited) for event in node.events)
+
+
+async def test_the_fence_holds_though_the_agent_is_stopped(tmp_path: Path) -> None:
+    """The runner keeps it by itself: this is what it is for."""
+    node = Node(tmp_path)
+    with playing(
+        "agent.py", tmp_path, SCRIPTS / "tree.py", tmp_path, "stay", FENCE_MS="3000", **node.env
+    ) as process:
+        assert line_of(process)[0] == "up"
+        await until((tmp_path / "ready").exists)
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: state_of(process.pid) == "T")
+        workers = [pid for pid in marked(node.mark) if is_worker(pid)]
+        assert len(workers) == 4
+        await until(lambda: not any(map(state_of, workers)), within_s=10.0)
+        assert state_of(process.pid) == "T"
+        process.kill()
+        await until(lambda: marked(node.mark) == [])
+
+
+def is_worker(pid: int) -> bool:
+    """Say whether a process is the test's tree, not its agent, runner or store host."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"tree.py" in command and b"agent.py" not in command
+
+
 # ---------------------------------------------------------------------- the wire
 
 
@@ -560,6 +659,10 @@ STOP = {"type": "stop_workers", "round": 0, "signal": 15}
         ({**STOP, "grace_s": float("nan")}, "grace_s: expected 0 to"),
         ({**STOP, "signal": 4711, "grace_s": 1}, "there is no signal 4711"),
         ({"type": "start_store_host", "round": 0, "argv": ["x"], "env": {}}, "listening socket"),
+        ({"type": "renew_fence"}, "fence_at_ms: expected int, got None"),
+        ({"type": "renew_fence", "fence_at_ms": 1.5}, "fence_at_ms: expected int, got 1.5"),
+        ({"type": "renew_fence", "fence_at_ms": 0}, "fence_at_ms: expected 1 to"),
+        ({"type": "renew_fence", "fence_at_ms": 1 << 60}, "fence_at_ms: expected 1 to"),
     ],
 )
 def test_a_malformed_request_is_refused_and_changes_nothing(request_: object, reason: str) -> None:

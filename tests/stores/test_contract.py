@@ -7,11 +7,13 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from etcd_cluster import EtcdCluster
 
 from rdzv.core.model import (
     Cause,
@@ -32,21 +34,38 @@ from rdzv.core.model import (
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.stores import codec, sqlite
 from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
+from rdzv.stores.election import Election
+from rdzv.stores.etcd import EtcdStore
+from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.memory import MemoryStore
 from rdzv.stores.sqlite import SqliteStore
 
 HISTORY_ROWS = 20
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One real etcd for all tests; each has a prefix of its own."""
+    with EtcdCluster.running(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    opened: Store = (
-        MemoryStore(HISTORY_ROWS)
-        if request.param == "memory"
-        else await SqliteStore.open(tmp_path / "data", HISTORY_ROWS)
-    )
-    yield opened
-    await opened.close()
+    async with AsyncExitStack() as stack:
+        opened: Store
+        if request.param == "memory":
+            opened = MemoryStore(HISTORY_ROWS)
+        elif request.param == "sqlite":
+            opened = await SqliteStore.open(tmp_path / "data", HISTORY_ROWS)
+        else:
+            cluster: EtcdCluster = request.getfixturevalue("etcd")
+            config = cluster.config(f"/{tmp_path.name}")
+            client = await stack.enter_async_context(EtcdClient.connected(config))
+            election = await stack.enter_async_context(Election.running(client, "here:1"))
+            opened = EtcdStore(client, await election.campaign(), HISTORY_ROWS)
+        yield opened
+        await opened.close()
 
 
 def membership(rdzv_id: str = "job-7") -> Membership:
@@ -88,25 +107,28 @@ def record(text: str, rdzv_id: str = "job-7") -> Record:
 
 async def test_what_was_written_is_read_back_equal(store: Store) -> None:
     assert await store.load("job-7") is None
-    assert await store.compare_and_swap("job-7", membership(), 0) == 1
+    revision = await store.compare_and_swap("job-7", membership(), 0)
+    assert revision > 0
     stored = await store.load("job-7")
     assert stored is not None
-    assert (stored.membership, stored.revision) == (membership(), 1)
+    assert (stored.membership, stored.revision) == (membership(), revision)
 
 
 async def test_each_write_names_the_revision_before_it(store: Store) -> None:
-    revision = await store.compare_and_swap("job-7", membership(), 0)
+    first = await store.compare_and_swap("job-7", membership(), 0)
     later = replace(membership(), run_number=4)
-    revision = await store.compare_and_swap("job-7", later, revision)
+    revision = await store.compare_and_swap("job-7", later, first)
+    assert revision > first
     stored = await store.load("job-7")
     assert stored is not None
     assert (stored.membership.run_number, stored.revision) == (4, revision)
 
 
-@pytest.mark.parametrize("revision", [0, 1, 3])
-async def test_a_lost_race_writes_nothing(store: Store, revision: int) -> None:
-    await store.compare_and_swap("job-7", membership(), 0)
-    await store.compare_and_swap("job-7", membership(), 1)
+@pytest.mark.parametrize("named", ["none", "the first", "one to come"])
+async def test_a_lost_race_writes_nothing(store: Store, named: str) -> None:
+    first = await store.compare_and_swap("job-7", membership(), 0)
+    second = await store.compare_and_swap("job-7", membership(), first)
+    revision = {"none": 0, "the first": first, "one to come": second + 1}[named]
     with pytest.raises(RevisionConflictError, match="job-7") as refused:
         await store.compare_and_swap(
             "job-7", replace(membership(), run_number=9), revision, [record("lost")]
@@ -114,7 +136,7 @@ async def test_a_lost_race_writes_nothing(store: Store, revision: int) -> None:
     assert refused.value.definite
     stored = await store.load("job-7")
     assert stored is not None
-    assert (stored.membership.run_number, stored.revision) == (3, 2)
+    assert (stored.membership.run_number, stored.revision) == (3, second)
     assert await store.history("job-7", 10) == ()
 
 
@@ -150,6 +172,28 @@ async def test_history_rides_on_the_commit_and_is_read_oldest_first(store: Store
     assert await store.history("job-9", 10) == ()
 
 
+async def test_names_do_not_get_in_each_others_way(store: Store) -> None:
+    """One name may begin with another, or look like a path, or hold what separates keys."""
+    names = sorted(("a", "a/b", "a-b", "a0", "a:b@c._", "a%2Fb", "A", "/", ".", "ä ☠", "a" * 128))
+    for name in names:
+        await store.compare_and_swap(name, membership(name), 0, [record(name, name)])
+    assert await store.list() == tuple(names)
+    for name in names:
+        stored = await store.load(name)
+        assert stored is not None
+        assert stored.membership.rdzv_id == name
+        assert await store.history(name, 10) == (record(name, name),)
+
+
+async def test_a_long_history_is_read_whole(store: Store) -> None:
+    rows = [record(f"{number} {'x' * 900}") for number in range(HISTORY_ROWS - 1)]
+    await store.append(rows)
+    await store.append([])
+    await store.append([record("the last")])
+    assert await store.history("job-7", 2**31 - 1) == (*rows, record("the last"))
+    assert await store.history("job-7", 0) == ()
+
+
 async def test_history_is_bounded_for_each_job(store: Store) -> None:
     await store.append([record("kept", "job-8")])
     for number in range(100):
@@ -163,6 +207,11 @@ async def test_leadership_grows_with_every_take_over(store: Store) -> None:
     assert [await store.take_over() for _ in range(3)] == [1, 2, 3]
     assert await store.take_over(at_least=1_000) == 1_000
     assert await store.take_over(at_least=5) == 1_001
+
+
+async def test_no_leadership_is_given_twice(store: Store) -> None:
+    numbers = await asyncio.gather(*(store.take_over() for _ in range(8)))
+    assert sorted(numbers) == list(range(1, 9))
 
 
 async def test_a_closed_store_refuses(store: Store) -> None:
@@ -253,7 +302,7 @@ async def test_a_newer_schema_is_refused_and_left_untouched(tmp_path: Path) -> N
     db.commit()
     db.close()
     before = (tmp_path / "rdzv.db").read_bytes()
-    with pytest.raises(RendezvousStateError, match=r"schema version 9, .* up to 1; it was left"):
+    with pytest.raises(RendezvousStateError, match=r"schema version 9, .* up to \d+; it was left"):
         await SqliteStore.open(tmp_path)
     assert (tmp_path / "rdzv.db").read_bytes() == before
 

@@ -161,6 +161,31 @@ def large() -> pb.JobStatus:
     )
 
 
+def watched() -> pb.JobStatus:
+    """A job of torch's own rendezvous: what its nodes do not write down is not known."""
+    nodes = [
+        pb.NodeStatus(
+            node_id=f"h{i}_{4711 + i}_0",
+            state="seated" if i < 2 else "waiting",
+            group_rank=i if i < 2 else None,
+            address=f"h{i}",
+            state_age_ms=62_000 - 20_000 * i,
+            reason=f"last heartbeat {i + 1}.0 s ago",
+        )
+        for i in range(3)
+    ]
+    return pb.JobStatus(
+        rdzv_id="tutorial",
+        state="running",
+        reason="2 nodes run round 0; waiting until they restart: h2_4713_0",
+        round=0,
+        state_age_ms=62_000,
+        run_age_ms=65_000,
+        nodes=nodes,
+        backend="c10d",
+    )
+
+
 def history() -> list[pb.Event]:
     """Three events of one second."""
     texts = (

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 
 import grpc
 
-from rdzv.errors import ERROR_CODE_METADATA_KEY, RendezvousError, UnknownJobError
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    LEADER_METADATA_KEY,
+    NotLeaderError,
+    RendezvousError,
+    UnknownJobError,
+)
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
@@ -64,7 +70,10 @@ class FakeControl(pb_grpc.ControlServicer):
 
 
 def _abort(context: grpc.ServicerContext, error: RendezvousError) -> None:
-    context.set_trailing_metadata(((ERROR_CODE_METADATA_KEY, error.code),))
+    trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
+    if isinstance(error, NotLeaderError):
+        trailing.append((LEADER_METADATA_KEY, error.leader))
+    context.set_trailing_metadata(tuple(trailing))
     context.abort(grpc.StatusCode[error.grpc_status], str(error))
 
 
@@ -79,9 +88,10 @@ def summary(job: pb.JobStatus) -> pb.JobSummary:
         min_nodes=job.min_nodes,
         max_nodes=job.max_nodes,
         world_size=job.world_size,
-        restarts=job.restarts,
-        max_restarts=job.max_restarts,
+        restarts=job.restarts if job.HasField("restarts") else None,
+        max_restarts=job.max_restarts if job.HasField("max_restarts") else None,
         state_age_ms=job.state_age_ms,
+        backend=job.backend,
     )
 
 

@@ -806,6 +806,87 @@ def test_a_server_that_comes_back_in_time_decides() -> None:
     assert node.hear(CONNECTED, ended()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
 
 
+# ------------------------------------------------------------------ the fence
+
+
+def fenced(round_: int = 0, age_ms: int = 0) -> events.Fenced:
+    return events.Fenced(round_, age_ms)
+
+
+def test_a_fenced_node_joins_again_and_no_worker_of_it_has_failed() -> None:
+    node = running()
+    assert node.hear(LOST, fenced(), exited(0, None), exited(1, None)) == []
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, (), fenced=True)]
+    assert (node.phase, node.state.left_round) == (Phase.JOINING, 0)
+    assert node.hear(CONNECTED) == []
+    assert node.hear(completed(1)) == [StartWorkers(line(1))]
+    assert not node.state.fenced
+
+
+def test_a_worker_that_failed_before_the_fence_has_failed() -> None:
+    node = running()
+    [said, _] = node.hear(exited(1, 1))
+    assert isinstance(said, SayFailed)
+    node.hear(fenced(), exited(0, None))
+    *_, join = node.hear(gone())
+    assert isinstance(join, SayJoin) and [f.local_rank for f in join.failures] == [1]
+    assert not join.fenced
+
+
+def test_a_worker_that_had_failed_when_the_fence_came_has_failed_though_heard_of_later() -> None:
+    node = running()
+    node.hear(fenced(age_ms=10), exited(1, 1, age_ms=11))
+    *_, join = node.hear(gone())
+    assert isinstance(join, SayJoin) and len(join.failures) == 1 and not join.fenced
+
+
+def test_workers_that_break_on_the_killed_ones_have_not_failed_though_all_is_heard_late() -> None:
+    """The agent itself was stopped: by the error file, a worker failed long before it hears."""
+    node = running()
+    node.wait(60_000)
+    assert node.hear(fenced(age_ms=50_000), exited(0, None), exited(1, 1, age_ms=49_990)) == []
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, (), fenced=True)]
+
+
+def test_a_node_that_has_succeeded_is_not_fenced() -> None:
+    for node in (sweeping(), at_barrier()):
+        before = node.state
+        assert node.hear(fenced()) == []
+        assert node.state == before
+
+
+@pytest.mark.parametrize("make", [joining, rejoining])
+def test_a_fence_of_a_round_that_is_over_changes_nothing(make: type[Node]) -> None:
+    node = make()
+    before = node.state
+    assert node.hear(fenced(0), fenced(7)) == []
+    assert node.state == before
+
+
+def test_a_fence_while_the_workers_stop_changes_nothing_about_the_end() -> None:
+    node = stopping()
+    assert node.hear(fenced(), gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    node = leaving()
+    told = node.hear(fenced(), gone())
+    assert outcome_of(told).exit_code == 128 + SIGTERM
+
+
+def test_a_fenced_node_without_a_server_says_so_in_the_end() -> None:
+    node = running()
+    node.hear(LOST, fenced(), exited(0, None), exited(1, None), gone())
+    outcome = outcome_of(node.wait(600_000))
+    assert outcome.exit_code == 75
+    assert outcome.text.endswith("they were killed, as --fence-after asks for")
+
+
+def test_workers_that_survive_the_fence_are_reported_to_the_server_that_comes_back() -> None:
+    node = running()
+    node.hear(LOST, fenced(), events.WorkersStuck(0, (101,)))
+    assert node.hear(CONNECTED) == [SayStuck("r1", 0, (101,))]
+    node.hear(gone())
+    assert node.hear(LOST, CONNECTED) == []
+
+
 # ------------------------------------------------------------------ refusals
 
 REFUSALS = {
@@ -868,6 +949,7 @@ ALPHABET: tuple[events.Event, ...] = (
     exited(0, 0, round_=1),
     gone(0),
     gone(1),
+    events.Fenced(0, 100),
     events.StartFailed(0, "no"),
     events.StoreHostReady(0),
     events.StoreHostExited(0, "no"),

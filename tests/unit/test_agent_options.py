@@ -9,6 +9,7 @@ from signal import Signals
 
 import pytest
 
+from rdzv.agent import flags
 from rdzv.agent.launch import Launch, Output
 from rdzv.agent.numa import NumaBinding
 from rdzv.agent.options import parse_conf, parse_launch, parse_nnodes, parse_streams
@@ -67,6 +68,18 @@ def test_a_job_of_its_own_has_a_name_of_its_own() -> None:
     names = {launch().job.rdzv_id for _ in range(3)}
     assert len(names) == 3
     assert all(name.startswith("standalone-") for name in names)
+
+
+def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
+    assert launch(*HEAD).job.fence_after_ms == 0
+    assert launch(*HEAD, "--fence-after=3.5").job.fence_after_ms == 3_500
+    assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=head", "--fence-after=3").job
+
+
+@pytest.mark.parametrize("alone", [(), ("--standalone",)])
+def test_a_node_that_can_not_be_cut_off_has_no_fence(alone: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"--fence-after=3 has no use here: .* its own"):
+        launch(*alone, "--fence-after=3")
 
 
 def test_nodes_of_one_machine_have_different_names() -> None:
@@ -221,6 +234,60 @@ def test_what_follows_the_script_belongs_to_the_script(
     assert found.role == ("a" if "--role=a" in argv else "default")
 
 
+@pytest.mark.parametrize(
+    ("argv", "whole"),
+    [
+        (["--nproc-per=2"], ["--nproc-per-node=2"]),
+        (["--nproc_p", "2"], ["--nproc-per-node=2"]),
+        (["--nn", "2:3", "--max=1", *HEAD], ["--nnodes=2:3", "--max-restarts=1", *HEAD]),
+        (["--rdzv-end=head", "--rdzv_i", "job-7"], list(HEAD)),
+        (["--no-p", "--master-a=a"], ["--no-python", "--master-addr=a"]),
+        # --node-id, which torchrun has not, does not make it mean two things.
+        (["--node=1", "--nnodes=2"], ["--node-rank=1", "--nnodes=2"]),
+        (["-mt3", "--ro", "a b"], ["--module", "--tee=3", "--role=a b"]),
+        (["-m", "-r", "0:1", "--stan"], ["--module", "--redirects=0:1", "--standalone"]),
+    ],
+)
+def test_an_abbreviation_means_what_it_means_to_torchrun(argv: list[str], whole: list[str]) -> None:
+    script = ["t", "--nn", "-m"]
+    found = flags.parse([*argv, *script], {})
+    assert vars(found) == vars(flags.parse([*whole, *script], {}))
+    assert found.training_script_args == ["--nn", "-m"]
+
+
+def test_a_value_that_looks_like_a_flag_is_left_alone() -> None:
+    found, _ = parse_launch(["--rol", "x", "--rdzv-conf", "a=b", "t", "--rol", "--no"])
+    assert (found.role, found.args) == ("x", ("--rol", "--no"))
+
+
+# ------------------------------------------------------------------ torch.distributed.launch
+
+
+def test_a_script_of_old_is_told_its_local_rank_before_its_own_arguments() -> None:
+    found, _ = parse_launch(["--nproc-per-node=2", "t.py", "a"], legacy=True)
+    assert found.argv(1)[2:] == ("t.py", "--local-rank=1", "a")
+    found, _ = parse_launch(["-m", "pkg.t", "a"], legacy=True)
+    assert found.argv(0)[2:] == ("-m", "pkg.t", "--local-rank=0", "a")
+
+
+@pytest.mark.parametrize("option", ["--use-env", "--use_env", "--use"])
+def test_or_reads_it_from_the_environment(option: str) -> None:
+    found, _ = parse_launch([option, "--no-python", "t", "a"], legacy=True)
+    assert found.argv(1) == ("t", "a")
+
+
+def test_a_program_of_old_is_told_by_the_environment_alone() -> None:
+    with pytest.raises(InvalidRequestError, match="add --use-env, and read LOCAL_RANK"):
+        parse_launch(["--no-python", "t"], legacy=True)
+    assert parse_launch(["--no-python", "t"])[0].argv(0) == ("t",)
+
+
+def test_only_torch_distributed_launch_has_use_env(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_launch(["--use-env", "t"])
+    assert "unrecognized arguments: --use-env" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------ what makes no sense
 
 REFUSED = [
@@ -250,16 +317,24 @@ REFUSED = [
     ),
     (
         "--rdzv-endpoint=, --rdzv-id=j",
-        "--rdzv-endpoint=, names no server; give HOST:PORT of an rdzvd",
+        "endpoint ',' can not be used: it names no host; write HOST:PORT, or several with commas",
     ),
     (
         "--rdzv-backend=etcd",
-        "--rdzv-backend=etcd is not supported by this version; use rdzv with "
-        "--rdzv-endpoint=HOST:PORT of an rdzvd",
+        "--rdzv-backend=etcd needs --rdzv-endpoint=HOST:PORT of an etcd v3",
+    ),
+    (
+        "--rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379",
+        "--rdzv-id is missing: with --rdzv-backend=etcd-v2 all jobs share one etcd, and this one "
+        "could be mixed up with another; give all nodes of this job the same --rdzv-id=NAME",
+    ),
+    (
+        "--rdzv-backend=etcd --rdzv-endpoint=e --rdzv-id=j --rdzv-conf=protocol=ftp",
+        "--rdzv-conf: protocol=ftp is neither http nor https",
     ),
     (
         "--rdzv-backend=mine",
-        "--rdzv-backend=mine is not known to rdzvrun; use one of rdzv, c10d, static",
+        "--rdzv-backend=mine is not known to rdzvrun; use one of rdzv, c10d, etcd, static",
     ),
     (
         "--rdzv-backend=c10d --nnodes=2",
@@ -282,11 +357,6 @@ REFUSED = [
     ),
     ("-m --run-path", "-m and --run-path exclude each other; leave one of them out"),
     (
-        "--logs-specs=mine",
-        "--logs-specs=mine is code for torch's own agent, which rdzvrun has not; use --redirects, "
-        "--tee and --log-dir",
-    ),
-    (
         "--nproc-per-node=x",
         "--nproc-per-node=x is no number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
     ),
@@ -299,6 +369,16 @@ REFUSED = [
     (
         "--shutdown-timeout=-1",
         "--shutdown-timeout=-1: give a number of seconds from 0 to 86400",
+    ),
+    (
+        "--fence-after=0.5",
+        "--fence-after=0.5: give a number of seconds from 1 to 3600, and at least 1 s below the "
+        "server's lease",
+    ),
+    (
+        "--fence-after=nan",
+        "--fence-after=nan: give a number of seconds from 1 to 3600, and at least 1 s below the "
+        "server's lease",
     ),
     (
         "--shutdown-timeout=nan",
@@ -368,7 +448,9 @@ def test_a_variable_that_makes_no_sense_is_named(
         ([], "the following arguments are required: script"),
         (["--max-restarts=x", "t"], "argument --max-restarts/--max_restarts: invalid int value"),
         (["--shutdown-timeout=x", "t"], "invalid float value: 'x'"),
-        (["--nproc=2", "t"], "unrecognized arguments: --nproc=2"),
+        (["--top=r1", "t"], "unrecognized arguments: --top=r1"),
+        (["--no", "t"], "--no may be --no-python or --node-rank; write out the one that is meant"),
+        (["--log=x", "t"], "--log may be --log-dir or --logs-specs; write out the one"),
         (["--nope", "t"], "unrecognized arguments: --nope"),
         (["--role"], "argument --role: expected one argument"),
     ],
@@ -388,7 +470,8 @@ def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     (record,) = caplog.records
     assert record.getMessage() == (
         "--rdzv-conf: unknown key timeot; known: join_timeout, last_call_timeout, scale_up, "
-        "restart_window, reuse, failure_stop_timeout, server_timeout, is_host"
+        "restart_window, reuse, failure_stop_timeout, server_timeout, etcd_prefix, "
+        "protocol, cacert, cert, key, etcd_user, etcd_password_file, is_host"
     )
 
 
@@ -413,6 +496,31 @@ def test_the_c10d_back_end_is_served_by_the_node_that_owns_the_host() -> None:
         [*line, "--rdzv-endpoint=192.0.2.1:7", "--rdzv-conf=is_host=1", "train.py"]
     )[1]
     assert told.host_at == Endpoint("192.0.2.1", 7)
+
+
+def test_the_etcd_back_ends_are_served_by_whom_the_nodes_elect() -> None:
+    line = ("--rdzv-backend=etcd", "--nnodes=2:3", "--rdzv-endpoint=e1,e2:7")
+    meeting = parse_launch([*line, "--rdzv-id=night:7", "train.py"])[1]
+    assert meeting.elect_by is not None
+    assert meeting.elect_by.endpoints == (Endpoint("e1", 2379), Endpoint("e2", 7))
+    assert meeting.elect_by.prefix == "/torchelastic/p2p/night_3a_7"
+    assert meeting.endpoints == meeting.elect_by.endpoints
+    own = parse_launch(
+        [*line, "--rdzv-id=j", "--rdzv-conf=etcd_prefix=/mine/,protocol=https", "train.py"]
+    )[1]
+    assert own.elect_by is not None
+    assert (own.elect_by.prefix, own.elect_by.secure) == ("/mine/j", True)
+
+
+def test_no_two_jobs_share_a_part_of_etcd() -> None:
+    names = ("a:b", "a_3a_b", "a_b", "a.b", "a@b", "A:b")
+    prefixes = set()
+    for name in names:
+        line = ["--rdzv-backend=etcd", "--rdzv-endpoint=e", f"--rdzv-id={name}", "train.py"]
+        etcd = parse_launch(line)[1].elect_by
+        assert etcd is not None
+        prefixes.add(etcd.prefix)
+    assert len(prefixes) == len(names)
 
 
 def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rdzv.agent import server_link
 from rdzv.agent.core import events
+from rdzv.agent.runner import boottime_ms
 from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Result
@@ -87,10 +88,25 @@ class Talk:
     async def say(self, leadership: int = 1, **body: object) -> None:
         await self._context.write(pb.ServerMessage(leadership=leadership, **body))  # type: ignore[arg-type]
 
+    async def heartbeat(self) -> int:
+        """Pass over what is said until the next heartbeat; return its number."""
+        while (message := await self.hear()) is not None:
+            if message.HasField("heartbeat"):
+                return message.heartbeat.number
+        raise AssertionError("the node has ended the stream")
+
     async def welcome(
-        self, leadership: int = 1, incarnation: int = 7, interval_ms: int = 0
+        self,
+        leadership: int = 1,
+        incarnation: int = 7,
+        interval_ms: int = 0,
+        lease_ms: int = 3_600_000,
     ) -> None:
-        welcome = pb.Welcome(incarnation=incarnation, heartbeat_interval_ms=interval_ms or 60_000)
+        welcome = pb.Welcome(
+            incarnation=incarnation,
+            heartbeat_interval_ms=interval_ms or 60_000,
+            lease_ms=lease_ms,
+        )
         await self.say(leadership, welcome=welcome)
 
     def end(
@@ -145,8 +161,10 @@ async def server() -> AsyncIterator[Server]:
 class Job:
     """Notes what its driver would hear, and believes what the story says."""
 
-    def __init__(self, rdzv_id: str = "job-7") -> None:
+    def __init__(self, rdzv_id: str = "job-7", fence_after_ms: int = 0) -> None:
         self.rdzv_id = rdzv_id
+        self.fence_after_ms = fence_after_ms
+        self.renewals: asyncio.Queue[int] = asyncio.Queue()
         self.run: str | None = ""
         self.notes: list[str] = []
         self.everything: list[events.Event] = []
@@ -163,6 +181,14 @@ class Job:
 
     def note(self, reason: str) -> None:
         self.notes.append(reason)
+
+    def renew_fence(self, heard_at_ms: int) -> None:
+        self.renewals.put_nowait(heard_at_ms)
+
+    async def renewed(self) -> int:
+        """Return when the server was next proven to have heard this node."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.renewals.get()
 
     async def hear(self, kind: type[events.Event]) -> events.Event:
         """Return the next event of a kind, passing over others."""
@@ -266,6 +292,118 @@ async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
             message = await talk.hear()
             assert message is not None
             assert message.HasField("heartbeat")
+
+
+# ------------------------------------------------------------------ the fence
+
+FENCED_MS = 600_000
+"""A fence that no story lives to see."""
+
+
+async def test_without_a_fence_no_answer_is_asked_for(server: Server) -> None:
+    async with running(link_to(server.endpoint, jobs=(Job(),))):
+        talk, hello = await server.greet(interval_ms=100)
+        assert hello.fence_after_ms == 0
+        assert [await talk.heartbeat() for _ in range(2)] == [0, 0]
+
+
+async def test_the_hello_names_the_latest_fence_and_the_earliest_sets_the_pace(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
+    jobs = (Job("job-1", FENCED_MS), Job("job-2", 3_000), Job("job-3"))
+    async with running(link_to(server.endpoint, jobs=jobs)):
+        talk, hello = await server.greet()
+        assert hello.fence_after_ms == FENCED_MS
+        for expected in (1, 2):  # The second comes after a third of three seconds, not of an hour.
+            assert await talk.heartbeat() == expected
+            await talk.say(heard=pb.Heard(number=expected))
+
+
+async def test_a_welcome_proves_that_the_hello_was_heard(server: Server) -> None:
+    job = Job(fence_after_ms=FENCED_MS)
+    before_ms = boottime_ms()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk = await server.talk()
+        await talk.hello()
+        sent_by_ms = boottime_ms()
+        await asyncio.sleep(0.05)
+        assert job.renewals.empty()
+        await talk.welcome()
+        assert before_ms <= await job.renewed() <= sent_by_ms
+
+
+async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
+    server: Server,
+) -> None:
+    job = Job(fence_after_ms=FENCED_MS)
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet(interval_ms=100)
+        welcomed = await job.renewed()
+        first = await talk.heartbeat()
+        sent_by_ms = boottime_ms()
+        last = await talk.heartbeat()
+        await talk.say(heard=pb.Heard(number=first))
+        assert welcomed <= await job.renewed() <= sent_by_ms
+        await talk.say(heard=pb.Heard(number=first))  # Again, and so no news.
+        await talk.say(heard=pb.Heard(number=last))
+        assert await job.renewed() > sent_by_ms
+
+
+async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> None:
+    """What the server says of its own accord may have been on its way for long."""
+    job = Job(fence_after_ms=FENCED_MS)
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet(leadership=5)
+        await job.renewed()
+        number = await talk.heartbeat()
+        await talk.say(leadership=5, heard=pb.Heard(number=number + 1))
+        await talk.say(leadership=5, heard=pb.Heard(number=0))
+        await talk.say(leadership=5, joined=pb.Joined(rdzv_id="job-7", run="r1"))
+        await job.hear(events.Joined)
+        await talk.say(leadership=4, heard=pb.Heard(number=number))
+        await job.hear(events.ServerLost)
+        assert job.renewals.empty()
+
+
+async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
+    job = Job(fence_after_ms=FENCED_MS)
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link):
+        talk, _ = await server.greet(interval_ms=100)
+        await talk.heartbeat()
+
+        async def chat() -> None:
+            while True:
+                link.say(success(0))
+                await asyncio.sleep(0.02)
+
+        chatting = asyncio.create_task(chat())
+        assert [await talk.heartbeat() for _ in range(2)] == [2, 3]
+        chatting.cancel()
+
+
+async def test_a_server_that_answers_no_more_is_tried_anew(server: Server) -> None:
+    """Long before any ping would notice, so that there is a chance before the fence comes."""
+    job = Job(fence_after_ms=1_500)
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        await job.renewed()
+        await talk.heartbeat()
+        again, _ = await server.greet()
+        await again.heartbeat()
+
+
+async def test_a_fence_too_close_to_the_lease_is_refused_for_its_job(server: Server) -> None:
+    late, other = Job("job-1", 4_001), Job("job-2", 4_000)
+    async with running(link_to(server.endpoint, jobs=(late, other))):
+        await server.greet(lease_ms=5_000)
+        refused = await late.hear(events.Refused)
+        assert isinstance(refused, events.Refused)
+        assert refused.code == "InvalidRequestError"
+        assert "--fence-after=4.001 is too long" in refused.message
+        await other.hear(events.ServerConnected)
+        assert other.everything == [events.ServerConnected()]
 
 
 # ------------------------------------------------------------------ what the server says

@@ -16,7 +16,7 @@ from rdzv.agent.core.model import (
     WorkerFailure,
 )
 from rdzv.core import commands as asked
-from rdzv.core.model import Cause, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.core.model import Cause, Claim, LeaveCause, Offer, Result, ScaleUp, Settings
 from rdzv.server import wire as server_wire
 from rdzv.server.config import Limits
 from rdzv.v1 import rdzv_pb2 as pb
@@ -164,7 +164,22 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
 
 IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
 REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
-RESUME = asked.Resume("n1", 12, "r1", 5)
+CLAIM = Claim(
+    round=5,
+    group_rank=LINE.group_rank,
+    group_world_size=LINE.group_world_size,
+    rank_first=LINE.rank_first,
+    world_size=LINE.world_size,
+    role_rank_first=LINE.role_rank_first,
+    role_world_size=LINE.role_world_size,
+    master_addr=LINE.master_addr,
+    master_port=LINE.master_port,
+    use_agent_store=LINE.use_agent_store,
+    restarts=LINE.restarts,
+    settings=SETTINGS,
+    offer=OFFER,
+)
+RESUME = asked.Resume("n1", 12, "r1", 5, CLAIM)
 FAIL = asked.Fail("n1", 12, "r1", 5, (REPORTED,))
 LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
 
@@ -178,7 +193,16 @@ BELIEFS = {
     "rejoining": (
         REJOINING,
         False,
-        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,)),),
+        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), claim=CLAIM),),
+    ),
+    "rejoining after its store host failed": (
+        replace(REJOINING, store_host_failed="died"),
+        False,
+        (
+            RESUME,
+            asked.ReportStoreHost("n1", 12, "r1", 5, "died"),
+            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), claim=CLAIM),
+        ),
     ),
     "running": (replace(IN_ROUND, phase=Phase.RUNNING), True, (RESUME,)),
     "stopping": (
@@ -240,8 +264,10 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
     """Otherwise a server that starts anew would refuse every node that trains."""
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
-            believed = belief_of(state, replace(OFFER, store_port=0))
-            assert server_wire.belief_of(believed, SPEAKER, LIMITS).commands == expected
+            offer = replace(OFFER, store_port=0)
+            heard_of = server_wire.belief_of(belief_of(state, offer), SPEAKER, LIMITS)
+            resume = replace(RESUME, claim=replace(CLAIM, offer=offer))
+            assert heard_of.commands == (resume, *expected[1:])
 
 
 # ------------------------------------------------------------------ what the server says
@@ -312,6 +338,7 @@ TOLD = {
     ),
     "waiting": (pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="why")), None),
     "welcome": (pb.ServerMessage(welcome=pb.Welcome(incarnation=1)), None),
+    "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
 }
 
 
@@ -321,7 +348,8 @@ def test_what_the_server_says_becomes_an_event(
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
     assert wire.event(message) == expected
-    assert wire.rdzv_id_of(message) == ("" if message.HasField("welcome") else "job-7")
+    about_the_node = message.WhichOneof("body") in ("welcome", "heard")
+    assert wire.rdzv_id_of(message) == ("" if about_the_node else "job-7")
 
 
 def test_every_message_of_the_server_is_known() -> None:

@@ -14,10 +14,11 @@ import grpc
 import pytest
 from fake_control import FakeControl, serving
 
-from rdzv.client import ControlClient, Endpoint, parse_endpoint
+from rdzv.client import ControlClient, Endpoint, Rota, parse_endpoint
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
+    NotLeaderError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
@@ -324,3 +325,46 @@ def test_what_can_not_travel_is_refused(client: ControlClient) -> None:
         client.status("\udcff")
     with pytest.raises(InvalidRequestError, match="limit"):
         client.events("a", limit=2**32)
+
+
+# ------------------------------------------------------------------------- several servers
+
+A, B, C = (Endpoint(host, 29400) for host in "abc")
+GONE = RendezvousConnectionError("can not be reached")
+
+
+def test_servers_are_asked_in_turn() -> None:
+    rota = Rota([A, B])
+    assert rota.present == A
+    assert not rota.failed(GONE)
+    assert rota.present == B
+    assert not rota.failed(GONE)
+    assert rota.present == A
+
+
+def test_the_one_that_leads_is_asked_at_once_although_it_was_not_given() -> None:
+    rota = Rota([A, B])
+    assert rota.failed(NotLeaderError("ask c", "c:29400"))
+    assert rota.present == C
+    assert not rota.failed(GONE)
+    assert rota.present == B
+
+
+def test_servers_that_point_to_each_other_are_not_asked_without_a_pause() -> None:
+    rota = Rota([A])
+    assert rota.failed(NotLeaderError("ask b", "b:29400"))
+    assert not rota.failed(NotLeaderError("ask a", "a:29400"))
+
+
+@pytest.mark.parametrize("leader", ["", "not an address:x", "a:29400"])
+def test_a_redirection_that_leads_nowhere_is_a_failure_like_any_other(leader: str) -> None:
+    assert not Rota([A, B]).failed(NotLeaderError("elsewhere", leader))
+
+
+def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:
+    standby = FakeControl()
+    with serving(control) as leads, serving(standby) as stands_by:
+        standby.error = NotLeaderError("this rdzvd stands by", leads)
+        with ControlClient(parse_endpoint(stands_by)) as client:
+            assert client.jobs() == ()
+            assert str(client.server) == leads

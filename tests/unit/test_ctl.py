@@ -70,7 +70,7 @@ def compare(name: str, text: str) -> None:
 # ------------------------------------------------------------------------------------ for people
 
 
-@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large"])
+@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
 def test_golden_status(control: FakeControl, sample: str) -> None:
     compare(sample, show(control, getattr(control_samples, sample)()))
 
@@ -82,6 +82,13 @@ def test_golden_list(control: FakeControl) -> None:
         control.jobs[name] = job
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
         compare("list", as_text.jobs(endpoint, client.jobs(), PAGE) + "\n")
+
+
+def test_golden_list_with_a_job_that_is_only_watched(control: FakeControl) -> None:
+    for job in (control_samples.running(), control_samples.watched()):
+        control.jobs[job.rdzv_id] = job
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        compare("list-watched", as_text.jobs("here", client.jobs(), PAGE) + "\n")
 
 
 def test_golden_events(control: FakeControl) -> None:
@@ -221,8 +228,9 @@ def test_status_for_programs(
         "nodes",
         "last_end",
         "last_failure",
+        "backend",
     ]
-    assert document["version"] == 1
+    assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
     assert document["nodes"][1] == {
         "node_id": "n2",
@@ -259,6 +267,19 @@ def test_what_is_not_known_is_null(
     for key in ("round", "world_size", "master_addr", "master_port", "last_end", "last_failure"):
         assert document[key] is None
     assert document["nodes"][0]["group_rank"] is None
+
+
+def test_a_job_that_is_only_watched_for_programs(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.jobs["tutorial"] = control_samples.watched()
+    for command in ("status tutorial", "list"):
+        assert run([*command.split(), "-o", "json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        job = document["jobs"][0] if command == "list" else document
+        assert (job["backend"], job["round"], job["state"]) == ("c10d", 0, "running")
+        for key in ("run", "min_nodes", "max_nodes", "world_size", "restarts", "max_restarts"):
+            assert job[key] is None
 
 
 def test_list_and_events_for_programs(

@@ -789,6 +789,8 @@ def every_event() -> list[events.Event]:
         events.WorkerFailed(0, failure),
         events.LastCallBegan(2, 30_000),
         events.RoundCompleted(round_),
+        events.RoundAdopted(round_),
+        events.NodeAdopted("n1", 0, 0),
         events.RoundEnded(0, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
         events.RoundSettled(0, Cause.NODE_LOST, "n2 was lost", 0, 3),
         events.RunEnded("run-1", ended),

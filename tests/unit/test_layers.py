@@ -67,6 +67,7 @@ RULES = (
         "stores keep memberships; they know neither the server nor the wire",
         "stores/**/*.py",
         never=of("rdzv.server", "rdzv.agent", "rdzv.ctl", "rdzv.v1", "grpc"),
+        but=of("stores/etcd_client.py"),
     ),
     Rule(
         "the server runs without the agent, on machines that have none",
@@ -95,7 +96,10 @@ RULES = (
         "server, agent and CLI run without torch in memory",
         "**/*.py",
         never=of("torch"),
-        but=of("agent/store_host.py", "agent/zygote.py", "torchrun.py", "torchrun/*.py"),
+        but=of(
+            *("agent/store_host.py", "agent/zygote.py", "torchrun.py", "torchrun/*.py"),
+            "c10d/store_server.py",
+        ),
     ),
     Rule(
         "the runner is started by path: it starts fast, and no environment can break it",
@@ -103,9 +107,33 @@ RULES = (
         only=of(),
     ),
     Rule(
+        "what strangers have pickled is read by a machine that can call nothing",
+        "c10d/unpickle.py",
+        never=of("pickle", "pickletools", "importlib", "copyreg", "builtins", "marshal"),
+        only=of("rdzv.errors"),
+        stdlib=False,
+    ),
+    Rule(
+        "what was seen of torch's jobs is told without I/O or a clock",
+        "c10d/watch.py",
+        only=of("rdzv.core", "rdzv.c10d.unpickle"),
+        stdlib=False,
+    ),
+    Rule(
+        "torch's store is served by an interpreter that may have nothing of rdzv",
+        "c10d/store_server.py",
+        only=of("torch"),
+    ),
+    Rule(
         "the operator's command speaks to the server through the client alone",
         "ctl/**/*.py",
         never=of("rdzv.server", "rdzv.stores", "rdzv.agent", "rdzv.v1"),
+    ),
+    Rule(
+        "etcd's own protocol is spoken in one place",
+        "**/*.py",
+        never=of("rdzv.etcd"),
+        but=of("stores/etcd_client.py", "etcd/*.py"),
     ),
 )
 

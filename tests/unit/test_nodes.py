@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from rdzv.core.nodes import (
+    FENCE_MARGIN_MS,
     AgentKind,
     Connect,
     Disconnect,
@@ -26,7 +27,7 @@ from rdzv.core.nodes import (
     Tick,
     step,
 )
-from rdzv.errors import NodeSupersededError, RendezvousConnectionError
+from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 
 
 @dataclass
@@ -62,10 +63,22 @@ class Fleet:
         instance: str = "a",
         kind: AgentKind = AgentKind.DAEMON,
         incarnation: int = 0,
+        fence_after_ms: int = 0,
     ) -> int:
         """Open a stream and return the incarnation that was given."""
+        self.do(
+            Connect(
+                node_id=node_id,
+                instance=instance,
+                kind=kind,
+                address=f"{node_id}.net",
+                pid=4711,
+                stream=self.streams + 1,
+                incarnation=incarnation,
+                fence_after_ms=fence_after_ms,
+            )
+        )
         self.streams += 1
-        self.do(Connect(node_id, instance, kind, f"{node_id}.net", 4711, self.streams, incarnation))
         return self.nodes.records[node_id].incarnation
 
     def disconnect(self, node_id: str) -> None:
@@ -278,7 +291,121 @@ def test_after_a_pause_of_the_server_leases_begin_anew() -> None:
     assert fleet.lost == ["n1", "n2"]
 
 
+# ------------------------------------------------------------------ fences
+
+
+@pytest.mark.parametrize(
+    ("kind", "fence_ms", "kept_ms"),
+    [
+        ("foreground", 1_000, 2_000),
+        ("foreground", 4_000, 5_000),
+        ("daemon", 1_000, 5_000),
+        ("daemon", 4_000, 5_000),
+    ],
+)
+def test_a_node_with_a_fence_is_waited_for_until_its_workers_are_gone(
+    kind: str, fence_ms: int, kept_ms: int
+) -> None:
+    """The end of its stream is no proof of that, so nothing shortens the wait."""
+    fleet = Fleet()
+    fleet.connect("n1", kind=AgentKind(kind), fence_after_ms=fence_ms)
+    fleet.pass_until(1_000)
+    fleet.disconnect("n1")
+    last = fleet.events[-1]
+    assert isinstance(last, NodeAway) and (last.until_ms, last.firm) == (1_000 + kept_ms, True)
+    fleet.pass_until(1_000 + kept_ms - 1)
+    assert not fleet.lost
+    fleet.pass_until(1_000 + kept_ms)
+    assert fleet.lost == ["n1"]
+
+
+def test_a_planned_absence_that_is_shorter_than_the_fence_does_not_shorten_it() -> None:
+    fleet = Fleet()
+    fleet.connect("n1", kind=AgentKind.FOREGROUND, fence_after_ms=4_000)
+    fleet.do(PlanAway("n1", 1, 10))
+    fleet.disconnect("n1")
+    fleet.pass_until(4_999)
+    assert not fleet.lost
+
+
+def test_another_instance_is_let_in_only_behind_the_fence() -> None:
+    """Also not after the stream's end: workers of the former one may run for a while yet."""
+    fleet = Fleet()
+    first = fleet.connect("n1", "a", AgentKind.FOREGROUND, fence_after_ms=4_000)
+    fleet.disconnect("n1")
+    fleet.pass_until(2_000)
+    with pytest.raises(RendezvousConnectionError, match=r"n1\.net pid 4711.* let in after 3 s"):
+        fleet.connect("n1", "b")
+    fleet.pass_until(3_000)
+    assert fleet.connect("n1", "a", incarnation=first, fence_after_ms=4_000) == first
+    fleet.disconnect("n1")
+    fleet.pass_until(3_000 + 5_000)
+    assert fleet.lost == ["n1"]
+    assert fleet.connect("n1", "b") > first
+
+
+def test_a_fence_too_close_to_the_lease_is_refused() -> None:
+    fleet = Fleet()
+    with pytest.raises(InvalidRequestError, match=r"--fence-after=4\.001 .* give at most 4$"):
+        fleet.connect("n1", fence_after_ms=4_001)
+    assert not fleet.nodes.records
+    fleet.connect("n1", fence_after_ms=4_000)
+
+
+def test_the_fence_is_measured_by_the_lease_that_the_node_gets() -> None:
+    tuning = NodesTuning(lease_nodes=1, lease_nodes_max=2, lease_ms=5_000, lease_max_ms=30_000)
+    fleet = Fleet(Nodes(1, tuning))
+    with pytest.raises(InvalidRequestError):
+        fleet.connect("n1", fence_after_ms=20_000)
+    fleet.connect("n2")
+    fleet.connect("n1", fence_after_ms=20_000)
+
+
 # ------------------------------------------------------------------ any order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_no_node_is_given_up_or_replaced_before_its_fence(seed: int) -> None:
+    random = Random(seed)
+    fleet = Fleet()
+    fence_ms = random.choice([1_000, 2_500, 4_000])
+    heard: dict[str, tuple[str, int]] = {}
+    """By node_id: who was last heard, and when."""
+    given_up = 0
+    for _ in range(300):
+        node_id, instance = random.choice(["n1", "n2"]), random.choice("ab")
+        record = fleet.nodes.records.get(node_id)
+        kinds = ["connect", "hear", "disconnect", "plan", "pass", "pause"]
+        match random.choices(kinds, [4, 4, 4, 2, 9, 0.1])[0]:
+            case "connect":
+                with suppress(NodeSupersededError, RendezvousConnectionError):
+                    agent = random.choice(list(AgentKind))
+                    fleet.connect(node_id, instance, agent, fence_after_ms=fence_ms)
+                    former, at_ms = heard.get(node_id, (instance, 0))
+                    if former != instance:
+                        assert fleet.now_ms >= at_ms + fence_ms + FENCE_MARGIN_MS
+                        given_up += 1
+                    heard[node_id] = instance, fleet.now_ms
+            case "hear":
+                fleet.do(Hear(frozenset({node_id})))
+                if record is not None and record.stream is not None:
+                    heard[node_id] = record.instance, fleet.now_ms
+            case "disconnect" if record is not None and record.stream is not None:
+                fleet.do(Disconnect(node_id, record.stream))
+            case "plan" if record is not None and record.stream is not None:
+                fleet.do(PlanAway(node_id, record.stream, random.choice([10, 9_000])))
+            case "pause":
+                fleet.do(Pause())
+            case _:
+                until_ms = fleet.now_ms + random.choice([1, 300, 2_000])
+                while fleet.now_ms < until_ms:
+                    wake_at_ms = fleet.nodes.wake_at_ms
+                    fleet.pass_until(min(until_ms, max(wake_at_ms or until_ms, fleet.now_ms + 1)))
+                    for lost in fleet.lost:
+                        assert fleet.now_ms >= heard[lost][1] + fence_ms + FENCE_MARGIN_MS
+                        given_up += 1
+                    fleet.events.clear()
+    assert given_up
 
 
 @pytest.mark.parametrize("seed", range(20))

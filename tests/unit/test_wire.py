@@ -11,6 +11,7 @@ from rdzv.core import commands
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import (
     Cause,
+    Claim,
     Ended,
     Failure,
     JobState,
@@ -28,6 +29,7 @@ from rdzv.server import wire
 from rdzv.server.config import Limits, Listen
 from rdzv.server.messages import (
     Closed,
+    Heard,
     Hello,
     Joined,
     Line,
@@ -103,6 +105,7 @@ def test_hello() -> None:
     assert wire.hello_of(hello(), LIMITS) == Hello(
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
+    assert wire.hello_of(hello(fence_after_ms=4_000), LIMITS).fence_after_ms == 4_000
 
 
 CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
@@ -167,8 +170,37 @@ def test_messages_become_commands(message: pb.NodeMessage, command: commands.Com
     assert wire.command_of(again, N1, LIMITS) == ("job-7", command)
 
 
-RESUME = commands.Resume("n1", 7, "feed", 2)
-LINE = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2)
+LINE = pb.RoundCompleted(
+    rdzv_id="job-7",
+    run="feed",
+    round=2,
+    group_rank=1,
+    group_world_size=3,
+    rank_first=2,
+    world_size=6,
+    role_rank_first=2,
+    role_world_size=6,
+    master_addr="10.0.0.9",
+    master_port=29501,
+    use_agent_store=True,
+    restarts=4,
+)
+CLAIM = Claim(
+    round=2,
+    group_rank=1,
+    group_world_size=3,
+    rank_first=2,
+    world_size=6,
+    role_rank_first=2,
+    role_world_size=6,
+    master_addr="10.0.0.9",
+    master_port=29501,
+    use_agent_store=True,
+    restarts=4,
+    settings=CORE_JOIN.settings,
+    offer=CORE_JOIN.offer,
+)
+RESUME = commands.Resume("n1", 7, "feed", 2, CLAIM)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +210,30 @@ LINE = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2)
         (
             pb.Belief(phase=pb.Belief.JOINING, join=join(left_round=2), round=LINE),
             False,
-            [replace(CORE_JOIN, left_round=2)],
+            [replace(CORE_JOIN, left_round=2, claim=CLAIM)],
+        ),
+        (
+            pb.Belief(
+                phase=pb.Belief.JOINING,
+                join=join(left_round=2),
+                round=LINE,
+                store_host_failed="died\nhard",
+            ),
+            False,
+            [
+                RESUME,
+                commands.ReportStoreHost("n1", 7, "feed", 2, "died hard"),
+                replace(CORE_JOIN, left_round=2, claim=CLAIM),
+            ],
+        ),
+        (
+            pb.Belief(
+                phase=pb.Belief.RUNNING,
+                join=join(),
+                round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2),
+            ),
+            True,
+            [replace(RESUME, claim=None)],
         ),
         (pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=LINE), True, [RESUME]),
         (
@@ -244,6 +299,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_hello(node_id="-rf"), "node_id '-rf'"),
         (read_hello(node_id="ä"), "node_id 'ä'"),
         (read_hello(node_id="n1\n"), "node_id"),
+        (read_hello(fence_after_ms=2**40), "fence_after_ms"),
         (read_hello(node_id="x" * 129), "has 129 characters; give at most 128"),
         (read_hello(instance="a b"), "instance 'a b'"),
         (read_hello(kind=0), "kind 0 is not known to this server; give one of 1, 2"),
@@ -338,6 +394,7 @@ A_LINE = Line(
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
+        (Heard(7), pb.ServerMessage(leadership=3, heard=pb.Heard(number=7))),
         (
             Welcome(7, 1_666, 5_000),
             pb.ServerMessage(
@@ -498,6 +555,14 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
     for field in summary.DESCRIPTOR.fields:
         if field.name != "nodes":
             assert getattr(summary, field.name) == getattr(VIEW, field.name)
+
+
+def test_who_forms_the_group_is_told() -> None:
+    assert (wire.job_status(VIEW, 0).backend, wire.job_summary(VIEW).backend) == ("rdzv", "rdzv")
+    watched = replace(VIEW, backend="c10d", restarts=None, max_restarts=None)
+    assert wire.job_status(watched, 0).backend == "c10d"
+    assert wire.job_summary(watched).backend == "c10d"
+    assert not wire.job_summary(watched).HasField("restarts")
 
 
 def test_a_row_of_history() -> None:

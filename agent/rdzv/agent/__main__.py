@@ -17,7 +17,8 @@ import click
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_USAGE
 from rdzv.agent.launch import Launch, check_startable
 from rdzv.agent.options import parse_launch
-from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging, summary
+from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
+from rdzv.agent.summary import summary
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousError
 

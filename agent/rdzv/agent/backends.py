@@ -3,24 +3,32 @@
 A command line either names a server, or means that one of the job's own nodes serves it. That
 node is found without asking anyone: it is the one with node rank 0 (`static`), or the one that
 owns the endpoint's host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's
-store lives on a training node; a standing `rdzvd` is what outlives every node.
+store lives on a training node. Or the nodes elect it by an etcd (`etcd`), which keeps the state,
+and elect another when it is gone. A standing `rdzvd` outlives every node without that.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from rdzv.client import DEFAULT_PORT, Endpoint, parse_endpoint
+from rdzv.client import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
+from rdzv.stores.etcd_client import EtcdConfig, first_line
 
 DEFAULT_MASTER_PORT = 29500
 """Of torchrun's static back-end."""
 
-_KNOWN = "rdzv, c10d, static"
+DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
+"""Of torchrun's etcd back-end."""
+
+_KNOWN = "rdzv, c10d, etcd, static"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,8 @@ class Meeting:
     rdzv_id: str
     host_at: Endpoint | None = None
     """Where this node serves the job itself."""
+    elect_by: EtcdConfig | None = None
+    """The etcd by which the nodes elect the one that serves them."""
     node_id: str = ""
     """The name that the back-end gives this node, if it does."""
     why: str = ""
@@ -52,6 +62,8 @@ class Wish:
     master_addr: str
     master_port: int | None
     is_host: bool | None
+    conf: Mapping[str, str]
+    """--rdzv-conf, of which the etcd back-ends take how etcd is reached."""
 
     @property
     def static(self) -> bool:
@@ -81,10 +93,7 @@ def choose(wish: Wish) -> Meeting:
         case "":
             return _static(wish) if _means_static(wish) else _standing(wish)
         case "etcd" | "etcd-v2":
-            raise InvalidRequestError(
-                f"--rdzv-backend={wish.backend} is not supported by this version; use rdzv with "
-                "--rdzv-endpoint=HOST:PORT of an rdzvd"
-            )
+            return _etcd(wish)
         case _:
             raise InvalidRequestError(
                 f"--rdzv-backend={wish.backend} is not known to rdzvrun; use one of {_KNOWN}"
@@ -125,12 +134,7 @@ def _standing(wish: Wish) -> Meeting:
             "--rdzv-id is missing: without a name of its own the job could be mixed up with "
             "another; give all nodes of this job the same --rdzv-id=NAME"
         )
-    texts = [text.strip() for text in wish.endpoint.split(",") if text.strip()]
-    endpoints = tuple(parse_endpoint(text, DEFAULT_PORT) for text in texts)
-    if not endpoints:
-        raise InvalidRequestError(
-            f"--rdzv-endpoint={wish.endpoint} names no server; give HOST:PORT of an rdzvd"
-        )
+    endpoints = parse_endpoints(wish.endpoint)
     return Meeting(endpoints, wish.rdzv_id, why=f"rdzvd at {', '.join(map(str, endpoints))}")
 
 
@@ -150,6 +154,58 @@ def _c10d(wish: Wish) -> Meeting:
         host_at=endpoint if hosts else None,
         why=f"c10d at {endpoint}, {where}",
     )
+
+
+def _etcd(wish: Wish) -> Meeting:
+    """Meet wherever the node serves that the others elect; torchrun's etcd and etcd-v2 alike.
+
+    It takes an etcd v3; the v2 API, which torchrun's back-ends speak, is gone from etcd 3.6.
+    """
+    given = f"--rdzv-backend={wish.backend}"
+    if not wish.endpoint:
+        raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")
+    if not wish.rdzv_id:
+        raise InvalidRequestError(
+            f"--rdzv-id is missing: with {given} all jobs share one etcd, and this one could be "
+            "mixed up with another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    etcd = _etcd_config(wish)
+    return Meeting(
+        etcd.endpoints,
+        wish.rdzv_id,
+        elect_by=etcd,
+        why=f"served by whichever node is elected, {etcd.place}",
+    )
+
+
+def _etcd_config(wish: Wish) -> EtcdConfig:
+    """Read how etcd is reached: the keys of torchrun's etcd, etcd-v2, and user and password."""
+    conf = wish.conf
+
+    def file(*keys: str) -> Path | None:
+        return next((Path(conf[key]) for key in keys if key in conf), None)
+
+    password = file("etcd_password_file")
+    protocol = conf.get("protocol", "http")
+    if protocol not in ("http", "https"):
+        raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is neither http nor https")
+    endpoints = [part.strip() for part in wish.endpoint.split(",") if part.strip()]
+    prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
+    return EtcdConfig.parse(
+        ",".join(e if "://" in e else f"{protocol}://{e}" for e in endpoints),
+        # Each job elects its own server, so each has its own part of etcd.
+        prefix=f"{prefix}/{_as_path(wish.rdzv_id)}",
+        user=conf.get("etcd_user", ""),
+        password=first_line(password) if password else "",
+        ca=file("cacert", "ca_cert"),
+        cert=file("cert", "ssl_cert"),
+        key=file("key", "ssl_cert_key"),
+    )
+
+
+def _as_path(rdzv_id: str) -> str:
+    """Write a job's name with the letters of a path; two names never become one."""
+    return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
 def _static(wish: Wish) -> Meeting:

@@ -13,11 +13,13 @@ import signal
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 from rdzv.agent import runner_link, wire
 from rdzv.agent.core import begin, commands, events, step
-from rdzv.agent.core.model import Assignment, Outcome, Phase
+from rdzv.agent.core.model import Assignment, Phase
 from rdzv.agent.errors import describe_exit, read_error
+from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.launch import (
     Launch,
     check_startable,
@@ -25,7 +27,9 @@ from rdzv.agent.launch import (
     local_address,
     reachable_host_name,
 )
+from rdzv.agent.runner import WorkerSpec
 from rdzv.agent.server_link import ServerLink
+from rdzv.agent.witness import Witness
 from rdzv.agent.worker_group import LocalWorkerGroup
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer
@@ -43,20 +47,23 @@ class JobDriver:
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:
         self.rdzv_id = launch.job.rdzv_id
+        self.fence_after_ms = launch.job.fence_after_ms
         self._launch = launch
         self._link = link
         self._state = begin(launch.job, _now_ms())
         self._workers = LocalWorkerGroup(launch)
+        self._witness = Witness(launch, _now_ms, self._workers.error_file)
         self._inbox: deque[events.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._offer = Offer(address="")
         self._store_socket = StoreSocket(loopback_only=True)
         self._runner: runner_link.RunnerLink | None = None
-        self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
 
     async def prepare(self, endpoint: Endpoint) -> None:
         """Get ready to join: find out what this node offers, and start its runner."""
+        await self._witness.open()
         await self._workers.prepare()
         self._offer = await self._make_offer(endpoint)
         runner_link.become_subreaper()
@@ -64,7 +71,7 @@ class JobDriver:
         self._link.add(self)
         self.post(events.Ticked())
 
-    async def wait(self) -> Outcome:
+    async def wait(self) -> NodeOutcome:
         """Wait until the job has ended for this node."""
         return await self._ended
 
@@ -76,6 +83,7 @@ class JobDriver:
         if self._runner is not None:
             await self._runner.close(RUNNER_CLOSE_TIMEOUT_S)
         await self._workers.close()
+        await self._witness.close()
 
     async def _make_offer(self, endpoint: Endpoint) -> Offer:
         launch = self._launch
@@ -102,6 +110,11 @@ class JobDriver:
         reuse = self._launch.refuse_reuse
         return wire.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=reuse)
 
+    def renew_fence(self, heard_at_ms: int) -> None:
+        """Take note that the server has heard this node at that time, or later."""
+        if self.fence_after_ms:
+            self._owner.renew_fence(heard_at_ms + self.fence_after_ms)
+
     def note(self, reason: str) -> None:
         """Tell the user why there are no workers to run."""
         log.info("%s: %s", self.rdzv_id, reason)
@@ -122,6 +135,7 @@ class JobDriver:
         self._tell(event)
         transition = step(self._state, event, _now_ms())
         self._state = transition.state
+        self._witness.note(event, transition.state, transition.commands)
         for command in transition.commands:
             self._do(command)
         self._arm(transition.wake_at_ms)
@@ -159,12 +173,14 @@ class JobDriver:
                 self._start(command.assignment)
             case commands.StopWorkers():
                 signum = signal.SIGTERM if command.signum is None else command.signum
+                # Those that were about to be started are not: their socket is not offered again.
+                self._store_socket.release()
                 self._owner.stop_workers(command.round, signum, command.grace_ms)
             case commands.StopStoreHost():
                 self._owner.stop_store_host(command.round)
             case commands.Exit():
                 if not self._ended.done():
-                    self._ended.set_result(command.outcome)
+                    self._ended.set_result(self._witness.outcome(command.outcome))
             case _:
                 self._link.say(wire.report(command, self.rdzv_id, _now_ms()))
 
@@ -185,12 +201,17 @@ class JobDriver:
         try:
             # Again before each round: what was there at the join may have gone since.
             check_startable(self._launch)
-            workers = self._workers.open_round(assignment)
         except InvalidRequestError as error:
             self._fail_start(assignment, str(error))
             return
-        except OSError as error:
-            self._fail_start(assignment, f"the log directory can not be written: {error}")
+        self._workers.open_round(assignment, partial(self._start_in, assignment))
+
+    def _start_in(self, assignment: Assignment, workers: list[WorkerSpec] | OSError) -> None:
+        """Start the workers where they are to write, unless the round has ended meanwhile."""
+        if self._state.phase is not Phase.RUNNING or self._state.assignment != assignment:
+            return
+        if isinstance(workers, OSError):
+            self._fail_start(assignment, str(workers))
             return
         self._start_store_host(assignment)
         self._owner.start_workers(assignment.round, workers)
@@ -217,6 +238,7 @@ class JobDriver:
         match event:
             case runner_link.WorkerStarted():
                 log.debug("local_rank %d is pid %d", event.local_rank, event.pid)
+                self._witness.worker_started(event.local_rank, event.pid)
             case runner_link.WorkersStartFailed():
                 self.post(events.StartFailed(event.round, event.reason))
             case runner_link.WorkerExited():
@@ -226,6 +248,9 @@ class JobDriver:
                 self.post(events.WorkersGone(event.round))
             case runner_link.WorkersStuck():
                 self.post(events.WorkersStuck(event.round, tuple(event.pids)))
+            case runner_link.WorkersFenced():
+                age_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
+                self.post(events.Fenced(event.round, age_ms))
             case runner_link.StoreHostReady():
                 self.post(events.StoreHostReady(event.round))
             case runner_link.StoreHostExited():
@@ -281,6 +306,15 @@ class JobDriver:
             case events.WorkersStuck():
                 pids = ", ".join(str(pid) for pid in event.pids)
                 log.error("%s: processes survive SIGKILL: pid %s", self.rdzv_id, pids)
+            case events.Fenced():
+                log.error(
+                    "%s: fenced: the server was out of reach for %g s (--fence-after), so the "
+                    "workers of round %d are killed, lest they run on beside others that take "
+                    "their place; this node joins again once the server answers",
+                    self.rdzv_id,
+                    self.fence_after_ms / 1000,
+                    event.round,
+                )
             case events.StoreHostExited() if self._serves(event.round):
                 text = "%s: the store host of round %d exited: %s"
                 log.warning(text, self.rdzv_id, event.round, event.reason)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from rdzv.errors import InvalidRequestError
 
 CONF_KEYS = {
     "join_timeout": "seconds to wait for min_nodes before giving up (default 600)",
@@ -24,6 +27,13 @@ CONF_KEYS = {
     "reuse": "false: refuse to begin a new run of a job whose last run has ended (default true)",
     "failure_stop_timeout": "seconds between SIGTERM and SIGKILL after a failure (default 5)",
     "server_timeout": "seconds to wait for a lost server without workers (default 600)",
+    "etcd_prefix": "etcd: where the keys of all jobs lie (default /torchelastic/p2p)",
+    "protocol": "etcd: http or https (default http)",
+    "cacert": "etcd: file with the CA of its certificates (PEM); also ca_cert",
+    "cert": "etcd: file with this node's certificate (PEM), with `key`; also ssl_cert",
+    "key": "etcd: file with the key of that certificate (PEM); also ssl_cert_key",
+    "etcd_user": "etcd: who the nodes are to it, with `etcd_password_file`",
+    "etcd_password_file": "etcd: file with the password in its first line",
     "is_host": "c10d: whether this node serves the job (default: if it owns the endpoint's host)",
 }
 
@@ -40,18 +50,100 @@ TORCH_CONF_KEYS = frozenset(
 )
 """What torchrun's back-ends take and rdzvrun has no use for: its streams need no such timings."""
 
+CONF_ALIASES = frozenset({"ca_cert", "ssl_cert", "ssl_cert_key"})
+"""What torchrun's etcd-v2 back-end calls `cacert`, `cert` and `key`."""
+
 _NO_EFFECT = "accepted for torchrun's sake; has no effect"
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> argparse.Namespace:
+OWN = frozenset(
+    {
+        "--fence-after",
+        "--log-line-prefix-template",
+        "--node-id",
+        "--topology",
+        "--version",
+    }
+)
+"""What torchrun has not: none of it may change what an abbreviation means under torchrun."""
+
+
+def parse(
+    argv: Sequence[str] | None, environ: Mapping[str, str], *, legacy: bool = False
+) -> argparse.Namespace:
     """Read a command line; PET_* of `environ` are the defaults.
+
+    `legacy` is the command line of torch.distributed.launch: torchrun's, and --use-env.
 
     Raises:
         SystemExit: usage (2), --help and --version (0).
     """
-    return _parser(environ).parse_args(argv)
+    parser = _parser(environ, legacy=legacy)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return parser.parse_args(expand(words, _options(parser)))
+    except InvalidRequestError as error:
+        parser.error(str(error))
+
+
+def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
+    """Write out the flags that are abbreviated, as torchrun's argparse would understand them.
+
+    An abbreviation is one of torchrun's flags if no other of torchrun's begins like it; flags
+    that only rdzvrun has are written whole. The script and what follows it are left alone.
+
+    Raises:
+        InvalidRequestError: several of torchrun's flags begin like it.
+    """
+    words = list(argv)
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        name, equals, value = words[at].partition("=")
+        if name.startswith("--"):
+            name = _whole(name, options)
+            words[at] = f"{name}{equals}{value}"
+            action, rest = options.get(name), equals
+        else:
+            action, rest = _last_short(words[at], options)
+        if action is None:
+            break  # The script, or what argparse refuses.
+        at += 1 if action.nargs == 0 or rest else 2
+    return words
+
+
+def _whole(name: str, options: Mapping[str, argparse.Action]) -> str:
+    """Return the flag that is meant; what means none is left for argparse to refuse."""
+    if name in options:
+        return name
+    meant = {
+        id(action): option
+        for option, action in options.items()
+        if option.startswith(name) and action.option_strings[0] not in OWN
+    }
+    if len(meant) > 1:
+        candidates = sorted(option.replace("_", "-") for option in meant.values())
+        raise InvalidRequestError(
+            f"{name} may be {' or '.join(candidates)}; write out the one that is meant"
+        )
+    return next(iter(meant.values()), name)
+
+
+def _last_short(
+    word: str, options: Mapping[str, argparse.Action]
+) -> tuple[argparse.Action | None, str]:
+    """Return the last of the short flags in -m, -mt or -mt1, and what of the word is its value."""
+    action = None
+    for place, letter in enumerate(word[1:], start=1):
+        action = options.get(f"-{letter}")
+        if action is None or action.nargs != 0:
+            return action, word[place + 1 :]
+    return action, ""
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {name: action for action in parser._actions for name in action.option_strings}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -63,9 +155,9 @@ class _HelpFormatter(argparse.HelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rdzvrun",
+        prog="python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun",
         formatter_class=_HelpFormatter,
         description="Run a distributed PyTorch job on this node; a drop-in for torchrun.",
         epilog="PET_<NAME> in the environment is the default of --<name>. Exit codes: 0 success, "
@@ -75,7 +167,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )
     version = metadata.version("rdzv")
     parser.add_argument("--version", action="version", version=f"rdzvrun {version}")
-    for names, settings in (*_where(), *_what(), *_output(), *_torchrun_only()):
+    options = [*_where(), *_what(), *_output(), *_torchrun_only()]
+    for names, settings in [*options, *(_legacy() if legacy else ())]:
         _add(parser, names, settings, environ)
     parser.add_argument("training_script", metavar="script", help="script, module or program")
     parser.add_argument(
@@ -104,7 +197,7 @@ def _add(
         parser.error(f"PET_{action.dest.upper()}={text} is neither 0 nor 1")
 
 
-_WITHOUT_ENVIRONMENT = frozenset({"numa_binding", "logs_specs", "help", "version"})
+_WITHOUT_ENVIRONMENT = frozenset({"numa_binding", "logs_specs", "help", "version", "use_env"})
 
 
 def _underscored(name: str) -> str:
@@ -215,6 +308,15 @@ def _what() -> list[Option]:
             help="between SIGTERM and SIGKILL when workers are stopped (default 30)",
         ),
         _option(
+            "--fence-after",
+            type=float,
+            default=None,
+            metavar="SECONDS",
+            help="kill this node's workers after so long without proof that the server hears the "
+            "node, so that they are gone before others take their place; at least 1 s below the "
+            "server's lease of 5 s or more (default: they train on without a server)",
+        ),
+        _option(
             "--signals-to-handle",
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             metavar="SIG,...",
@@ -292,7 +394,7 @@ def _output() -> list[Option]:
 
 
 def _torchrun_only() -> list[Option]:
-    """List what torchrun has and rdzvrun can do without."""
+    """List what rdzvrun has for torchrun's sake."""
     return [
         _option("--monitor-interval", type=float, default=0.1, metavar="S", help=_NO_EFFECT),
         _option(
@@ -305,9 +407,25 @@ def _torchrun_only() -> list[Option]:
             "--event-log-handler",
             default="null",
             metavar="NAME",
-            help="only null; `rdzvctl events` has the events of every job",
+            help="where torchelastic's events go: null (default), console, or a name that is "
+            "registered with torch in the job's interpreter",
         ),
         _option(
-            "--logs-specs", default=None, metavar="NAME", help="not supported: it runs in torch"
+            "--logs-specs",
+            default=None,
+            metavar="NAME",
+            help="who decides where workers' output goes: an entry point of the group "
+            "torchrun.logs_specs in the job's interpreter",
+        ),
+    ]
+
+
+def _legacy() -> list[Option]:
+    """List what torch.distributed.launch has beside torchrun's options."""
+    return [
+        _option(
+            "--use-env",
+            action="store_true",
+            help="leave LOCAL_RANK to the environment: pass no --local-rank to the script",
         ),
     ]

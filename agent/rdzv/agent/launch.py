@@ -27,6 +27,9 @@ PROBE_TIMEOUT_S = 10.0
 NO_FILES = Path(os.devnull)
 """The log directory of who wants no files, as under torchrun."""
 
+NO_HANDLER = "null"
+"""The handler of who wants no events, as under torchrun."""
+
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -44,6 +47,18 @@ class Output:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
+    logs_specs: str = ""
+    """Who decides all this instead: an entry point of the group `torchrun.logs_specs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventSink:
+    """Where torchelastic's events of this node go."""
+
+    destination: str = NO_HANDLER
+    """The name of a handler that torch knows."""
+    backend: str = "rdzv"
+    """The rendezvous back-end that the events name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,7 @@ class Launch:
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """What makes this node leave."""
     output: Output = field(default_factory=Output)
+    event_log: EventSink = EventSink()
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
         """Return the command line of one worker."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.launch import NO_FILES
+from rdzv.agent.launch import NO_FILES, Output
+from rdzv.agent.tee import Stream, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,31 @@ class WorkerFiles:
     stdout: Path
     stderr: Path
     error: Path
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """Where the output of one worker goes."""
+
+    stdout: Path | None
+    """None: the agent's own."""
+    stderr: Path | None
+    error: Path
+    """Where it leaves word of its failure."""
+    teed: Mapping[Stream, Path] = field(default_factory=dict)
+    """The files whose lines are copied to the console."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What of its environment depends on this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutput:
+    """Where the output of a round's workers goes."""
+
+    workers: tuple[WorkerOutput, ...]
+    """By LOCAL_RANK."""
+    filtered: Mapping[Stream, Path]
+    """The files for what --duplicate-stdout-filters and its like pick out."""
 
 
 class RunLogs:
@@ -62,6 +89,34 @@ class RunLogs:
             )
         _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
         return files
+
+
+def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:
+    """Send the workers' streams to these files, as --redirects, --tee and the filter have it."""
+    folder = files[0].stdout.parent.parent
+    filtered = {
+        Stream.OUT: folder / "filtered_stdout.log",
+        Stream.ERR: folder / "filtered_stderr.log",
+    }
+    return RoundOutput(tuple(_worker(n, own, output) for n, own in enumerate(files)), filtered)
+
+
+def _worker(local_rank: int, files: WorkerFiles, output: Output) -> WorkerOutput:
+    routes = {
+        stream: route(
+            file,
+            redirect=bool(output.redirects.get(local_rank, 0) & stream),
+            tee=bool(output.tee.get(local_rank, 0) & stream),
+            shown=output.shown_ranks is None or local_rank in output.shown_ranks,
+        )
+        for stream, file in ((Stream.OUT, files.stdout), (Stream.ERR, files.stderr))
+    }
+    return WorkerOutput(
+        stdout=routes[Stream.OUT].file,
+        stderr=routes[Stream.ERR].file,
+        error=files.error,
+        teed={stream: to.file for stream, to in routes.items() if to.followed and to.file},
+    )
 
 
 def _point(link: Path, target: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rdzv.agent import backends, flags
 from rdzv.agent.backends import Meeting, Wish
 from rdzv.agent.core.model import Job
-from rdzv.agent.launch import NO_FILES, Launch, Output, count_cpus, count_devices
+from rdzv.agent.launch import NO_FILES, EventSink, Launch, Output, count_cpus, count_devices
 from rdzv.agent.numa import NumaBinding
 from rdzv.agent.tee import parse_filters, parse_ranks
 from rdzv.core.model import ScaleUp, Settings
@@ -26,20 +26,32 @@ log = logging.getLogger("rdzv.agent")
 MAX_COUNT = 1_000_000
 """Above every limit of a server, which then says which; what is larger fits into no message."""
 MAX_CONF_S = 30 * 86_400
+MAX_FENCE_S = 3_600
+"""Above every lease; the server says which it gives."""
+
+_LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
+"""What torch.distributed.launch passes to a script, before its own arguments."""
 
 
-def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, Meeting]:
+def parse_launch(
+    argv: Sequence[str] | None = None, *, legacy: bool = False
+) -> tuple[Launch, Meeting]:
     """Turn a command line into what to launch, and where to meet the other nodes.
+
+    `legacy` is the command line of torch.distributed.launch.
 
     Raises:
         InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
         SystemExit: usage (2), --help and --version (0).
 
     """
-    args = flags.parse(argv, os.environ)
+    args = flags.parse(argv, os.environ, legacy=legacy)
     for option in ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr"):
         _check_printable(option, getattr(args, option))
     _check_exclusive(args)
+    script_args = tuple(args.training_script_args)
+    if legacy and not args.use_env:
+        script_args = (_LOCAL_RANK_ARGUMENT, *script_args)
     conf = parse_conf(args.rdzv_conf)
     meeting = backends.choose(_wish(args, conf))
     job = _job(args, conf, meeting)
@@ -47,7 +59,7 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, Meeting]:
     return Launch(
         job=job,
         script=args.training_script,
-        args=tuple(args.training_script_args),
+        args=script_args,
         module=args.module,
         no_python=args.no_python and not args.run_path,
         run_path=args.run_path,
@@ -60,6 +72,7 @@ def parse_launch(argv: Sequence[str] | None = None) -> tuple[Launch, Meeting]:
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
         signals=parse_signals(args.signals_to_handle),
         output=_output(args, size),
+        event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
     ), meeting
 
 
@@ -73,9 +86,12 @@ def _output(args: argparse.Namespace, local_world_size: int) -> Output:
         stderr_filters=parse_filters(args.duplicate_stderr_filters),
         prefix_template=args.log_line_prefix_template
         or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        logs_specs=args.logs_specs or "",
     )
     # As under torchrun: without files all output is the console's, whatever else is asked for.
-    return Output(log_dir=NO_FILES) if output.log_dir == NO_FILES else output
+    if output.log_dir == NO_FILES and not output.logs_specs:
+        return Output(log_dir=NO_FILES)
+    return output
 
 
 def _check_exclusive(args: argparse.Namespace) -> None:
@@ -83,15 +99,10 @@ def _check_exclusive(args: argparse.Namespace) -> None:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
         raise InvalidRequestError("-m and --run-path exclude each other; leave one of them out")
-    if args.logs_specs:
+    # torch.distributed.launch refuses it whatever else is asked for.
+    if args.no_python and not getattr(args, "use_env", True):
         raise InvalidRequestError(
-            f"--logs-specs={args.logs_specs} is code for torch's own agent, which rdzvrun has not; "
-            "use --redirects, --tee and --log-dir"
-        )
-    if args.event_log_handler != "null":
-        log.warning(
-            "--event-log-handler=%s has no effect; `rdzvctl events JOB` has the events",
-            args.event_log_handler,
+            "--no-python passes no --local-rank to the program; add --use-env, and read LOCAL_RANK"
         )
 
 
@@ -108,7 +119,15 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
         master_addr=args.master_addr,
         master_port=args.master_port,
         is_host=_conf_bool(conf, "is_host", default=False) if "is_host" in conf else None,
+        conf=conf,
     )
+
+
+def _backend(given: str, meeting: Meeting) -> str:
+    """Name the back-end as torchrun's events would: a node that meets nobody is c10d there."""
+    if not meeting.endpoints:
+        return "c10d"
+    return given or ("static" if meeting.node_id else "rdzv")
 
 
 def _job(args: argparse.Namespace, conf: Mapping[str, str], meeting: Meeting) -> Job:
@@ -131,6 +150,7 @@ def _job(args: argparse.Namespace, conf: Mapping[str, str], meeting: Meeting) ->
         shutdown_timeout_ms=_shutdown_timeout_ms(args.shutdown_timeout),
         failure_stop_timeout_ms=_conf_ms(conf, "failure_stop_timeout", 5),
         server_timeout_ms=_conf_ms(conf, "server_timeout", 600),
+        fence_after_ms=_fence_after_ms(args.fence_after, meeting),
     )
 
 
@@ -185,7 +205,7 @@ def parse_conf(text: str) -> dict[str, str]:
             raise InvalidRequestError(f"--rdzv-conf: {pair!r} is not of the form key=value")
         if key in flags.TORCH_CONF_KEYS:
             log.info("--rdzv-conf: %s is of torchrun's store, and has no effect here", key)
-        elif key not in flags.CONF_KEYS:
+        elif key not in flags.CONF_KEYS and key not in flags.CONF_ALIASES:
             known = ", ".join(flags.CONF_KEYS)
             log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)
         conf[key] = value
@@ -272,6 +292,23 @@ def _shutdown_timeout_ms(seconds: float | None) -> int:
         given = f"--shutdown-timeout={seconds:g}"
     if not 0 <= seconds <= 86_400:
         raise InvalidRequestError(f"{given}: give a number of seconds from 0 to 86400")
+    return round(seconds * 1000)
+
+
+def _fence_after_ms(seconds: float | None, meeting: Meeting) -> int:
+    if seconds is None:
+        return 0
+    given = f"--fence-after={seconds:g}"
+    if not 1 <= seconds <= MAX_FENCE_S:
+        raise InvalidRequestError(
+            f"{given}: give a number of seconds from 1 to {MAX_FENCE_S}, and at least 1 s below "
+            "the server's lease"
+        )
+    if not meeting.endpoints:
+        raise InvalidRequestError(
+            f"{given} has no use here: this node has a server of its own, from which it can not be "
+            "cut off; leave it out, or give --rdzv-endpoint"
+        )
     return round(seconds * 1000)
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_USAGE
-from rdzv.agent.core.model import NodeFailure, Outcome
-from rdzv.agent.errors import describe_exit, write_error
+from rdzv.agent.errors import write_error
 from rdzv.agent.launch import check_startable
 from rdzv.agent.options import parse_launch
+from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
 
 log = logging.getLogger("rdzv.agent")
@@ -26,19 +26,22 @@ log = logging.getLogger("rdzv.agent")
 EXIT_INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run rdzvrun and exit as the module's docstring says."""
+def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn:
+    """Run rdzvrun and exit as the module's docstring says.
+
+    `legacy` is the command line of torch.distributed.launch.
+    """
     try:
-        _run(argv)
+        _run(argv, legacy=legacy)
     except KeyboardInterrupt:
         # Ctrl-C before it listens to signals, or after: there is nothing left to end.
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _run(argv: Sequence[str] | None) -> NoReturn:
+def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
     set_up_logging("rdzvrun")
     try:
-        launch, meeting = parse_launch(argv)
+        launch, meeting = parse_launch(argv, legacy=legacy)
         check_startable(launch)
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)
@@ -49,10 +52,15 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
 
     try:
         [outcome] = asyncio.run(
-            take_part(launch.job.node_id, meeting.endpoints, [launch], meeting.host_at)
+            take_part(
+                launch.job.node_id, meeting.endpoints, [launch], meeting.host_at, meeting.elect_by
+            )
         )
-    except (RendezvousError, OSError) as error:
-        _fail(error, EXIT_FAILED)
+    except (RendezvousError, OSError, ExceptionGroup) as error:
+        found = _single(error)
+        if not isinstance(found, RendezvousError | OSError):
+            raise
+        _fail(found, EXIT_USAGE if isinstance(found, InvalidRequestError) else EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
     log.log(level, "%s", summary(launch.job.rdzv_id, outcome))
     if outcome.failures and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
@@ -61,6 +69,13 @@ def _run(argv: Sequence[str] | None) -> NoReturn:
         except OSError as error:
             log.warning("TORCHELASTIC_ERROR_FILE can not be written: %s", error)
     sys.exit(outcome.exit_code)
+
+
+def _single(error: Exception) -> Exception:
+    """Take an error out of the groups of tasks that it has come through."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
@@ -82,22 +97,6 @@ def set_up_logging(program: str) -> None:
     everything.setLevel(logging.WARNING)
     logging.getLogger("rdzv.events").setLevel(logging.CRITICAL)
     log.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
-
-
-def summary(rdzv_id: str, outcome: Outcome) -> str:
-    """Tell how it ended; after a failure, which worker failed first, where and why."""
-    lines = [f"{rdzv_id}: {outcome.text}"]
-    for index, failure in enumerate(outcome.failures):
-        lines.append("Root cause, the first failure of the job:" if index == 0 else "Beside it:")
-        lines += [f"  {line}" for line in _failure_lines(failure, with_traceback=index == 0)]
-    return "\n".join(lines)
-
-
-def _failure_lines(failure: NodeFailure, *, with_traceback: bool) -> list[str]:
-    where = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}"
-    how = describe_exit(failure.exit_code, failure.signal)
-    lines = [f"{where} ({failure.address}), pid {failure.pid}: {how}", failure.message]
-    return lines + (failure.traceback.splitlines() if with_traceback else [])
 
 
 if __name__ == "__main__":

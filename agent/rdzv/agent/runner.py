@@ -10,6 +10,7 @@ What the agent may ask (a request that is refused changes nothing, and is answer
     stop_workers      {round, signal, grace_s}
     start_store_host  {round, argv, env}, and with it a listening socket
     stop_store_host   {round}
+    renew_fence       {fence_at_ms}
     shutdown          {}
 
 What it hears:
@@ -19,6 +20,7 @@ What it hears:
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
     gone              {round}                         no process of it is left but its store host
     stuck             {round, pids}                   these survive SIGKILL; `gone` may yet follow
+    fenced            {round, at_ms}                  the fence has come; the round is then killed
     store_host_ready  {round}
     store_host_exited {round, exit_code, signal}
     error             {reason}
@@ -29,6 +31,10 @@ and its grace while a worker runs, then SIGKILL for every descendant until none 
 child subreaper, the runner inherits whoever daemonizes, so nobody escapes that.
 
 When the agent's end of the socket closes, everything is killed at once.
+
+A *fence* is a point in time by `boottime_ms` which no round outlives, whatever the agent does: it
+may be stopped, or hang. The agent renews it while there is proof that the server hears this node.
+A round that is to start when the fence has come starts no worker. Without a fence there is none.
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """A peer that leaves this much unread is taken for dead."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
+MAX_FENCE_AT_MS = 1 << 53
 STUCK_AFTER_S = 5.0
 SWEEP_INTERVAL_S = 0.25
 """How often a kill is repeated until nothing is left. Not how exits are noticed: those wake up."""
@@ -84,6 +91,8 @@ _IGNORED_SIGNALS = (
     signal.SIGTTIN,
     signal.SIGTTOU,
 )
+
+_TFD_TIMER_ABSTIME = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -340,6 +349,52 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
+# ---------------------------------------------------------------------- time
+
+
+def boottime_ms() -> int:
+    """Return the time since this machine's start, in which it slept or not.
+
+    The others' clocks went on while it was suspended, so this is what a fence is measured by.
+    """
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
+class _TimerSpec(ctypes.Structure):
+    """The kernel's `struct itimerspec`."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class _Alarm:
+    """A descriptor that is readable from a point of `boottime_ms` on.
+
+    No timeout of `select` would do: those stand still while the machine is suspended, and this is
+    readable as soon as it wakes up.
+    """
+
+    def __init__(self) -> None:
+        """Make one that is not set; `OSError` if the kernel has none."""
+        self._fd: int = _libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self, at_ms: int | None) -> None:
+        """Let it be readable from then on, at once if that has passed; with None, never."""
+        seconds, ms = divmod(at_ms or 0, 1000)
+        spec = _TimerSpec(0, 0, seconds, ms * 1_000_000)  # All zero: never.
+        if _libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+
 # ---------------------------------------------------------------------- requests
 
 
@@ -420,6 +475,13 @@ def _read_grace_s(request: Mapping[str, object]) -> float:
     if not isinstance(grace_s, int | float) or not 0 <= grace_s <= MAX_GRACE_S:
         raise RequestError(f"grace_s: expected 0 to {MAX_GRACE_S:.0f}, got {grace_s!r:.80}")
     return grace_s
+
+
+def _read_fence_at_ms(request: Mapping[str, object]) -> int:
+    at_ms = _field(request, "fence_at_ms", int)
+    if not 0 < at_ms <= MAX_FENCE_AT_MS:
+        raise RequestError(f"fence_at_ms: expected 1 to {MAX_FENCE_AT_MS}, got {at_ms!r:.80}")
+    return at_ms
 
 
 def _read_signal(request: Mapping[str, object]) -> int:
@@ -556,6 +618,8 @@ class _Round:
     signals_sent: set[int] = field(default_factory=set)
     kill_at: float | None = None
     """When the grace of the stop is over; None while no stop has been asked for."""
+    fenced: bool = False
+    """Whether it has reached the fence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -578,12 +642,15 @@ class Runner:
         self._killing: _Killing | None = None
         self._children: dict[int, _Child] = {}
         self._store_hosts: dict[int, _Child] = {}
+        self._fence_at_ms = 0
+        self._alarm: _Alarm | None = None
         self._selector = selectors.DefaultSelector()
         self._requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             "start_workers": self._start_workers,
             "stop_workers": self._stop_workers,
             "start_store_host": self._start_store_host,
             "stop_store_host": self._stop_store_host,
+            "renew_fence": self._renew_fence,
             "shutdown": self._shutdown,
         }
 
@@ -710,7 +777,8 @@ class Runner:
         if self._round is not None:
             raise RequestError(f"round {number} can not start: {self._round.number} is not gone")
         self._round = started = _Round(number)
-        for spec in specs:
+        self._keep_fence()
+        for spec in () if started.fenced else specs:
             try:
                 self._start_worker(started, spec)
             except StartError as error:
@@ -776,6 +844,36 @@ class Runner:
                 if _parent_and_group(pid)[1] in stopping.leaderless:
                     signal_relative(pid, signum, family)
 
+    # ------------------------------------------------------------------ the fence
+
+    def _renew_fence(self, request: Mapping[str, object]) -> None:
+        """Move the fence on; never back."""
+        at_ms = _read_fence_at_ms(request)
+        if self._alarm is None:
+            try:
+                self._alarm = _Alarm()
+            except OSError as error:
+                raise RequestError(f"no fence can be kept: {error}") from error
+            self._watch(self._alarm.fileno(), self._keep_fence)
+        self._fence_at_ms = max(at_ms, self._fence_at_ms)
+        self._keep_fence()
+
+    def _keep_fence(self) -> None:
+        """Have a round killed that has reached the fence; wake up when it does."""
+        if self._alarm is None:
+            return
+        held = self._round
+        if held is None or held.fenced:
+            self._alarm.set(None)
+        elif boottime_ms() < self._fence_at_ms:
+            self._alarm.set(self._fence_at_ms)
+        else:
+            self._alarm.set(None)
+            held.fenced = True
+            held.kill_at = time.monotonic()
+            # Before any worker's exit, so that nobody takes that for a failure.
+            self._emit("fenced", round=held.number, at_ms=boottime_ms())
+
     # ------------------------------------------------------------------ the end
 
     def _advance(self) -> None:
@@ -791,6 +889,7 @@ class Runner:
         self._killing = None
         if self._round is not None:
             number, self._round = self._round.number, None
+            self._keep_fence()
             self._emit("gone", round=number)
         self._finished = self._shutting_down
 

@@ -19,6 +19,7 @@ from rdzv.agent.runner import (
     MalformedFrameError,
     WorkerSpec,
     become_subreaper,
+    boottime_ms,
     sweep_descendants,
 )
 
@@ -32,10 +33,14 @@ __all__ = [
     "WorkerExited",
     "WorkerSpec",
     "WorkerStarted",
+    "WorkersFenced",
     "WorkersGone",
     "WorkersStartFailed",
     "WorkersStuck",
     "become_subreaper",
+    "boottime_ms",
+    "spare",
+    "spare_no_more",
     "sweep_orphans",
 ]
 
@@ -91,6 +96,17 @@ class WorkersStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersFenced:
+    """The fence came at `at_ms` of `boottime_ms`: the round is being killed; `WorkersGone` follows.
+
+    No worker's exit that it leads to is told before this.
+    """
+
+    round: int
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreHostReady:
     """The round's store serves."""
 
@@ -130,6 +146,7 @@ RunnerEvent = (
     | WorkerExited
     | WorkersGone
     | WorkersStuck
+    | WorkersFenced
     | StoreHostReady
     | StoreHostExited
     | RunnerRefused
@@ -142,6 +159,7 @@ _EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "exited": WorkerExited,
     "gone": WorkersGone,
     "stuck": lambda round, pids: WorkersStuck(round, tuple(pids)),
+    "fenced": WorkersFenced,
     "store_host_ready": StoreHostReady,
     "store_host_exited": StoreHostExited,
     "error": RunnerRefused,
@@ -226,6 +244,14 @@ class RunnerLink:
         grace_s = min(max(grace_ms / 1000, 0.0), runner.MAX_GRACE_S)
         message = {"round": round, "signal": int(signum), "grace_s": grace_s}
         self._send({"type": "stop_workers", **message})
+
+    def renew_fence(self, at_ms: int) -> None:
+        """Let no worker, of this round or a later one, live on beyond this point of `boottime_ms`.
+
+        Each call moves the fence on, never back; before the first there is none. The runner keeps
+        it by itself, whatever becomes of this process.
+        """
+        self._send({"type": "renew_fence", "fence_at_ms": at_ms})
 
     def stop_store_host(self, round: int) -> None:
         """Kill the round's store host, if there is one."""
@@ -327,10 +353,23 @@ class RunnerLink:
 _runner_pids: set[int] = set()
 """The runners of this process that have not exited."""
 
+_spared_pids: set[int] = set()
+"""Other children of this process, which have nothing to do with runners."""
+
 
 def sweep_orphans() -> None:
     """Kill what dead runners have left behind, in a subreaper; the other runners go on."""
-    sweep_descendants(_runner_pids)
+    sweep_descendants(_runner_pids | _spared_pids)
+
+
+def spare(pid: int) -> None:
+    """Have `sweep_orphans` leave a child alone that is no runner's, until `spare_no_more`."""
+    _spared_pids.add(pid)
+
+
+def spare_no_more(pid: int) -> None:
+    """Take back `spare`."""
+    _spared_pids.discard(pid)
 
 
 def _start_runner(fd: int) -> subprocess.Popen[bytes]:

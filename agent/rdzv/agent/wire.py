@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rdzv.agent.core import commands, events
+from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
@@ -56,6 +57,7 @@ def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) 
     )
     if state.assignment is not None:
         believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment))
+        believed.store_host_failed = _text(state.store_host_failed)
     if state.leaving is not None:
         left_round = state.left_round if state.workers_gone else None
         leave = commands.SayLeave(state.run, state.leaving, left_round)
@@ -66,7 +68,7 @@ def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) 
 def _rejoin(state: AgentState) -> commands.SayJoin:
     if state.phase is not Phase.JOINING:
         return commands.SayJoin(state.run, None, ())
-    return commands.SayJoin(state.run, state.left_round, state.failures)
+    return rejoin(state)
 
 
 def join(

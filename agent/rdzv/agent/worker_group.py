@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rdzv.agent import numa
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import NO_FILES, Launch
-from rdzv.agent.logs import RunLogs, WorkerFiles
+from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, usual_output
+from rdzv.agent.logs_specs import LogsSpecs
 from rdzv.agent.runner import WorkerSpec
-from rdzv.agent.tee import Route, Stream, Tee, line_prefix, route
+from rdzv.agent.tee import Stream, Tee, line_prefix
 
 DRAIN_TIMEOUT_S = 5.0
 """How long the console may take for what the workers have still written."""
+
+_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""What torchrun looks up in its own environment when it makes a worker's."""
 
 
 class LocalWorkerGroup:
@@ -24,31 +28,62 @@ class LocalWorkerGroup:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._logs = RunLogs(launch.output.log_dir, launch.job.rdzv_id, launch.job.node_id)
-        self._files: Sequence[WorkerFiles] = ()
+        specs = launch.output.logs_specs
+        self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
+        self._output = RoundOutput((), {})
         self._tee: Tee | None = None
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
-        """Find out what the workers will be bound to.
+        """Find out what the workers will be bound to, and who says where they write.
 
         Raises:
-            InvalidRequestError: the GPUs that they are to be near can not be found.
+            InvalidRequestError: the GPUs that they are to be near can not be found, or nobody has
+                the name of --logs-specs.
         """
+        if self._logs_specs is not None:
+            await self._logs_specs.open(self._launch)
         if self._launch.numa_binding is not None:
             self._gpus = await numa.visible_gpu_pci_addresses(os.environ)
             for local_rank in range(self._launch.job.local_world_size):
                 self._cpus(local_rank)
 
-    def open_round(self, assignment: Assignment) -> list[WorkerSpec]:
+    def open_round(
+        self, assignment: Assignment, then: Callable[[list[WorkerSpec] | OSError], None]
+    ) -> None:
         """Make the files of a round, follow those that are teed, and say how to start each worker.
 
-        Raises:
-            OSError: a file or folder can not be made.
+        `then` hears it, or why it can not be done: at once, or with --logs-specs
+        when that has answered, unless another round was opened meanwhile.
         """
-        size = self._launch.job.local_world_size
-        self._files = self._logs.open_round(assignment, size)
-        self._duplicate(self._files[0].stdout.parent.parent)
-        return [self._worker(assignment, local_rank) for local_rank in range(size)]
+        if self._logs_specs is not None:
+            size = self._launch.job.local_world_size
+            base = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            environs = {n: self._environ(base, assignment, n) for n in range(size)}
+            for environ in environs.values():
+                del environ["TORCHELASTIC_ERROR_FILE"]
+            self._logs_specs.reify(
+                assignment.round,
+                environs,
+                lambda output: then(
+                    output if isinstance(output, OSError) else self._open(assignment, output)
+                ),
+            )
+            return
+        try:
+            files = self._logs.open_round(assignment, self._launch.job.local_world_size)
+        except OSError as error:
+            then(OSError(f"the log directory can not be written: {error}"))
+        else:
+            then(self._open(assignment, usual_output(files, self._launch.output)))
+
+    def _open(self, assignment: Assignment, output: RoundOutput) -> list[WorkerSpec] | OSError:
+        self._output = output
+        try:
+            self._duplicate(output)
+        except OSError as error:
+            return OSError(f"the filtered log can not be written: {error}")
+        return [self._worker(assignment, n) for n in range(len(output.workers))]
 
     def close_round(self) -> None:
         """Take note that the workers are gone: nothing more is written."""
@@ -57,33 +92,50 @@ class LocalWorkerGroup:
 
     def error_file(self, local_rank: int) -> Path:
         """Return where a worker of the round leaves word of its failure."""
-        return self._files[local_rank].error
+        return self._output.workers[local_rank].error
 
     async def close(self) -> None:
         """Show what the workers have still written, as far as the console takes it."""
+        if self._logs_specs is not None:
+            await self._logs_specs.close()
         if self._tee is not None:
             await self._tee.drain(DRAIN_TIMEOUT_S)
             self._tee.close()
 
     def _worker(self, assignment: Assignment, local_rank: int) -> WorkerSpec:
-        launch, files = self._launch, self._files[local_rank]
+        output = self._output.workers[local_rank]
+        self._follow(assignment, local_rank, output)
+        if self._logs_specs is not None:
+            environ = {**os.environ, **output.environ}
+        else:
+            environ = self._environ(os.environ, assignment, local_rank, output.error)
         return WorkerSpec(
             local_rank=local_rank,
-            argv=launch.argv(local_rank),
-            env=worker_environ(
-                os.environ,
-                assignment,
-                rdzv_id=launch.job.rdzv_id,
-                role=launch.role,
-                local_rank=local_rank,
-                local_world_size=launch.job.local_world_size,
-                error_file="" if files.error == NO_FILES else str(files.error),
-                virtual_local_rank=launch.virtual_local_rank,
-            ),
+            argv=self._launch.argv(local_rank),
+            env=environ,
             cwd=None,
-            stdout=self._open_stream(assignment, local_rank, Stream.OUT, files.stdout),
-            stderr=self._open_stream(assignment, local_rank, Stream.ERR, files.stderr),
+            stdout=None if output.stdout is None else str(output.stdout),
+            stderr=None if output.stderr is None else str(output.stderr),
             cpus=self._cpus(local_rank),
+        )
+
+    def _environ(
+        self,
+        base: Mapping[str, str],
+        assignment: Assignment,
+        local_rank: int,
+        error_file: Path = NO_FILES,
+    ) -> dict[str, str]:
+        launch = self._launch
+        return worker_environ(
+            base,
+            assignment,
+            rdzv_id=launch.job.rdzv_id,
+            role=launch.role,
+            local_rank=local_rank,
+            local_world_size=launch.job.local_world_size,
+            error_file="" if error_file == NO_FILES else str(error_file),
+            virtual_local_rank=launch.virtual_local_rank,
         )
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
@@ -94,35 +146,23 @@ class LocalWorkerGroup:
 
     # ------------------------------------------------------------------ output
 
-    def _open_stream(
-        self, assignment: Assignment, local_rank: int, stream: Stream, file: Path
-    ) -> str | None:
-        """Return the file that a stream goes to, None for the console; follow it if it is teed."""
-        to = self._route(local_rank, stream, file)
-        if to.followed and to.file is not None:
-            rank = assignment.rank_first + local_rank
-            template, role = self._launch.output.prefix_template, self._launch.role
-            self._console().follow(to.file, line_prefix(template, role, rank, local_rank), stream)
-        return None if to.file is None else str(to.file)
+    def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
+        """Copy to the console what a worker writes into files that are teed."""
+        rank = assignment.rank_first + local_rank
+        template, role = self._launch.output.prefix_template, self._launch.role
+        prefix = line_prefix(template, role, rank, local_rank)
+        for stream, file in output.teed.items():
+            self._console().follow(file, prefix, stream)
 
-    def _route(self, local_rank: int, stream: Stream, file: Path) -> Route:
-        output = self._launch.output
-        return route(
-            file,
-            redirect=bool(output.redirects.get(local_rank, 0) & stream),
-            tee=bool(output.tee.get(local_rank, 0) & stream),
-            shown=output.shown_ranks is None or local_rank in output.shown_ranks,
-        )
-
-    def _duplicate(self, folder: Path) -> None:
+    def _duplicate(self, output: RoundOutput) -> None:
         """Keep the lines that were asked for by --duplicate-*-filters in files of their own."""
-        output = self._launch.output
-        if output.stdout_filters:
-            path = folder / "filtered_stdout.log"
-            self._console().duplicate(Stream.OUT, path, output.stdout_filters)
-        if output.stderr_filters:
-            path = folder / "filtered_stderr.log"
-            self._console().duplicate(Stream.ERR, path, output.stderr_filters)
+        asked = {
+            Stream.OUT: self._launch.output.stdout_filters,
+            Stream.ERR: self._launch.output.stderr_filters,
+        }
+        for stream, filters in asked.items():
+            if filters:
+                self._console().duplicate(stream, output.filtered[stream], filters)
 
     def _console(self) -> Tee:
         if self._tee is None:

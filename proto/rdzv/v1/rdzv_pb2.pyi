@@ -271,7 +271,10 @@ class Belief(google.protobuf.message.Message):
     ROUND_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
     LEAVE_FIELD_NUMBER: builtins.int
+    STORE_HOST_FAILED_FIELD_NUMBER: builtins.int
     phase: global___Belief.Phase.ValueType
+    store_host_failed: builtins.str
+    """Why the c10d store of `round`, on this node, has failed; empty if it has not."""
     @property
     def join(self) -> global___Join:
         """What the node brings and wants, and the round that it left."""
@@ -296,9 +299,10 @@ class Belief(google.protobuf.message.Message):
         round: global___RoundCompleted | None = ...,
         failures: collections.abc.Iterable[global___WorkerFailure] | None = ...,
         leave: global___Leave | None = ...,
+        store_host_failed: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["join", b"join", "leave", b"leave", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failures", b"failures", "join", b"join", "leave", b"leave", "phase", b"phase", "round", b"round"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failures", b"failures", "join", b"join", "leave", b"leave", "phase", b"phase", "round", b"round", "store_host_failed", b"store_host_failed"]) -> None: ...
 
 global___Belief = Belief
 

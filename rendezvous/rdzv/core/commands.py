@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rdzv.core.model import LeaveCause, Offer, Settings
+from rdzv.core.model import Claim, LeaveCause, Offer, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Join:
     """Ask for a place in the next round.
 
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
-    fresh join. `new_run` is the uid that a run gets which begins with this join.
+    fresh join. `claim` tells of that round to a server that may not know it. `new_run` is the uid
+    that a run gets which begins with this join.
     """
 
     node_id: str
@@ -42,16 +43,21 @@ class Join:
     failures: tuple[FailureReport, ...] = ()
     refuse_reuse: bool = False
     new_run: str = ""
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Say after a reconnect that workers of `round` run, or are being stopped, on the node."""
+    """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
+
+    `claim` tells of that round to a server that may not know it.
+    """
 
     node_id: str
     incarnation: int
     run: str
     round: int
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)

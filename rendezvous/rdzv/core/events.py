@@ -118,6 +118,22 @@ class RoundCompleted:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundAdopted:
+    """A round that this server did not know goes on; its nodes claim their places in it."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAdopted:
+    """A node claimed its place in an adopted round."""
+
+    node_id: str
+    round: int
+    group_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnded:
     """A round is over; its participants stop their workers."""
 
@@ -158,6 +174,8 @@ Event = (
     | WorkerFailed
     | LastCallBegan
     | RoundCompleted
+    | RoundAdopted
+    | NodeAdopted
     | RoundEnded
     | RoundSettled
     | RunEnded

@@ -22,6 +22,7 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     State,
+    is_stand_in,
 )
 from rdzv.core.rendezvous import (
     completion_due_ms,
@@ -78,6 +79,8 @@ class JobView:
     last_failure: tuple[Failure, ...]
     last_failure_age_ms: int | None
     last_end: str | None
+    backend: str = "rdzv"
+    """Who forms the group; what another than this server forms, it only watches."""
 
 
 def job_state(state: State) -> JobState:
@@ -315,6 +318,9 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
     if node_id in state.away:
         away = state.away[node_id]
         left = _seconds(away.until_ms - now_ms)
+        if is_stand_in(node_id):
+            reason = f"not heard since this server knows of the round; waited for {left} more"
+            return NodeState.AWAY, away.since_ms, reason
         return NodeState.AWAY, away.since_ms, f"its stream ended; its seat is kept for {left}"
     if seat.succeeded:
         return NodeState.SUCCEEDED, seat.since_ms, ""

@@ -6,6 +6,7 @@ ours, never of a caller's.
 
 from __future__ import annotations
 
+from rdzv.core.adopt import same_participants
 from rdzv.core.model import Membership, Round, State
 from rdzv.core.rendezvous import MAX_DEPARTURES
 
@@ -74,7 +75,7 @@ def _continues(before: Round, after: Round | None) -> bool:
     if after.number > before.number:
         return True
     return (
-        after.participants == before.participants
+        same_participants(before, after)
         and (after.master_addr, after.master_port) == (before.master_addr, before.master_port)
         and after.gone[: len(before.gone)] == before.gone
         and not (before.end is not None and after.end is None)
@@ -100,6 +101,12 @@ def _new_round(before: State, after: State) -> list[str]:
         if participant.rank_first != rank_first:
             found.append(f"consistency: ranks of {participant.node_id} do not tile")
         rank_first += participant.offer.local_world_size
+    if round_.adopted:
+        # It was completed by a server that knew who had stopped. That it has been may be known
+        # from a node that has left it, so only what was known of it counts.
+        if old is not None and round_.number < old.number:
+            found.append("durability: round numbers went back")
+        return found
     if round_.number < before.membership.next_round:
         found.append("durability: round numbers went back")
     if before.membership.run == after.membership.run and len(_unstopped(before, after)) > 1:

@@ -134,6 +134,29 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """What a node says of the last round that was announced to it.
+
+    The claims of all its participants are enough to rebuild a round that the server does not
+    know: because its memory is gone, or older than the round.
+    """
+
+    round: int
+    group_rank: int
+    group_world_size: int
+    rank_first: int
+    world_size: int
+    role_rank_first: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    use_agent_store: bool
+    restarts: int
+    settings: Settings
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
 class Participant:
     """A node's place in one round. Its GROUP_RANK is its index in `Round.participants`."""
 
@@ -188,6 +211,8 @@ class Round:
     gone: tuple[str, ...] = ()
     """Participants whose seat was given up: lost, left, or stuck."""
     end: RoundEnd | None = None
+    adopted: bool = False
+    """Rebuilt from its nodes' claims. Who has not claimed a place yet has a stand-in there."""
 
     @property
     def world_size(self) -> int:
@@ -299,6 +324,20 @@ class Stuck:
     round: int
     pids: tuple[int, ...]
     since_ms: int
+
+
+_STAND_IN = "(GROUP_RANK "
+"""Not the beginning of any node's name."""
+
+
+def stand_in(group_rank: int) -> str:
+    """Name a participant of an adopted round that has not been heard yet."""
+    return f"{_STAND_IN}{group_rank})"
+
+
+def is_stand_in(node_id: str) -> bool:
+    """Whether this is nobody's name but a place that is kept for whoever claims it."""
+    return node_id.startswith(_STAND_IN)
 
 
 @dataclass(frozen=True, slots=True)

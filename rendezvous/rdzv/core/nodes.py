@@ -9,6 +9,11 @@ Silence that the server could not hear proves nothing: after a take-over (`Expec
 the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over.
 
 One node_id, one speaker: a new instance takes over only once the old one's stream has ended.
+A node may *fence* itself: it kills its own workers so long after the last time that the server is
+proven to have heard it, and the server counts on that. Its seats are kept until this has happened,
+for certain, however its stream ended and whoever else asks for its place. A paused machine can not
+kill anything, so of that one nothing is certain.
+
 Incarnations number the instances; the leadership is their high half, so they never go back, also
 when a server starts without memory of the one before it.
 """
@@ -19,9 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rdzv.errors import NodeSupersededError, RendezvousConnectionError
+from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 
 _COUNTER_BITS = 32
+
+FENCE_MARGIN_MS = 1_000
+"""By how much a node's own fence must come before it is given up: killing takes a moment."""
 
 
 class AgentKind(StrEnum):
@@ -73,10 +81,12 @@ class NodeRecord:
     """When it connected, or went away."""
     heard_ms: int
     lease_ms: int
+    fence_after_ms: int = 0
+    """How long after it was last heard its workers are gone by its own doing; 0: they are not."""
     until_ms: int = 0
     """While away: when it is given up."""
     firm: bool = False
-    """While away: the wait is a promise, which nothing shortens."""
+    """While away: the wait is a promise, or a fence, which nothing shortens."""
 
     @property
     def expires_at_ms(self) -> int:
@@ -109,6 +119,7 @@ class Connect:
     pid: int
     stream: int
     incarnation: int = 0
+    fence_after_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +224,8 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
     Raises:
         NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
         RendezvousConnectionError: the node_id may be in use by an instance that has not been
-            heard since this server took over; to be tried again.
+            heard since this server took over, or is about to fence itself; to be tried again.
+        InvalidRequestError: the node would fence itself too late for its lease.
 
     """
     match command:
@@ -242,6 +254,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
     if old is not None and same:
         incarnation = max(old.incarnation, command.incarnation)
     lease_ms = nodes.tuning.lease_for(len(nodes.records) + (0 if old else 1))
+    check_fence(command.fence_after_ms, lease_ms)
     record = NodeRecord(
         node_id=command.node_id,
         instance=command.instance,
@@ -253,6 +266,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         since_ms=now_ms,
         heard_ms=now_ms,
         lease_ms=lease_ms,
+        fence_after_ms=command.fence_after_ms,
     )
     connected = NodeConnected(
         node_id=command.node_id,
@@ -262,6 +276,22 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         stale_stream=old.stream if old else None,
     )
     return NodesTransition(_put(replace(nodes, counter=counter), record), (connected,))
+
+
+def check_fence(fence_after_ms: int, lease_ms: int) -> None:
+    """Refuse a fence that might come after the node was given up, and its seats with it.
+
+    Raises:
+        InvalidRequestError: it is less than `FENCE_MARGIN_MS` below the lease.
+
+    """
+    if fence_after_ms and fence_after_ms + FENCE_MARGIN_MS > lease_ms:
+        most_s = (lease_ms - FENCE_MARGIN_MS) / 1000
+        raise InvalidRequestError(
+            f"--fence-after={fence_after_ms / 1000:g} is too long: the server gives this node up "
+            f"when it has heard nothing for {lease_ms / 1000:g} s (the lease), and its workers "
+            f"must be gone {FENCE_MARGIN_MS / 1000:g} s before that; give at most {most_s:g}"
+        )
 
 
 def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
@@ -288,6 +318,12 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
         raise NodeSupersededError(
             f"node_id {command.node_id} is in use by {_who(old)}, connected {age_s:.0f} s ago; "
             "give this node another --node-id, or stop the other one"
+        )
+    if old.stream is None and old.fence_after_ms and now_ms < old.until_ms:
+        wait_s = (old.until_ms - now_ms) / 1000
+        raise RendezvousConnectionError(
+            f"node_id {command.node_id} may still have workers of {_who(old)}, which kills them "
+            f"itself; another instance is let in after {wait_s:.0f} s"
         )
     if not old.instance and now_ms < old.until_ms:
         wait_s = (old.until_ms - now_ms) / 1000
@@ -317,7 +353,10 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     grace_ms = nodes.tuning.reconnect_grace_ms if old.kind is AgentKind.FOREGROUND else old.lease_ms
     announced = old.firm and old.until_ms > now_ms
     until_ms = old.until_ms if announced else now_ms + grace_ms
-    record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=announced)
+    if old.fence_after_ms:
+        until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
+    firm = announced or old.fence_after_ms > 0
+    record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)
     return NodesTransition(_put(nodes, record), (_away(record),))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import TypeVar
 
+from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known
 from rdzv.core.commands import (
     Command,
     Fail,
@@ -32,6 +33,7 @@ from rdzv.core.commands import (
 from rdzv.core.events import (
     Event,
     LastCallBegan,
+    NodeAdopted,
     NodeCameBack,
     NodeJoined,
     NodeLeaving,
@@ -41,6 +43,7 @@ from rdzv.core.events import (
     NodeStuck,
     NodeSucceeded,
     NodeWentAway,
+    RoundAdopted,
     RoundCompleted,
     RoundEnded,
     RoundSettled,
@@ -51,6 +54,7 @@ from rdzv.core.events import (
 from rdzv.core.model import (
     Away,
     Cause,
+    Claim,
     Departure,
     Ended,
     EndedRun,
@@ -70,6 +74,8 @@ from rdzv.core.model import (
     Stuck,
     Tuning,
     Waiting,
+    is_stand_in,
+    stand_in,
 )
 from rdzv.core.ranks import assign_seats
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
@@ -270,6 +276,8 @@ def _apply_to_present(
 
 def _join(work: _Step, command: Join) -> None:
     node_id = command.node_id
+    if command.claim is not None and command.claim.round == command.left_round:
+        _adopt(work, command, command.claim)
     held = work.state.incarnation(node_id)
     if held is None:
         _admit(work, command)
@@ -346,23 +354,28 @@ def _begin_run(work: _Step, command: Join) -> None:
             f"the last run of {old.rdzv_id} has {old.ended.result} ({old.ended.reason}) and "
             "reuse=false was given; choose another --rdzv-id"
         )
-    ended = EndedRun(old.run, old.ended) if old.ended else None
-    membership = Membership(
-        rdzv_id=old.rdzv_id,
-        run=command.run or command.new_run,
-        run_number=old.run_number + 1,
-        settings=command.settings,
-        began_at_ms=work.now_ms,
-        next_round=old.next_round,
-        earlier=(*old.earlier, *([ended] if ended else []))[-MAX_EARLIER_RUNS:],
-    )
+    run = command.run or command.new_run
+    membership = _next_run(old, run, command.settings, work.now_ms)
     reason = "the first of this job"
-    if ended:
-        reason = f"the last one has {ended.ended.result}: {ended.ended.reason}"
+    if old.ended:
+        reason = f"the last one has {old.ended.result}: {old.ended.reason}"
     elif command.run:
         reason = "the server had no memory of it"
     work.state = State(membership, work.state.tuning)
     work.events.append(RunBegan(membership.run, membership.run_number, reason))
+
+
+def _next_run(old: Membership, run: str, settings: Settings, now_ms: int) -> Membership:
+    ended = (EndedRun(old.run, old.ended),) if old.ended else ()
+    return Membership(
+        rdzv_id=old.rdzv_id,
+        run=run,
+        run_number=old.run_number + 1,
+        settings=settings,
+        began_at_ms=now_ms,
+        next_round=old.next_round,
+        earlier=(*old.earlier, *ended)[-MAX_EARLIER_RUNS:],
+    )
 
 
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
@@ -404,7 +417,7 @@ def _offers(state: State) -> Iterable[tuple[str, Offer]]:
     for node_id, waiting in state.waiting.items():
         yield node_id, waiting.offer
     for participant in state.membership.round.participants if state.membership.round else ():
-        if participant.node_id in state.seats:
+        if participant.node_id in state.seats and not is_stand_in(participant.node_id):
             yield participant.node_id, participant.offer
 
 
@@ -459,6 +472,8 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
 
 def _resume(work: _Step, command: Resume) -> None:
     """Hand a seat to the incarnation that speaks for its workers now."""
+    if command.claim is not None:
+        _adopt(work, command, command.claim)
     if not work.membership.run:
         raise UnknownNodeError(
             f"{work.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
@@ -474,6 +489,65 @@ def _resume(work: _Step, command: Resume) -> None:
         moved = replace(seat, incarnation=command.incarnation)
         work.put(seats={**work.state.seats, command.node_id: moved})
     _mark_back(work, command.node_id)
+
+
+def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
+    """Take over a round that is not known here, or a place in it that nobody has claimed yet."""
+    node_id, incarnation = command.node_id, command.incarnation
+    if not adoptable(work.state, command.run, claim.round):
+        return
+    known = work.membership.round if command.run == work.membership.run else None
+    if known is not None and known.number == claim.round:
+        held = stand_in(claim.group_rank)
+        filled = further_claim(known, node_id, incarnation, claim)
+        if filled is None or held not in work.state.seats:
+            return
+        work.store_round(filled)
+        work.put(seats=_without(work.state.seats, held), away=_without(work.state.away, held))
+    else:
+        round_ = first_claim(node_id, incarnation, claim, work.now_ms)
+        settings = claim.settings
+        if round_ is None or not settings.min_nodes <= claim.group_world_size <= settings.max_nodes:
+            return
+        if command.run != work.membership.run:
+            _adopt_run(work, command.run, settings)
+        _adopt_round(work, round_)
+    work.put(
+        seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
+        waiting=_without(work.state.waiting, node_id),
+        stuck=_without(work.state.stuck, node_id),
+        away=_without(work.state.away, node_id),
+    )
+    if _only_local(claim.offer):
+        work.state = replace(work.state, loopback_machine=claim.offer.machine)
+    work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
+
+
+def _adopt_run(work: _Step, run: str, settings: Settings) -> None:
+    """Go on with a run that its nodes know. Who waits for a first round waits for its next one."""
+    old, reason = work.membership, "its nodes told of it; this server had no memory of it"
+    unstarted = work.open and old.round is None and old.settings == settings
+    if work.open and not unstarted:
+        _close(work, Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
+    membership = _next_run(work.membership, run, settings, work.now_ms)
+    work.state = replace(work.state, membership=membership)
+    work.events.append(RunBegan(run, membership.run_number, reason))
+
+
+def _adopt_round(work: _Step, round_: Round) -> None:
+    """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
+    until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
+    others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
+    away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
+    work.put(
+        seats={node_id: Seat(0, work.now_ms) for node_id in others},
+        away=away | {node_id: Away(work.now_ms, until_ms, firm=True) for node_id in others},
+    )
+    restarts = restarts_known(work.membership, round_.restarts, work.now_ms)
+    next_round = max(work.membership.next_round, round_.number + 1)
+    work.store(replace(work.membership, round=round_, next_round=next_round, restarts=restarts))
+    work.state = replace(work.state, stop_deadline_ms=None, last_leave=None)
+    work.events.append(RoundAdopted(round_))
 
 
 def _fail(work: _Step, command: Fail) -> None:
@@ -738,6 +812,27 @@ def _away_seats_due(state: State) -> Iterable[tuple[str, int]]:
         if node_id in state.seats and not away.firm:
             since_ms = max(away.since_ms, round_.end.at_ms)
             yield node_id, since_ms + state.tuning.reconnect_grace_ms
+
+
+def _release_unclaimed_seats(work: _Step) -> bool:
+    """A place in an adopted round that nobody claims in time is given up."""
+    for node_id, due_ms in _unclaimed_seats_due(work.state):
+        if work.now_ms >= due_ms:
+            waited_s = work.state.tuning.takeover_grace_ms / 1000
+            _give_up(
+                work, node_id, f"not heard within {waited_s:g} s since this server knows of it"
+            )
+            return True
+    return False
+
+
+def _unclaimed_seats_due(state: State) -> Iterable[tuple[str, int]]:
+    """Name the stand-ins, of whom no stream tells anything, and when each is given up."""
+    round_ = state.membership.round
+    if round_ is not None and round_.adopted:
+        for node_id in state.seats:
+            if is_stand_in(node_id):
+                yield node_id, state.away[node_id].until_ms
 
 
 def _release_unstopped_seats(work: _Step) -> bool:
@@ -1055,6 +1150,7 @@ def _close(
 
 _STATE_RULES: tuple[Callable[[_Step], bool], ...] = (
     _release_away_seats,
+    _release_unclaimed_seats,
     _release_unstopped_seats,
     _succeed_run,
     _settle_charge,
@@ -1072,6 +1168,7 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     if not membership.run or membership.ended is not None:
         return None
     due: list[int | None] = [due_ms for _, due_ms in _away_seats_due(state)]
+    due += [due_ms for _, due_ms in _unclaimed_seats_due(state)]
     if state.stop_deadline_ms is not None and any(_seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
     if membership.round is None or not membership.round.live:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
@@ -109,7 +110,8 @@ def _connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     server = click.option(
         "--server",
         metavar="HOST:PORT",
-        help=f"The rdzvd to ask; else RDZV_SERVER, else {_DEFAULT_SERVER}.",
+        help=f"The rdzvd to ask; else RDZV_SERVER, else {_DEFAULT_SERVER}. Of several that share a "
+        "store, some or all, with commas.",
     )
     timeout = click.option(
         "--timeout",
@@ -137,21 +139,21 @@ def _client(server: str | None, timeout_s: float | None) -> Iterator[ControlClie
 
     An endpoint or a timeout that makes no sense is an error of the command line.
     """
-    from rdzv.client import ControlClient, parse_endpoint
+    from rdzv.client import ControlClient, parse_endpoints
 
     context = click.get_current_context()
     before = context.find_object(_Connection) or _Connection(None, None)
     named = server or before.server
     try:
-        endpoint = parse_endpoint(named or _DEFAULT_SERVER)
-        client = ControlClient(endpoint, timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S)
+        endpoints = parse_endpoints(named or _DEFAULT_SERVER)
+        client = ControlClient(endpoints, timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S)
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     with client:
         try:
             yield client
         except RendezvousError as error:
-            raise type(error)(_with_server(str(error), str(endpoint), named)) from error
+            raise type(error)(_with_server(str(error), str(client.server), named)) from error
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
@@ -243,6 +245,39 @@ def _events(
     if output == "json":
         return as_json.events(job, found)
     return as_text.events(job, found, page_for(sys.stdout))
+
+
+@rdzvctl.command("servers")
+@_output_option
+@_connection_options
+def _servers(output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show the servers that share a store, and which of them leads."""
+    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.servers()
+    if output == "json":
+        return as_json.servers(found)
+    return as_text.servers(found, page_for(sys.stdout))
+
+
+@rdzvctl.command("backup")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@_connection_options
+def _backup(file: Path, force: bool, server: str | None, timeout_s: float | None) -> str:
+    """Write all that the server remembers into FILE, while it runs.
+
+    `rdzvd --restore FILE` brings it back, into a store of any kind. Only who runs this can read
+    FILE. --timeout is how long to wait while nothing comes.
+    """
+    from rdzv.ctl.backup import new_file
+
+    with new_file(file, replace=force) as written, _client(server, timeout_s) as client:
+        found = client.backup(written)
+        size = written.seek(0, os.SEEK_END)
+    return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"
 
 
 if __name__ == "__main__":

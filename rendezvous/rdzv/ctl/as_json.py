@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rdzv.client import Event, JobStatus, JobSummary
+from rdzv.client import Event, JobStatus, JobSummary, Server
 
 VERSION = 1
 """Of all documents together."""
@@ -30,6 +30,11 @@ def jobs(summaries: Sequence[JobSummary]) -> str:
 def events(rdzv_id: str, history: Sequence[Event]) -> str:
     """Return the document of a job's history, oldest first."""
     return _document({"rdzv_id": rdzv_id, "events": [asdict(event) for event in history]})
+
+
+def servers(found: Sequence[Server]) -> str:
+    """Return the document of the servers that share a store."""
+    return _document({"servers": [asdict(server) for server in found]})
 
 
 def _document(fields: Mapping[str, object]) -> str:

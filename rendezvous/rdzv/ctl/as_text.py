@@ -6,7 +6,16 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
-from rdzv.client import Event, JobStatus, JobSummary, LastFailure, NodeStatus, WorkerFailure
+from rdzv.client import (
+    OWN_BACKEND,
+    Event,
+    JobStatus,
+    JobSummary,
+    LastFailure,
+    NodeStatus,
+    Server,
+    WorkerFailure,
+)
 from rdzv.ctl.layout import Cell, Page, duration
 
 _MOST_NODES = 40
@@ -61,13 +70,16 @@ def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
     """Show one line a job."""
     if not summaries:
         return f"no jobs at {server}"
-    header = ("JOB", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
+    header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
+    # That all are the server's own goes without saying.
+    others = any(map(_only_watched, summaries))
     rows = [
         (
             Cell(job.rdzv_id),
+            Cell(job.backend if others else ""),
             _state(job.state),
             Cell(duration(job.state_age_ms)),
-            Cell(f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"),
+            Cell(_seated(job)),
             _number(job.world_size),
             _number(job.round),
             _budget(job),
@@ -77,6 +89,17 @@ def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
     ]
     expendable = ("ROUND", "WORLD_SIZE", "RESTARTS")
     return "\n".join(page.table(header, rows, expendable=expendable, one_line=True))
+
+
+def _seated(job: JobSummary) -> str:
+    if job.min_nodes is None or job.max_nodes is None:
+        return str(job.nodes)
+    return f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"
+
+
+def _only_watched(job: JobStatus | JobSummary) -> bool:
+    """Say whether another than the server forms the group, so that nothing can be done to it."""
+    return job.backend != OWN_BACKEND
 
 
 def _budget(job: JobSummary) -> Cell:
@@ -100,18 +123,36 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
     return "\n".join(page.table(("TIME", "EVENT", "TEXT"), rows))
 
 
+def servers(found: Sequence[Server], page: Page) -> str:
+    """Show one line a server."""
+    rows = [
+        (
+            Cell(server.address),
+            Cell("leads", "green") if server.leads else Cell("stands by"),
+            Cell(duration(server.state_age_ms)),
+            _number(server.leadership),
+            Cell(server.version),
+            Cell(server.store),
+        )
+        for server in found
+    ]
+    header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
+    return "\n".join(page.table(header, rows))
+
+
 # ------------------------------------------------------------------------------------ one job
 
 
 def _headline(job: JobStatus, page: Page) -> str:
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
-    return page.line(Cell(job.rdzv_id, "bold"), _state(job.state), Cell(since))
+    mark = f"{job.backend}, read-only" if _only_watched(job) else ""
+    return page.line(Cell(job.rdzv_id, "bold"), _state(job.state), Cell(since), Cell(mark, "dim"))
 
 
 def _facts(job: JobStatus, page: Page) -> list[str]:
     facts = (
-        ("run", Cell(_run(job))),
+        ("backend" if _only_watched(job) else "run", Cell(_run(job))),
         ("round", Cell(_round(job))),
         ("nodes", Cell(_node_counts(job))),
         ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
@@ -122,8 +163,11 @@ def _facts(job: JobStatus, page: Page) -> list[str]:
 
 
 def _run(job: JobStatus) -> str:
+    began = f"{duration(job.run_age_ms)} ago"
+    if _only_watched(job):
+        return f"{job.backend}, which forms the group; here it is only watched, first seen {began}"
     number = _UNKNOWN if job.run_number is None else str(job.run_number)
-    return f"{number} (uid {job.run or _UNKNOWN}), began {duration(job.run_age_ms)} ago"
+    return f"{number} (uid {job.run or _UNKNOWN}), began {began}"
 
 
 def _round(job: JobStatus) -> str:
@@ -149,6 +193,8 @@ def _node_counts(job: JobStatus) -> str:
     known = [state for state in reversed(_BY_CONCERN) if state in counts]
     states = known + [state for state in counts if state not in known]
     have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
+    if job.min_nodes is None or job.max_nodes is None:
+        return f"{have}; min:max is not told"
     return f"{have}; min:max is {job.min_nodes}:{job.max_nodes}"
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.stores.base import HISTORY_ROWS
+
+if TYPE_CHECKING:
+    from rdzv.stores.etcd_client import EtcdConfig
 
 PROTOCOL_VERSION = 1
 """The protocol that this server speaks."""
@@ -83,6 +88,8 @@ class Timings:
 
     hello_timeout_ms: int = 10_000
     """A stream that says nothing is closed after this, for nobody else would notice it."""
+    leaderless_hold_ms: int = 4_000
+    """How long a node's call is held while no server leads: well below its wait for a Welcome."""
     hear_every_ms: int = 1_000
     """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
     watch_every_ms: int = 250
@@ -139,6 +146,14 @@ class Listen:
         except ValueError:
             return False
 
+    @property
+    def unspecified(self) -> bool:
+        """Whether it means every address of this machine, and so is none to connect to."""
+        try:
+            return ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
@@ -169,6 +184,16 @@ class Config:
     data_dir: Path
     store: str = "sqlite"
     insecure: bool = False
+    advertise: Listen | None = None
+    """Where nodes and operators reach this server, if not where it listens."""
+    etcd: EtcdConfig | None = None
+    """The etcd that several servers share; only with the store `etcd`."""
+    http: Listen | None = None
+    """Where /healthz and /readyz are answered; None: nowhere."""
+    c10d: Listen | None = None
+    """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
+    c10d_python: str = sys.executable
+    """The interpreter that serves it; it needs torch."""
     log_level: str = "info"
     log_format: str = "human"
     limits: Limits = field(default_factory=Limits)
@@ -188,4 +213,38 @@ class Config:
                 f"{self.listen} can be reached from other machines, and nothing here is encrypted "
                 f"or authenticated yet; listen on loopback ({_EXAMPLE}), or say --insecure if "
                 "everyone who can reach this port may run and end jobs"
+            )
+        if self.http is not None and not self.http.loopback and not self.insecure:
+            raise InvalidRequestError(
+                f"--http {self.http} can be reached from other machines, and nothing there is "
+                "encrypted or authenticated yet; listen on loopback, or say --insecure"
+            )
+        self._check_replica()
+        if self.c10d is not None:
+            self._check_c10d(self.c10d)
+
+    def _check_replica(self) -> None:
+        """Refuse a server that shares its store and that the others' nodes could not reach."""
+        if (self.store == "etcd") != (self.etcd is not None):
+            raise InvalidRequestError(
+                "--store=etcd and --etcd-endpoints=HOST:PORT,... go together; one is missing"
+            )
+        at = self.advertise or self.listen
+        if self.etcd is not None and (at.unspecified or (self.advertise and not at.port)):
+            raise InvalidRequestError(
+                f"{at} is no address at which others reach this server, and with a shared store "
+                "they are told it; give --advertise=HOST:PORT"
+            )
+
+    def _check_c10d(self, c10d: Listen) -> None:
+        if not c10d.loopback and not self.insecure:
+            raise InvalidRequestError(
+                f"--c10d {c10d} can be reached from other machines, and torch's store encrypts and "
+                f"authenticates nothing; give a loopback address ({_EXAMPLE}), or say --insecure "
+                "if everyone who can reach this port may run code on the nodes of its jobs"
+            )
+        if c10d == self.listen and c10d.port:
+            raise InvalidRequestError(
+                f"--c10d {c10d} is where --listen has nodes and operators connect; give one of "
+                "them another port (torchrun's default for c10d is 29400)"
             )

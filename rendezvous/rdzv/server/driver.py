@@ -24,10 +24,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from rdzv.core import nodes
-from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Tick
+from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Tick
 from rdzv.core.events import RunEnded
 from rdzv.core.explain import JobView, view
-from rdzv.core.model import State
+from rdzv.core.model import State, is_stand_in
 from rdzv.core.rendezvous import ended_run
 from rdzv.errors import (
     LimitExceededError,
@@ -122,6 +122,11 @@ class Driver:
         """The number of this server's take-over; every message carries it."""
         return self._nodes.leadership
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing new can be decided at present; empty if it can."""
+        return self._jobs.trouble
+
     # ---------------------------------------------------------------- start and stop
 
     async def _start(self) -> None:
@@ -165,6 +170,8 @@ class Driver:
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._admitted(job, news.command.node_id, now_ms)
+        elif isinstance(news.command, Resume):
+            self._present(job, news.command.node_id)
         for node_id, message in told.news(news.before, news.after, news.events, now_ms):
             self._send(node_id, message)
         if any(isinstance(event, RunEnded) for event in news.events):
@@ -173,13 +180,16 @@ class Driver:
 
     def _admitted(self, job: Job, node_id: str, now_ms: int) -> None:
         membership = job.state.membership
+        self._present(job, node_id)
+        self._send(node_id, Joined(job.rdzv_id, membership.run, membership.run_number))
+        if node_id in job.state.waiting:
+            self._send(node_id, told.waiting(job.state, node_id, now_ms))
+
+    def _present(self, job: Job, node_id: str) -> None:
         self._note(job, node_id)
         if node_id not in self._streams:
             # Its stream ended while this was decided, and nobody else will say so.
             self._mark_soon(node_id, [job.rdzv_id])
-        self._send(node_id, Joined(job.rdzv_id, membership.run, membership.run_number))
-        if node_id in job.state.waiting:
-            self._send(node_id, told.waiting(job.state, node_id, now_ms))
 
     def _send(self, node_id: str, message: Told) -> None:
         if stream := self._streams.get(node_id):
@@ -202,6 +212,8 @@ class Driver:
         """After a load: wait for whoever holds a seat, and tell those who are there."""
         former, now_ms = tuple(job.node_ids), self._clock.now_ms()
         for node_id, seat in job.state.seats.items():
+            if is_stand_in(node_id):
+                continue
             self._note(job, node_id)
             self._step_nodes(nodes.Expect(node_id, seat.incarnation))
             self._mark_soon(node_id, [job.rdzv_id])
@@ -231,6 +243,7 @@ class Driver:
             NodeSupersededError: another instance speaks for this node_id.
             RendezvousConnectionError: to be tried again: here, or at the server that took over.
             LimitExceededError: too many nodes.
+            InvalidRequestError: the node would fence itself too late for its lease.
 
         """
         self._refuse_hello(hello)
@@ -243,6 +256,7 @@ class Driver:
             pid=hello.pid,
             stream=number,
             incarnation=hello.incarnation,
+            fence_after_ms=hello.fence_after_ms,
         )
         self._step_nodes(connect)
         record = self._nodes.records[hello.node_id]
@@ -306,7 +320,7 @@ class Driver:
     async def _hear_belief(self, stream: Stream, belief: Belief) -> None:
         try:
             state = await self._insist(stream, belief.rdzv_id, Tick())
-            if ended_run(state, belief.run) is None:
+            if ended_run(state, belief.run) is None or told.may_be_adopted(state, belief):
                 for command in belief.commands:
                     state = await self._insist(stream, belief.rdzv_id, command)
         except RendezvousError as error:
@@ -476,6 +490,15 @@ class Driver:
             except RendezvousStateError as error:
                 log.error("job %s is not listed: %s", rdzv_id, error)
         return tuple(views)
+
+    def backup(self) -> AsyncIterator[bytes]:
+        """Yield all that is stored, as the lines of a file that `rdzvd --restore` reads.
+
+        Raises:
+            RendezvousError: it can not be read as a whole; what was yielded is worth nothing.
+
+        """
+        return self._jobs.backup(self.leadership)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first.

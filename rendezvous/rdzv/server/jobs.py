@@ -30,6 +30,7 @@ from rdzv.server import observe
 from rdzv.server.clock import Clock, LoopWatch, Timer
 from rdzv.server.config import Config
 from rdzv.server.tasks import Tasks
+from rdzv.stores import backup
 from rdzv.stores.base import Record, RevisionConflictError, Store
 
 log = logging.getLogger("rdzv.jobs")
@@ -109,6 +110,8 @@ class Jobs:
         self._on_load = on_load
         self._jobs: dict[str, Job] = {}
         self._store_away_since_ms: int | None = None
+        self._unwritable = False
+        """A write has failed, and none has succeeded since: that reads succeed says nothing."""
 
     # ---------------------------------------------------------------- decide, persist, publish
 
@@ -171,7 +174,8 @@ class Jobs:
         rows = (*job.pending, *self._rows(transition))
         try:
             job.revision = await self._ask(
-                self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
+                self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows),
+                writes=True,
             )
         except RevisionConflictError as error:
             log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
@@ -284,26 +288,39 @@ class Jobs:
 
     # ---------------------------------------------------------------- the store
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
-        """Await the store; say once that it is away, and once that it is back."""
+    async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
+        """Await the store; say once that it is away, and once that it is back.
+
+        A store that refused a write, its disk being full, is back when it has taken one.
+        """
         now_ms = self._clock.now_ms()
         try:
             result = await answer
         except RendezvousConnectionError as error:
+            self._unwritable |= writes
             if self._store_away_since_ms is None:
                 self._store_away_since_ms = now_ms
                 log.error("the store is away: %s; workers run on, nothing new is decided", error)
             raise
-        if self._store_away_since_ms is not None:
+        self._unwritable &= not writes
+        if self._store_away_since_ms is not None and not self._unwritable:
             away_s = (now_ms - self._store_away_since_ms) / 1000
             self._store_away_since_ms = None
             log.warning("the store is back after %.1f s", away_s)
         return result
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing new can be stored at present; empty if it can, as far as is known."""
+        if self._store_away_since_ms is None:
+            return ""
+        away_s = (self._clock.now_ms() - self._store_away_since_ms) / 1000
+        return f"the store is away for {away_s:.0f} s; workers run on, nothing new is decided"
+
     async def _flush(self, rows: tuple[Record, ...]) -> None:
         try:
             if rows:
-                await self._ask(self._store.append(rows))
+                await self._ask(self._store.append(rows), writes=True)
         except RendezvousError as error:
             # It is in the log all the same; a job never waits for its history.
             log.warning("%d rows of history are lost: %s", len(rows), error)
@@ -311,7 +328,8 @@ class Jobs:
     async def take_over(self) -> int:
         """Return this server's leadership number."""
         # Anchored to the clock, so that it does not go back with a store that was lost or restored.
-        return await self._ask(self._store.take_over(at_least=self._clock.now_ms() // 1000))
+        at_least = self._clock.now_ms() // 1000
+        return await self._ask(self._store.take_over(at_least), writes=True)
 
     async def names(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all jobs that are stored."""
@@ -335,6 +353,13 @@ class Jobs:
         pending = job.pending if job else ()
         rows = await self._ask(self._store.history(rdzv_id, limit))
         return (*rows, *pending)[-limit:]
+
+    async def backup(self, leadership: int) -> AsyncIterator[bytes]:
+        """Yield all that the store holds, as the lines of a backup file."""
+        now_ms = self._clock.now_ms()
+        header = backup.Header(self._store.place, leadership, now_ms)
+        async for line in backup.lines(self._store, header):
+            yield line
 
     def stop_timers(self) -> None:
         """Let time pass for no job any more."""

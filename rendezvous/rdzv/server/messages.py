@@ -25,6 +25,8 @@ class Hello:
     pid: int
     leadership: int
     incarnation: int
+    fence_after_ms: int = 0
+    """After how long unheard it kills its workers; 0: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,13 @@ class Welcome:
     incarnation: int
     heartbeat_interval_ms: int
     lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The heartbeat of this number was heard."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +126,18 @@ class Waiting:
     reason: str
 
 
-Told = Welcome | Joined | Line | RoundOver | Closed | Refused | Waiting
+Told = Welcome | Heard | Joined | Line | RoundOver | Closed | Refused | Waiting
+
+# ------------------------------------------------------------------ what operators see
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """One rdzvd of those that share a store."""
+
+    address: str
+    leads: bool
+    leadership: int
+    store: str
+    version: str
+    state_age_ms: int

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from rdzv.core.events import (
     Event,
     LastCallBegan,
+    NodeAdopted,
     NodeCameBack,
     NodeJoined,
     NodeLeaving,
@@ -20,6 +21,7 @@ from rdzv.core.events import (
     NodeStuck,
     NodeSucceeded,
     NodeWentAway,
+    RoundAdopted,
     RoundCompleted,
     RoundEnded,
     RoundSettled,
@@ -77,6 +79,11 @@ def _describe(event: Event) -> str:
             return f"last call: {nodes} at hand, more may come for {_seconds(event.for_ms)}"
         case RoundCompleted():
             return _describe_round(event.round)
+        case RoundAdopted():
+            nodes = _count(len(event.round.participants), "node")
+            return f"round {event.round.number} of {nodes} goes on: its nodes told of it"
+        case NodeAdopted():
+            return f"{event.node_id} has GROUP_RANK {event.group_rank} in round {event.round}"
         case RoundEnded():
             return f"round {event.round} ended ({event.end.cause}): {event.end.reason}"
         case RoundSettled():

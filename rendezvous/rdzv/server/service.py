@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -26,25 +26,37 @@ from grpc_reflection.v1alpha import reflection
 from rdzv.core.commands import Command
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
+    LEADER_METADATA_KEY,
     InvalidRequestError,
     LimitExceededError,
+    NotLeaderError,
     RendezvousConnectionError,
     RendezvousError,
+    UnknownJobError,
 )
 from rdzv.server import wire
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Belief, Refused
+from rdzv.server.messages import Belief, Heard, Refused
+from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
+from rdzv.stores.base import Record
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
+    from rdzv.core.explain import JobView
 
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
 Inbox = asyncio.Queue[tuple[str, Command] | None]
 
 log = logging.getLogger("rdzv.service")
+
+CHUNK_BYTES = 256 * 1024
+"""What one message of a backup carries; far below the largest message that gRPC lets pass."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
@@ -56,10 +68,11 @@ def server_version() -> str:
 
 async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
     """End a call with an error of the table."""
+    trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
+    if isinstance(error, NotLeaderError) and error.leader:
+        trailing.append((LEADER_METADATA_KEY, error.leader))
     await context.abort(
-        grpc.StatusCode[error.grpc_status],
-        str(error),
-        trailing_metadata=((ERROR_CODE_METADATA_KEY, error.code),),
+        grpc.StatusCode[error.grpc_status], str(error), trailing_metadata=tuple(trailing)
     )
 
 
@@ -82,13 +95,12 @@ async def _receive(context: Context) -> pb.NodeMessage | None:
 
 
 class RendezvousService(pb_grpc.RendezvousServicer):
-    """The stream of one node, for all its jobs."""
+    """The stream of each node, for all its jobs."""
 
-    def __init__(self, driver: Driver, clock: Clock, config: Config) -> None:
-        self._driver = driver
+    def __init__(self, replica: Replica, clock: Clock, config: Config) -> None:
+        self._replica = replica
         self._clock = clock
-        self._limits = config.limits
-        self._timings = config.timings
+        self._config = config
         self._version = server_version()
 
     # The generated stub knows handlers that yield; this one reads and writes at once.
@@ -96,6 +108,31 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         self, request_iterator: object, context: Context
     ) -> None:
         """Serve one node until either side ends the stream."""
+        try:
+            driver = await self._replica.settled_driver(
+                self._config.timings.leaderless_hold_ms / 1000
+            )
+        except RendezvousError as error:
+            await _abort(context, error)
+        conversation = Conversation(driver, self._replica, self._clock, self._config, self._version)
+        await conversation.hold(context)
+
+
+class Conversation:
+    """One node's stream, with the driver that led when it was opened."""
+
+    def __init__(
+        self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
+    ) -> None:
+        self._driver = driver
+        self._replica = replica
+        self._clock = clock
+        self._limits = config.limits
+        self._timings = config.timings
+        self._version = version
+
+    async def hold(self, context: Context) -> None:
+        """Serve the node until either side ends the stream."""
         try:
             message = await self._first_message(context)
             stream = self._driver.attach(wire.hello_of(message, self._limits))
@@ -158,7 +195,8 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         try:
             match message.WhichOneof("body"):
                 case "heartbeat":
-                    pass
+                    if message.heartbeat.number:
+                        stream.send(Heard(message.heartbeat.number))
                 case "away":
                     deadline_ms = wire.away_ms_of(message.away, self._limits)
                     self._driver.plan_away(stream, deadline_ms)
@@ -198,6 +236,10 @@ class RendezvousService(pb_grpc.RendezvousServicer):
     async def _write(self, stream: Stream, context: Context) -> None:
         while True:
             told = await stream.next()
+            if not self._replica.proven:
+                # Another server may have said something else by now.
+                stream.close(RendezvousConnectionError("this server can not prove that it leads"))
+                return
             message = wire.server_message(
                 told, self._driver.leadership, self._version, self._clock.now_ms()
             )
@@ -209,19 +251,22 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
 
 class ControlService(pb_grpc.ControlServicer):
-    """Answers operators."""
+    """Answers operators. A job that is only watched gives way to one of its name, but in lists."""
 
-    def __init__(self, driver: Driver, clock: Clock, limits: Limits) -> None:
-        self._driver = driver
+    def __init__(
+        self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
+    ) -> None:
+        self._replica = replica
         self._clock = clock
         self._limits = limits
+        self._facade = facade
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Show one job."""
         try:
-            view = await self._driver.status(wire.rdzv_id_of(request.rdzv_id, self._limits))
+            view = await self._view(request.rdzv_id)
         except RendezvousError as error:
             await _abort(context, error)
         return wire.job_status(view, self._clock.now_ms())
@@ -231,9 +276,11 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListJobsResponse:
         """Show every job."""
         try:
-            views = await self._driver.list()
+            views = await self._replica.driver.list()
         except RendezvousError as error:
             await _abort(context, error)
+        if self._facade is not None:
+            views = (*views, *self._facade.views())
         return pb.ListJobsResponse(jobs=[wire.job_summary(view) for view in views])
 
     async def ListEvents(  # noqa: N802
@@ -241,16 +288,66 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListEventsResponse:
         """Show a job's history."""
         try:
-            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             limit = wire.history_limit(request.limit, self._limits)
-            rows = await self._driver.history(rdzv_id, limit)
+            rows = await self._history(request.rdzv_id, limit)
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
 
+    async def Backup(  # noqa: N802
+        self, request: pb.BackupRequest, context: AnyContext
+    ) -> AsyncIterator[pb.BackupChunk]:
+        """Send all that the store holds, piece by piece, as fast as it is taken."""
+        try:
+            async for data in _in_chunks(self._replica.driver.backup()):
+                yield pb.BackupChunk(data=data)
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def ListServers(  # noqa: N802
+        self, request: pb.ListServersRequest, context: AnyContext
+    ) -> pb.ListServersResponse:
+        """Show every rdzvd that shares this one's store; also one that stands by answers."""
+        try:
+            servers = await self._replica.servers()
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ListServersResponse(servers=[wire.server(view) for view in servers])
+
+    async def _view(self, asked: str) -> JobView:
+        try:
+            return await self._replica.driver.status(wire.rdzv_id_of(asked, self._limits))
+        except (UnknownJobError, InvalidRequestError):
+            # Not before: a name that is none here may be one for torchrun's own rendezvous.
+            if self._facade is None or (watched := self._facade.view(asked)) is None:
+                raise
+            return watched
+
+    async def _history(self, asked: str, limit: int) -> tuple[Record, ...]:
+        try:
+            return await self._replica.driver.history(wire.rdzv_id_of(asked, self._limits), limit)
+        except (UnknownJobError, InvalidRequestError):
+            if self._facade is None or self._facade.view(asked) is None:
+                raise
+            return ()
+
+
+async def _in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Put short lines together, and divide long ones: a chunk is no more than one message."""
+    waiting = bytearray()
+    async for line in lines:
+        waiting += line
+        while len(waiting) >= CHUNK_BYTES:
+            yield bytes(waiting[:CHUNK_BYTES])
+            del waiting[:CHUNK_BYTES]
+    if waiting:
+        yield bytes(waiting)
+
 
 @asynccontextmanager
-async def serving(driver: Driver, clock: Clock, config: Config) -> AsyncIterator[Listen]:
+async def serving(
+    replica: Replica, clock: Clock, config: Config, facade: Facade | None = None
+) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
     At the end every stream is told to connect again, and open calls get a moment to end.
@@ -260,18 +357,21 @@ async def serving(driver: Driver, clock: Clock, config: Config) -> AsyncIterator
 
     """
     server = grpc.aio.server(options=_options(config.limits, config.timings))
-    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(driver, clock, config), server)
-    pb_grpc.add_ControlServicer_to_server(ControlService(driver, clock, config.limits), server)
-    await _add_health(server)
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
+    control = ControlService(replica, clock, config.limits, facade)
+    pb_grpc.add_ControlServicer_to_server(control, server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     bound = replace(config.listen, port=_bind(server, config.listen))
     await server.start()
     try:
-        yield bound
+        async with _telling_health(replica, health_servicer, str(config.advertise or bound)):
+            yield bound
     finally:
-        driver.close_streams(
+        replica.stand_by(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
         await server.stop(config.timings.stop_grace_ms / 1000)
@@ -291,11 +391,38 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     ]
 
 
-async def _add_health(server: grpc.aio.Server) -> None:
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    for name in ("", *SERVICES):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+@asynccontextmanager
+async def _telling_health(
+    replica: Replica, servicer: health.aio.HealthServicer, address: str
+) -> AsyncIterator[None]:
+    """Let the health service say whether nodes are served here; a server that stands by lives."""
+    changed = asyncio.Event()
+    leading = False
+
+    def tell(leads: bool) -> None:
+        nonlocal leading
+        leading = leads
+        changed.set()
+
+    async def follow() -> None:
+        while True:
+            changed.clear()
+            for name in SERVICES:
+                await servicer.set(name, _SERVING if leading else _NOT_SERVING)
+            await changed.wait()
+
+    await servicer.set("", _SERVING)
+    replica.serve_as(address, tell)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind(server: grpc.aio.Server, listen: Listen) -> int:

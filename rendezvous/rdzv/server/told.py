@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rdzv.core.adopt import adoptable
 from rdzv.core.events import (
     Event,
     LastCallBegan,
     NodeJoined,
+    RoundAdopted,
     RoundCompleted,
     RoundEnded,
     RoundSettled,
+    RunBegan,
     RunEnded,
 )
 from rdzv.core.explain import waiting_reason
-from rdzv.core.model import Cause, Membership, Round, RoundEnd, State
+from rdzv.core.model import Cause, Membership, Round, RoundEnd, State, is_stand_in
 from rdzv.core.rendezvous import ended_run
-from rdzv.server.messages import Belief, Closed, Line, RoundOver, Told, Waiting
+from rdzv.server.messages import Belief, Closed, Joined, Line, RoundOver, Told, Waiting
 
-_NEW_PHASE = (LastCallBegan, RoundCompleted, RoundEnded, RoundSettled)
+_NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
 """Only after these do all who wait hear the reason anew: n joins must not cost n * n messages."""
 
 
@@ -36,8 +39,14 @@ def news(
         match event:
             case NodeJoined():
                 present.add(event.node_id)
+            case RunBegan():
+                # Who waits for a first round goes on in a run that was adopted.
+                for node_id in before.waiting.keys() & after.waiting.keys():
+                    yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
                 yield from lines(membership, event.round)
+            case RoundAdopted():
+                yield from _superseded(before, event.round)
             case RoundEnded():
                 over = RoundOver(membership.rdzv_id, membership.run, event.round, event.end)
                 for node_id in {**before.seats, **after.seats}:
@@ -51,6 +60,18 @@ def news(
     if any(isinstance(event, _NEW_PHASE) for event in events):
         for node_id in after.waiting:
             yield node_id, waiting(after, node_id, now_ms)
+
+
+def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
+    """Tell those who hold seats of an older round that a later one was known elsewhere."""
+    membership, old = before.membership, before.membership.round
+    if old is None:
+        return
+    reason = f"round {adopted.number} has followed it"
+    end = old.end or RoundEnd(Cause.NODE_LEFT, reason, adopted.at_ms, broken=True)
+    for node_id in before.seats:
+        if not is_stand_in(node_id):
+            yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
 
 
 def lines(membership: Membership, round_: Round) -> Iterator[tuple[str, Line]]:
@@ -104,6 +125,11 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
     if node_id in state.waiting:
         told.append(waiting(state, node_id, now_ms))
     return tuple(told)
+
+
+def may_be_adopted(state: State, belief: Belief) -> bool:
+    """Whether what the node says of its round may be news to this server."""
+    return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 
 def unknown(state: State, belief: Belief) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -26,6 +26,7 @@ from rdzv.core.commands import (
 )
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import (
+    Claim,
     Failure,
     LeaveCause,
     NodeState,
@@ -40,11 +41,13 @@ from rdzv.server.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
 from rdzv.server.messages import (
     Belief,
     Closed,
+    Heard,
     Hello,
     Joined,
     Line,
     Refused,
     RoundOver,
+    ServerView,
     Told,
     Waiting,
     Welcome,
@@ -247,6 +250,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
         pid=message.pid,
         leadership=message.leadership,
         incarnation=message.incarnation,
+        fence_after_ms=_within("fence_after_ms", message.fence_after_ms, 0, limits.timeout_ms),
     )
 
 
@@ -275,19 +279,29 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if message.HasField("round") and message.round.rdzv_id != rdzv_id:
         raise _refuse("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
     run = _uid("run", message.round.run or join.run, limits, needed=False)
+    claim = _claim(message.round, join, limits) if message.HasField("round") and run else None
+    resume: tuple[Command, ...] = ()
+    if round_ is not None:
+        resume = (Resume(speaker.node_id, speaker.incarnation, run, round_, claim),)
+    store_host: tuple[Command, ...] = ()
+    if round_ is not None and message.store_host_failed:
+        reason = _sentence(message.store_host_failed, limits)
+        failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
+        # Who has moved to another incarnation is heard of its seat after it has taken it.
+        store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
-        return Belief(rdzv_id, run, round_, has_workers=False, commands=(join,))
+        join = replace(join, claim=claim)
+        return Belief(rdzv_id, run, round_, has_workers=False, commands=(*store_host, join))
     if phase == pb.Belief.LEAVING:
         leave = _leave(message.leave, speaker, limits)
-        resume = () if round_ is None else (_resume(speaker, run, round_),)
         gone = round_ is None or leave.left_round == round_
-        return Belief(rdzv_id, run, round_, not gone, (*resume, leave))
+        return Belief(rdzv_id, run, round_, not gone, (*(store_host or resume), leave))
     if phase not in _WITH_WORKERS:
         raise _refuse("phase", phase, "is not known to this server", "upgrade the server")
     if round_ is None or not run:
         raise _refuse("phase", phase, "needs a round and its run", "name both")
     failures = _failures(message.failures, limits)
-    commands: list[Command] = [_resume(speaker, run, round_)]
+    commands = [*(store_host or resume)]
     if phase == pb.Belief.SUCCEEDED:
         commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
     elif failures:
@@ -298,8 +312,27 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
 _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 
 
-def _resume(speaker: Speaker, run: str, round_: int) -> Resume:
-    return Resume(speaker.node_id, speaker.incarnation, run, round_)
+def _claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
+    """Read what was announced to the node; None if that does not say enough to rebuild a round."""
+    if not line.group_world_size:
+        return None
+    nodes = _within("group_world_size", line.group_world_size, 1, limits.nodes_per_job)
+    most = nodes * limits.local_world_size
+    return Claim(
+        round=line.round,
+        group_rank=_within("group_rank", line.group_rank, 0, nodes - 1),
+        group_world_size=nodes,
+        rank_first=_within("rank_first", line.rank_first, 0, most),
+        world_size=_within("world_size", line.world_size, nodes, most),
+        role_rank_first=_within("role_rank_first", line.role_rank_first, 0, most),
+        role_world_size=_within("role_world_size", line.role_world_size, 0, most),
+        master_addr=_address("master_addr", line.master_addr, limits),
+        master_port=_within("master_port", line.master_port, 1, 65_535),
+        use_agent_store=line.use_agent_store,
+        restarts=_within("restarts", line.restarts, 0, limits.restarts),
+        settings=join.settings,
+        offer=join.offer,
+    )
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
@@ -403,6 +436,8 @@ def server_message(
             message.welcome.heartbeat_interval_ms = told.heartbeat_interval_ms
             message.welcome.lease_ms = told.lease_ms
             message.welcome.server_version = server_version
+        case Heard():
+            message.heard.number = told.number
         case Joined():
             message.joined.CopyFrom(_copied(pb.Joined(), told))
         case Line():
@@ -509,6 +544,7 @@ def job_summary(view: JobView) -> pb.JobSummary:
         restarts=view.restarts,
         max_restarts=view.max_restarts,
         state_age_ms=view.state_age_ms,
+        backend=view.backend,
     )
 
 
@@ -526,3 +562,15 @@ def event_row(record: Record) -> pb.Event:
 def history_limit(asked: int, limits: Limits) -> int:
     """Read how many rows of history are wanted."""
     return _within("limit", asked or limits.history_default, 1, limits.history_rows)
+
+
+def server(view: ServerView) -> pb.Server:
+    """Show one rdzvd."""
+    return pb.Server(
+        address=view.address,
+        leads=view.leads,
+        leadership=view.leadership,
+        store=view.store,
+        server_version=view.version,
+        state_age_ms=view.state_age_ms,
+    )

@@ -24,6 +24,13 @@ class StoreRefusedError(RendezvousConnectionError):
     definite = True
 
 
+class DeposedError(StoreRefusedError):
+    """This server does not lead any more, or never did; nothing was written, nor will be.
+
+    The store stays refused for this server's term: whoever leads again opens another.
+    """
+
+
 class RevisionConflictError(RendezvousError):
     """Somebody else has written this job since it was loaded; nothing was written."""
 

@@ -1,6 +1,11 @@
-"""Memberships as bytes: JSON in an envelope that names its format, so that people can read it."""
+"""Memberships as bytes: JSON in an envelope that names its format, so that people can read it.
+
+Where a store bounds what it takes, `pack` makes large values small.
+"""
 
 from __future__ import annotations
+
+import zlib
 
 import msgspec
 
@@ -9,6 +14,16 @@ from rdzv.errors import RendezvousStateError
 
 FORMAT = 1
 """Raised whenever an older server would misread, or silently drop, what this one writes."""
+
+
+PACK_ABOVE_BYTES = 16 * 1024
+"""Smaller values stay JSON: they fit anywhere, and people can read them."""
+
+MAX_UNPACKED_BYTES = 64 * 1024 * 1024
+"""Far above the membership of the largest job; damaged bytes may not fill the memory."""
+
+_LEVEL = 3
+"""Memberships repeat themselves so much that higher levels gain little, and take much longer."""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -43,6 +58,41 @@ def decode(data: bytes, where: str) -> Membership:
             f"{where} can not be read: {error} (format {FORMAT} expected); it was left untouched. "
             "Restore it from a backup, or remove it if the job is over"
         ) from error
+
+
+def pack(data: bytes) -> bytes:
+    """Return bytes from which `unpack` gives `data`: itself, or deflated if that is smaller.
+
+    >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000
+    (b'{}', True)
+    """
+    if len(data) <= PACK_ABOVE_BYTES:
+        return data
+    return min(zlib.compress(data, _LEVEL), data, key=len)
+
+
+def unpack(data: bytes, where: str) -> bytes:
+    """Return what was packed; `where` names it in errors.
+
+    Raises:
+        RendezvousStateError: the bytes are damaged.
+
+    """
+    # JSON begins with a brace or a bracket, deflated data never does.
+    if data[:1] in (b"{", b"[", b""):
+        return data
+    try:
+        inflate = zlib.decompressobj()
+        unpacked = inflate.decompress(data, MAX_UNPACKED_BYTES)
+        damage = "" if inflate.eof else "it is cut off, or too long"
+    except zlib.error as error:
+        damage = str(error)
+    if damage:
+        raise RendezvousStateError(
+            f"{where} can not be read: {damage}; it was left untouched. "
+            "Restore it from a backup, or remove it if the job is over"
+        )
+    return unpacked
 
 
 def _foreign(found: int, where: str) -> RendezvousStateError:

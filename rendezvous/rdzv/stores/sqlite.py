@@ -2,7 +2,7 @@
 
 Write-ahead log and `synchronous=FULL`, so a commit that was answered survives a power cut. All
 calls run in one thread of the store's own: the event loop never waits for a disk, and SQLite
-never sees two threads.
+never sees two threads. What is to be written meanwhile waits, and is written in one commit.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rdzv.core.model import Membership
-from rdzv.errors import (
-    InvalidRequestError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-)
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
@@ -33,53 +31,86 @@ from rdzv.stores.base import (
     Stored,
     StoreRefusedError,
 )
-
-SCHEMA_VERSION = 1
-"""Kept in `PRAGMA user_version`. A newer one than this is refused and left untouched."""
+from rdzv.stores.sqlite_file import (
+    SCHEMA_VERSION,
+    connect,
+    foreign,
+    has_data,
+    identify,
+    looking,
+    prepare,
+)
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
-_SCHEMA = """
-CREATE TABLE job (
-    rdzv_id TEXT PRIMARY KEY,
-    revision INTEGER NOT NULL,
-    membership BLOB NOT NULL
-);
-CREATE TABLE history (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    rdzv_id TEXT NOT NULL,
-    run TEXT NOT NULL,
-    unix_ms INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    text TEXT NOT NULL
-);
-CREATE INDEX history_of_job ON history (rdzv_id, seq);
-CREATE TABLE leadership (
-    only INTEGER PRIMARY KEY CHECK (only = 1),
-    number INTEGER NOT NULL
-);
-INSERT INTO leadership VALUES (1, 0);
-"""
-
 _NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph", "lustre", "gpfs", "beegfs"}
-    | {"fuse.sshfs", "fuse.glusterfs"}
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
+    | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
-"""The write-ahead log needs shared memory between processes, and flock that means something."""
+"""Where another machine may have the same files: there neither flock, nor the write-ahead log's
+shared memory, nor fsync means what it means on a disk. 9p too: it keeps locks to its own guest.
+virtiofs is not among them: it is the local disk of many containers."""
+
+_MOST_AT_ONCE = 256
+"""Writes in one commit: more would not be faster, and the first would wait for the last."""
+_MOST_WAITING = 65_536
+"""Writes that wait for one: far above one for each job."""
+_MOST_PROBLEMS = 20
 
 T = TypeVar("T")
 
 
-class SqliteStore:
-    """Memberships, history and leadership in `DIR/rdzv.db`. Made by `SqliteStore.open`."""
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What an operator asks of a file."""
 
-    def __init__(self, directory: Path, history_rows: int, lock: int) -> None:
+    path: Path
+    schema_version: int
+    size_bytes: int
+    events: int
+    leadership: int
+    used_by: str
+    """Who has the directory: `rdzvd pid 4711`; empty if nobody has."""
+    problems: tuple[str, ...]
+    """What is wrong with its structure."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """What one caller wants to be written, and how that ended."""
+
+    apply: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Write, inside a transaction. A lost race writes nothing, and harms no other."""
+        self.result, self.error = None, None
+        try:
+            self.result = self.apply()
+        except RevisionConflictError as error:
+            self.error = error
+
+
+class SqliteStore:
+    """Memberships, history and leadership in `DIR/rdzv.db`. Made by `open` or `look`."""
+
+    def __init__(self, directory: Path, history_rows: int) -> None:
         self._path = directory / "rdzv.db"
         self._directory = directory
         self._history_rows = history_rows
-        self._lock = lock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._closed = False
+        self._locked = ExitStack()
+        """What is given back when the file is closed."""
+        self._opened = ExitStack()
+        """The connection, and what it needs; of the store's thread."""
+        self._used_by = ""
+        self._schema_version = SCHEMA_VERSION
+        self._waiting: deque[_Write] = deque()
+        self._whole = False
+        """A transaction is open that spans many writes."""
         self._unpruned: dict[str, int] = {}
         """Rows written for a job since its history was last cut."""
 
@@ -89,20 +120,50 @@ class SqliteStore:
     ) -> SqliteStore:
         """Open the data directory, creating it if need be, and lock it against other servers.
 
+        A file of an older schema is migrated, and a copy of it is kept. A file that is refused is
+        left as it was, byte for byte.
+
         Raises:
             InvalidRequestError: the directory can not be used, is in use, or is on a network
                 file system.
-            RendezvousStateError: its data is damaged, or was written by a newer rdzvd.
+            RendezvousStateError: its data is damaged, was written by a newer rdzvd or by another
+                program, or could not be migrated.
 
         """
         lock = claim_directory(directory, mountinfo)
-        store = cls(directory, history_rows, lock)
+        store = cls(directory, history_rows)
+        store._locked.callback(os.close, lock)
+        return await store._begun(store._open)
+
+    @classmethod
+    async def look(cls, directory: Path, history_rows: int = HISTORY_ROWS) -> SqliteStore:
+        """Open a data directory to read, also while a server has it. Every write is refused.
+
+        Nothing is changed. No server can start on the directory until the store is closed.
+
+        Raises:
+            InvalidRequestError: it can not be read.
+            RendezvousStateError: there is no data of this rdzvd in it, or it is damaged.
+
+        """
+        store = cls(directory, history_rows)
         try:
-            await store._call(store._open)
+            lock, store._used_by = _share_directory(directory)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"data directory {directory} can not be read: {error.strerror or error}"
+            ) from error
+        if lock is not None:
+            store._locked.callback(os.close, lock)
+        return await store._begun(store._open_to_read)
+
+    async def _begun(self, begin: Callable[[], None]) -> SqliteStore:
+        try:
+            await self._call(begin)
         except BaseException:
-            await store.close()
+            await self.close()
             raise
-        return store
+        return self
 
     @property
     def place(self) -> str:
@@ -121,7 +182,7 @@ class SqliteStore:
         records: Sequence[Record] = (),
     ) -> int:
         """Write a membership and its records in one commit; return the new revision."""
-        return await self._call(self._swap, rdzv_id, membership, revision, records)
+        return await self._write(partial(self._swap, rdzv_id, membership, revision, records))
 
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
@@ -129,7 +190,7 @@ class SqliteStore:
 
     async def append(self, records: Sequence[Record]) -> None:
         """Write records that no membership carries."""
-        await self._call(self._append, records)
+        await self._write(partial(self._record, records))
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first."""
@@ -137,47 +198,74 @@ class SqliteStore:
 
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has given."""
-        return await self._call(self._take_over, at_least)
+        return await self._write(partial(self._take_over, at_least))
+
+    @asynccontextmanager
+    async def all_or_nothing(self) -> AsyncIterator[None]:
+        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        await self._call(self._begin_whole)
+        try:
+            yield
+        except BaseException:
+            await self._call(self._drop_whole)
+            raise
+        await self._call(self._commit_whole)
+
+    async def survey(self) -> Survey:
+        """Return what is in the file, and what is wrong with it; reads all of it."""
+        return await self._call(self._survey)
 
     async def close(self) -> None:
         """Finish the calls under way, close the file and release the directory."""
         if self._closed:
             return
         self._closed = True
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
         self._thread.shutdown()
-        os.close(self._lock)
+        self._locked.close()
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
-        if self._closed:
-            raise StoreRefusedError("the store is closed: this server is stopping")
+        self._check_open()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, function, *arguments)
+
+    async def _write(self, apply: Callable[[], T]) -> T:
+        self._check_open()
+        if len(self._waiting) >= _MOST_WAITING:
+            raise StoreRefusedError(f"{self._path}: {_MOST_WAITING} writes wait already; try again")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        self._waiting.append(_Write(apply, answer))
+        # Whichever of these comes first takes all that wait with it.
+        self._thread.submit(self._commit_waiting, loop)
+        return await answer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreRefusedError("the store is closed: this server is stopping")
 
     # ---------------------------------------------------- in the store's thread
 
     def _open(self) -> None:
+        prepare(self._path)
         with self._reading():
-            self._db = sqlite3.connect(self._path, isolation_level=None, timeout=1.0)
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version > SCHEMA_VERSION:
-            raise RendezvousStateError(
-                f"{self._path} has schema version {version}, and this rdzvd knows up to "
-                f"{SCHEMA_VERSION}; it was left untouched. Start the rdzvd version that wrote it"
-            )
-        with self._reading():
-            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db = self._opened.enter_context(closing(connect(self._path, "rw")))
+            mode = self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             self._db.execute("PRAGMA synchronous = FULL")
-        if version == 0:
-            with self._transaction():
-                # Not executescript(): it would commit before it begins.
-                for statement in filter(str.strip, _SCHEMA.split(";")):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if mode != "wal":
+            raise InvalidRequestError(
+                f"{self._path} can have no write-ahead log on this file system; give a directory "
+                "on a local disk with --data-dir"
+            )
 
-    def _close(self) -> None:
-        if hasattr(self, "_db"):
-            self._db.close()
+    def _open_to_read(self) -> None:
+        if not has_data(self._path):
+            raise InvalidRequestError(f"{self._path} holds no data yet; rdzvd will create it")
+        # Beside a server its own notes must be used; where there is none, none must be made.
+        opened = closing(connect(self._path, "ro")) if self._used_by else looking(self._path)
+        with self._reading():
+            self._db = self._opened.enter_context(opened)
+            self._schema_version = identify(self._db, self._path)
 
     def _load(self, rdzv_id: str) -> Stored | None:
         with self._reading():
@@ -189,29 +277,61 @@ class SqliteStore:
         data, revision = row
         return Stored(codec.decode(bytes(data), f"job {rdzv_id} in {self._path}"), revision)
 
+    def _list(self) -> tuple[str, ...]:
+        with self._reading():
+            rows = self._db.execute("SELECT rdzv_id FROM job ORDER BY rdzv_id").fetchall()
+        return tuple(row[0] for row in rows)
+
+    def _read_history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT unix_ms, rdzv_id, run, name, text FROM history WHERE rdzv_id = ? "
+                "ORDER BY seq DESC LIMIT ?",
+                (rdzv_id, limit),
+            ).fetchall()
+        return tuple(Record(*row) for row in reversed(rows))
+
+    def _survey(self) -> Survey:
+        with self._reading():
+            found = self._db.execute(f"PRAGMA integrity_check({_MOST_PROBLEMS})").fetchall()
+            pages, page_bytes, events, leadership = (
+                self._db.execute(query).fetchone()[0]
+                for query in (
+                    "PRAGMA page_count",
+                    "PRAGMA page_size",
+                    "SELECT count(*) FROM history",
+                    "SELECT number FROM leadership",
+                )
+            )
+        return Survey(
+            path=self._path,
+            schema_version=self._schema_version,
+            size_bytes=pages * page_bytes,
+            events=events,
+            leadership=leadership,
+            used_by=self._used_by,
+            problems=tuple(row[0] for row in found if row[0] != "ok"),
+        )
+
+    # ---------------------------------------------------- in a transaction, in the store's thread
+
     def _swap(
         self, rdzv_id: str, membership: Membership, revision: int, records: Sequence[Record]
     ) -> int:
-        data = codec.encode(membership)
-        with self._transaction():
-            row = self._db.execute(
-                "SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
-            ).fetchone()
-            held = row[0] if row else 0
-            if held != revision:
-                raise RevisionConflictError(
-                    f"job {rdzv_id} in {self._path} has revision {held}, not {revision}: "
-                    "another server has written it"
-                )
-            self._db.execute(
-                "INSERT OR REPLACE INTO job VALUES (?, ?, ?)", (rdzv_id, revision + 1, data)
+        row = self._db.execute("SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)).fetchone()
+        held = row[0] if row else 0
+        if held != revision:
+            raise RevisionConflictError(
+                f"job {rdzv_id} in {self._path} has revision {held}, not {revision}: "
+                "another server has written it"
             )
-            self._record(records)
+        self._db.execute(
+            "INSERT INTO job VALUES (?1, ?2, ?3) "
+            "ON CONFLICT DO UPDATE SET revision = ?2, membership = ?3",
+            (rdzv_id, revision + 1, codec.encode(membership)),
+        )
+        self._record(records)
         return revision + 1
-
-    def _append(self, records: Sequence[Record]) -> None:
-        with self._transaction():
-            self._record(records)
 
     def _record(self, records: Sequence[Record]) -> None:
         self._db.executemany(
@@ -236,46 +356,67 @@ class SqliteStore:
         )
         self._unpruned[rdzv_id] = 0
 
-    def _list(self) -> tuple[str, ...]:
-        with self._reading():
-            rows = self._db.execute("SELECT rdzv_id FROM job ORDER BY rdzv_id").fetchall()
-        return tuple(row[0] for row in rows)
-
-    def _read_history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        with self._reading():
-            rows = self._db.execute(
-                "SELECT unix_ms, rdzv_id, run, name, text FROM history WHERE rdzv_id = ? "
-                "ORDER BY seq DESC LIMIT ?",
-                (rdzv_id, limit),
-            ).fetchall()
-        return tuple(Record(*row) for row in reversed(rows))
-
     def _take_over(self, at_least: int) -> int:
-        with self._transaction():
-            held: int = self._db.execute("SELECT number FROM leadership").fetchone()[0]
-            number = max(held + 1, at_least)
-            self._db.execute("UPDATE leadership SET number = ?", (number,))
+        held: int = self._db.execute("SELECT number FROM leadership").fetchone()[0]
+        number = max(held + 1, at_least)
+        self._db.execute("UPDATE leadership SET number = ?", (number,))
         return number
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Map what SQLite raises while nothing is written."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._foreign(error) from error
+    # ---------------------------------------------------- commits, in the store's thread
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Commit the body as a whole; until COMMIT begins, every failure is definite."""
-        with self._reading():
-            self._db.execute("BEGIN IMMEDIATE")
+    def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Write what waits, in one commit, and answer all of it at once."""
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
+        if batch:
+            self._commit(batch)
+            loop.call_soon_threadsafe(_answer, batch)
+
+    def _commit(self, batch: Sequence[_Write]) -> None:
+        """Write a batch as a whole. Until COMMIT begins, every failure is definite."""
+        try:
+            if not self._whole:
+                self._begin()
+        except RendezvousError as error:
+            _fail(batch, error)
+            return
         try:
             with self._reading():
-                yield
-        except BaseException:
+                for write in batch:
+                    write.run()
+        except Exception as error:
+            _fail(batch, error)
+            if self._whole:
+                return
             self._rollback()
-            raise
+            if len(batch) > 1:
+                # One has spoilt it for all; which one it was shows when each is alone.
+                for write in batch:
+                    self._commit([write])
+            return
+        try:
+            if not self._whole:
+                self._end()
+        except RendezvousError as error:
+            # A race that was lost inside the batch is lost whatever became of the commit.
+            _fail([write for write in batch if write.error is None], error)
+
+    def _begin_whole(self) -> None:
+        self._begin()
+        self._whole = True
+
+    def _drop_whole(self) -> None:
+        self._whole = False
+        self._rollback()
+
+    def _commit_whole(self) -> None:
+        self._whole = False
+        self._end()
+
+    def _begin(self) -> None:
+        with self._reading():
+            self._db.execute("BEGIN IMMEDIATE")
+
+    def _end(self) -> None:
         try:
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -285,20 +426,36 @@ class SqliteStore:
             ) from error
 
     def _rollback(self) -> None:
+        # What was counted in vain is not known, so every job counts as over its bound.
+        self._unpruned.clear()
         if self._db.in_transaction:
-            with self._reading():
-                self._db.execute("ROLLBACK")
+            self._db.rollback()
 
-    def _foreign(self, error: sqlite3.Error) -> RendezvousError:
-        damaged = isinstance(error, sqlite3.DatabaseError) and (
-            getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
-        )
-        if damaged:
-            return RendezvousStateError(
-                f"{self._path} is damaged: {error}; it was left untouched. Restore it from a "
-                "backup, or start with an empty data directory"
-            )
-        return StoreRefusedError(f"{self._path}: {error}; nothing was written")
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Map what SQLite raises while nothing is written."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise foreign(self._path, error) from error
+
+
+def _fail(batch: Sequence[_Write], error: Exception) -> None:
+    for write in batch:
+        write.error = error
+
+
+def _answer(batch: Sequence[_Write]) -> None:
+    for write in batch:
+        if write.answer.done():
+            continue  # Its caller was cancelled.
+        if write.error is not None:
+            write.answer.set_exception(write.error)
+        else:
+            write.answer.set_result(write.result)
+
+
+# ------------------------------------------------------------------------------------ the directory
 
 
 def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
@@ -308,17 +465,20 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
         InvalidRequestError: it can not be used, is in use, or is on a network file system.
 
     """
-    lock_path = directory / "lock"
+    # Before anything is made there.
+    _refuse_network_filesystem(directory, mountinfo)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise InvalidRequestError(
             f"data directory {directory} can not be used: {error.strerror or error}; give a "
             "directory that this user may write to with --data-dir, or use --store memory"
         ) from error
     try:
+        # Again, for an automounter mounts at the first access; and the file may be a link.
         _refuse_network_filesystem(directory, mountinfo)
+        _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
         _lock(lock, directory)
     except BaseException:
         os.close(lock)
@@ -330,21 +490,41 @@ def _lock(lock: int, directory: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         raise InvalidRequestError(
-            f"data directory {directory} is in use by rdzvd pid {holder}; stop that one first, "
-            "or give this one another directory with --data-dir"
+            f"data directory {directory} is in use by {_holder(lock)}; stop that one first, or "
+            "give this one another directory with --data-dir"
         ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
-def _refuse_network_filesystem(directory: Path, mountinfo: Path) -> None:
-    kind = filesystem_of(directory.resolve(), mountinfo)
+def _share_directory(directory: Path) -> tuple[int | None, str]:
+    """Keep servers off a directory; return the lock, and who has it already if somebody has."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None, ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return lock, _holder(lock)
+    return lock, ""
+
+
+def _holder(lock: int) -> str:
+    """Name who holds the lock. Only servers write their pid into it, and it stays there."""
+    pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
+    if pid.isdigit() and Path("/proc", pid).exists():
+        return f"rdzvd pid {pid}"
+    return "another process (perhaps rdzvd --check, or an rdzvd in another container)"
+
+
+def _refuse_network_filesystem(path: Path, mountinfo: Path) -> None:
+    kind = filesystem_of(path.resolve(), mountinfo)
     if kind in _NETWORK_FILESYSTEMS:
         raise InvalidRequestError(
-            f"data directory {directory} is on {kind}, a network file system, where SQLite may "
-            "lose commits; give a directory on a local disk with --data-dir"
+            f"data directory {path} is on {kind}, a network file system, where SQLite may lose "
+            "commits; give a directory on a local disk with --data-dir"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv.client import Endpoint, parse_endpoint
+from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 
@@ -118,16 +118,15 @@ def _warn_of_unknown(config: Mapping[str, Any]) -> None:
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:
-    try:
-        found = tuple(parse_endpoint(part) for part in text.split(",") if part.strip())
-    except InvalidRequestError as error:
-        raise ValueError(f"--rdzv-endpoint: {error}") from error
-    if not found:
+    if not text.strip():
         raise ValueError(
             "--rdzv-endpoint is missing: --rdzv-backend=rdzv needs a server; start rdzvd and give "
             "its address as --rdzv-endpoint=HOST:PORT"
         )
-    return found
+    try:
+        return parse_endpoints(text)
+    except InvalidRequestError as error:
+        raise ValueError(f"--rdzv-endpoint: {error}") from error
 
 
 def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, error_from_status
+from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, Rota, error_from_status
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
@@ -48,7 +49,7 @@ class NodeStream:
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
     ) -> None:
-        self._endpoints = endpoints
+        self._rota = Rota(endpoints)
         self._hello = hello
         self._lock = lock
         self._beliefs = beliefs
@@ -93,11 +94,12 @@ class NodeStream:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            endpoint = self._endpoints[self._failed_attempts % len(self._endpoints)]
-            trouble = self._converse(endpoint)
+            trouble = self._converse(self._rota.present)
             if self._closing.is_set():
                 return
-            self._note_lost(trouble)
+            if self._rota.failed(trouble):
+                continue
+            self._note_lost(str(trouble))
             self._closing.wait(self._backoff_s())
 
     def _note_lost(self, trouble: str) -> None:
@@ -132,7 +134,7 @@ class NodeStream:
 
     # ------------------------------------------------------------------ one stream
 
-    def _converse(self, endpoint: Endpoint) -> str:
+    def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
         self._welcomed_at_s = None
         outbox: _Outbox = queue.SimpleQueue()
@@ -148,7 +150,7 @@ class NodeStream:
                 outbox.put(pb.NodeMessage(hello=self._hello))
                 self._outbox, self._call = outbox, call
             try:
-                return self._listen(call, endpoint, watchdog)
+                return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
             except grpc.RpcError:
                 return self._judge(endpoint, call)
             finally:
@@ -203,14 +205,16 @@ class NodeStream:
             self._hear(message)
             self._lock.notify_all()
 
-    def _judge(self, endpoint: Endpoint, call: grpc.Call) -> str:
+    def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
         """Tell a refusal, which is final, from a failure, after which it tries again."""
         if self._welcomed_at_s is None and call.code() is grpc.StatusCode.CANCELLED:
-            return f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
+            return RendezvousConnectionError(
+                f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
+            )
         failure = error_from_status(
             call.code(), call.details(), call.trailing_metadata(), endpoint, WELCOME_TIMEOUT_S
         )
         if failure.code in FINAL_REFUSALS:
             refused = pb.Refused(code=failure.code, message=str(failure))
             self._deliver(pb.ServerMessage(refused=refused))
-        return str(failure)
+        return failure

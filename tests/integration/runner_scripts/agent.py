@@ -1,7 +1,8 @@
 """Plays the agent: `agent.py FOLDER SCRIPT ARGUMENTS`.
 
 Starts a runner, and with it the script as a worker and a sleeper in place of the store host; says
-"up PID" with the runner's pid. Then it is killed, or told by a line to kill the runner itself,
+"up PID" with the runner's pid. With FENCE_MS in its environment the worker has a fence so far off,
+which is never renewed. Then it is killed, or told by a line to kill the runner itself,
 after which it sweeps up and says what the runner exited with and what it could not sweep.
 """
 
@@ -20,6 +21,8 @@ async def main() -> None:
     runner_link.become_subreaper()
     link = await runner_link.RunnerLink.spawn(events.put_nowait)
     env = dict(os.environ)
+    if fence_ms := os.environ.get("FENCE_MS"):
+        link.renew_fence(runner_link.boottime_ms() + int(fence_ms))
     argv = (sys.executable, "-S", *sys.argv[2:])
     link.start_workers(0, [runner_link.WorkerSpec(0, argv, env, None, None, None)])
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -14,6 +14,8 @@ class SayJoin:
     run: str
     left_round: int | None
     failures: tuple[WorkerFailure, ...]
+    fenced: bool = False
+    """Whether the round ended on this node by its fence, and by nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,17 @@ class WorkersStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class Fenced:
+    """The server was not proven to hear this node for `fence_after_ms`: its workers are killed.
+
+    It happened `age_ms` ago. `WorkersGone` follows.
+    """
+
+    round: int
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreHostReady:
     """The c10d store of the round is served."""
 
@@ -149,6 +160,7 @@ Event = (
     | StartFailed
     | WorkersGone
     | WorkersStuck
+    | Fenced
     | StoreHostReady
     | StoreHostExited
     | RunnerLost

@@ -23,6 +23,7 @@ from rdzv.agent.core.commands import (
 )
 from rdzv.agent.core.events import (
     Event,
+    Fenced,
     Joined,
     Refused,
     RoundCompleted,
@@ -122,7 +123,7 @@ def _apply(work: _Step, event: Event) -> None:
             _close(work, event)
         case Refused():
             _accept_refusal(work, event)
-        case WorkerExited() | WorkersGone() | WorkersStuck() | StartFailed():
+        case WorkerExited() | WorkersGone() | WorkersStuck() | Fenced() | StartFailed():
             _apply_to_workers(work, event)
         case StoreHostReady():
             if _is_current(work.state, event.round):
@@ -145,8 +146,11 @@ def _note_server_found(work: _Step) -> None:
     """Repeat what no belief tells: whatever was said before may be lost with its stream."""
     state = work.state
     work.state = replace(state, disconnected_since_ms=None)
+    if state.assignment is None:
+        return
+    if state.stuck_pids and not state.workers_gone:
+        work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
     if state.store_host_failed and state.phase in (*_NEEDS_STORE, Phase.STOPPING):
-        assert state.assignment is not None
         work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
 
 
@@ -175,6 +179,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         workers_gone=False,
         failures=(),
         stopping_since_ms=None,
+        stuck_pids=(),
+        fenced=False,
         store_host_due_ms=due_ms if assignment.hosts_store else None,
         store_host_failed="",
     )
@@ -202,8 +208,8 @@ def _confirm_unheard(work: _Step, round_: int) -> None:
     """Give back the seat of a round whose completion was lost with its stream: nothing ran."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
-        work.state = replace(state, left_round=round_, failures=())
-        work.do(SayJoin(state.run, round_, ()))
+        work.state = replace(state, left_round=round_, failures=(), fenced=False)
+        work.do(rejoin(work.state))
 
 
 def _close(work: _Step, event: RunClosed) -> None:
@@ -236,7 +242,7 @@ def _accept_refusal(work: _Step, event: Refused) -> None:
 
 
 def _apply_to_workers(
-    work: _Step, event: WorkerExited | WorkersGone | WorkersStuck | StartFailed
+    work: _Step, event: WorkerExited | WorkersGone | WorkersStuck | Fenced | StartFailed
 ) -> None:
     if not _is_current(work.state, event.round) or work.state.workers_gone:
         return
@@ -250,7 +256,10 @@ def _apply_to_workers(
             if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
                 _conclude(work)
         case WorkersStuck():
+            work.state = replace(work.state, stuck_pids=event.pids)
             work.do(SayStuck(work.state.run, event.round, event.pids))
+        case Fenced():
+            _note_fence(work, event)
         case StartFailed():
             leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
             _leave(work, leaving, grace_ms=0, signum=None)
@@ -292,6 +301,22 @@ def _note_failure(work: _Step, event: WorkerExited) -> None:
     if state.phase is Phase.RUNNING:
         work.do(SayFailed(state.run, event.round, work.state.failures))
         _stop(work, state.job.failure_stop_timeout_ms)
+
+
+def _note_fence(work: _Step, event: Fenced) -> None:
+    """The runner kills what is left of the round; what follows, follows when nothing is.
+
+    No worker has failed by that. Where all had succeeded, only what they left behind is killed.
+    """
+    state = work.state
+    if state.phase is Phase.SUCCEEDED:
+        return
+    at_ms = work.now_ms - event.age_ms
+    since_ms = at_ms if state.stopping_since_ms is None else min(state.stopping_since_ms, at_ms)
+    running = state.phase is Phase.RUNNING
+    phase = Phase.STOPPING if running else state.phase
+    fenced = running or state.fenced
+    work.state = replace(state, phase=phase, stopping_since_ms=since_ms, fenced=fenced)
 
 
 def _succeed(work: _Step) -> None:
@@ -388,7 +413,13 @@ def _conclude(work: _Step) -> None:
             left_round=round_,
             store_host_due_ms=None,
         )
-        work.do(SayJoin(state.run, round_, state.failures))
+        work.do(rejoin(work.state))
+
+
+def rejoin(state: AgentState) -> SayJoin:
+    """Say what a node without workers asks for, whenever it is asked."""
+    fenced = state.fenced and not state.failures
+    return SayJoin(state.run, state.left_round, state.failures, fenced)
 
 
 def _exit(work: _Step, outcome: Outcome) -> None:
@@ -437,6 +468,8 @@ def _without_server(state: AgentState) -> Outcome:
         return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
     if state.failures:
         return Outcome(EXIT_FAILED, f"{text}: {state.failures[0].message}")
+    if state.fenced:
+        return Outcome(EXIT_TRY_AGAIN, f"{text}: they were killed, as --fence-after asks for")
     return Outcome(EXIT_TRY_AGAIN, f"{text}: they were stopped for a new round that never came")
 
 

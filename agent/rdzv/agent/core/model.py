@@ -24,6 +24,9 @@ class Job:
     """How long a node without workers waits for a server that is away."""
     store_host_timeout_ms: int = 60_000
     """How long the store host may take to get ready."""
+    fence_after_ms: int = 0
+    """After how long without proof that the server hears this node its workers are killed; 0: they
+    are not, and train on."""
 
 
 class Phase(StrEnum):
@@ -129,6 +132,10 @@ class AgentState:
     """Failures of the last round on this node."""
     stopping_since_ms: int | None = None
     """When the workers of the last round were first told to end; None: they were not."""
+    stuck_pids: tuple[int, ...] = ()
+    """Processes of the last round that were seen to survive SIGKILL."""
+    fenced: bool = False
+    """Whether the last round ended here because the server was out of reach."""
     store_host_due_ms: int | None = None
     """When the store host must be ready; None: it is, or none is needed."""
     store_host_failed: str = ""

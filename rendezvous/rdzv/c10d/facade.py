@@ -1,0 +1,413 @@
+"""Serves torch's store from a process of its own, and looks once a second at what is in it.
+
+The process dies with rdzvd. If it dies alone, it is started anew, with an empty store: torch's
+clients do not connect again, so that the jobs of the old one end, but those that are launched after
+that find one. For slowness it is never killed, since that would end them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from rdzv.c10d.unpickle import State, decode
+from rdzv.c10d.watch import Watch
+from rdzv.core.explain import JobView
+from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.server.clock import Clock
+from rdzv.server.config import Config, Listen
+
+log = logging.getLogger("rdzv.c10d")
+
+SCRIPT = Path(__file__).with_name("store_server.py")
+NO_TORCH = 3
+"""Its exit code where there is no torch to import."""
+
+READY_TIMEOUT_S = 120.0
+"""To import torch takes a second or two; on a cold disk or a loaded machine, much longer."""
+LOOK_EVERY_S = 1.0
+"""Nobody tells when a key of torch's store changes, so it is the one thing here that is polled."""
+SLOW_AFTER_S = 30.0
+"""An answer that takes longer is complained about, and still waited for."""
+RESTART_AFTER_S = (1.0, 30.0)
+"""The wait before the process is started anew, which doubles from the first to the second..."""
+STEADY_AFTER_S = 60.0
+"""... and is the first again once it has lived so long."""
+END_TIMEOUT_S = 5.0
+"""From the end of the conversation to that of the process; after that it is killed."""
+BACKLOG = 1_024
+MOST_ANSWER_BYTES = 64 * 1024 * 1024
+"""Eight times what the process puts into one answer."""
+LISTED_JOBS = 8
+"""How many jobs one log line names."""
+WARNED_JOBS = 1_000
+"""Unreadable jobs that are remembered, so that each is logged once."""
+LAST_WORDS = 4_096
+"""Bytes of the process's stderr that are kept for when it dies."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the process says; see there."""
+
+    ready: bool = False
+    states: dict[str, str | None] = {}
+    gone: list[str] = []
+    left_out: int = 0
+    error: str = ""
+
+
+class _EndedError(Exception):
+    """The process has ended, or says what makes no sense."""
+
+
+class Facade:
+    """The store and what was seen in it."""
+
+    def __init__(self, bound: Listen, python: str, clock: Clock) -> None:
+        self.bound = bound
+        """Where torchrun's nodes connect."""
+        self._python = python
+        self._clock = clock
+        self._watch = Watch()
+        self._warned: set[str] = set()
+        self._complaint = ""
+
+    def view(self, rdzv_id: str) -> JobView | None:
+        """Show one job; None if there is none of this name."""
+        return self._watch.view(rdzv_id, self._clock.now_ms())
+
+    def views(self) -> tuple[JobView, ...]:
+        """Show every job."""
+        return self._watch.views(self._clock.now_ms())
+
+    # ---------------------------------------------------------------- the life of the process
+
+    async def keep(self, server: _StoreServer) -> None:
+        """Look, and start the process anew whenever it ends; until cancelled."""
+        wait_s, most_s = RESTART_AFTER_S
+        while True:
+            began_ms = self._clock.now_ms()
+            try:
+                await self._look_until_it_ends(server)
+            except _EndedError as error:
+                self._lose_all(str(error))
+            except Exception as error:
+                log.exception("c10d: a bug of rdzvd, please report it")
+                self._lose_all(f"is given up: {error!r}")
+            finally:
+                await server.kill()
+            if self._clock.now_ms() - began_ms >= STEADY_AFTER_S * 1000:
+                wait_s = RESTART_AFTER_S[0]
+            while True:
+                await asyncio.sleep(wait_s)
+                wait_s = min(wait_s * 2, most_s)
+                try:
+                    server = await _StoreServer.start(listening_socket(self.bound), self._python)
+                    break
+                except (RendezvousError, OSError) as error:
+                    log.error("c10d: %s; tried again in %g s", error, wait_s)
+            log.warning(
+                "c10d: a new, empty store is served on %s by pid %d", self.bound, server.pid
+            )
+
+    def _lose_all(self, why: str) -> None:
+        lost = self._watch.clear()
+        jobs = ", ".join(lost[:LISTED_JOBS]) or "none was there"
+        more = f" and {len(lost) - LISTED_JOBS} more" if len(lost) > LISTED_JOBS else ""
+        log.error(
+            "c10d: the process that served torch's store %s; its jobs have lost their store and "
+            "end, launch them again: %s%s",
+            why,
+            jobs,
+            more,
+        )
+        self._warned.clear()
+
+    # ---------------------------------------------------------------- looking
+
+    async def _look_until_it_ends(self, server: _StoreServer) -> None:
+        closed: tuple[str, ...] = ()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            answer = await self._ask(server, closed)
+            closed = ()
+            if answer.error:
+                self._complain(f"the jobs in torch's store can not be listed: {answer.error}")
+                continue
+            try:
+                closed = await self._take(answer)
+            except Exception:
+                # The store is served all the same, and nobody else is to suffer either.
+                log.exception("c10d: a bug of rdzvd, please report it: a look is lost")
+
+    async def _take(self, answer: _Answer) -> tuple[str, ...]:
+        """Take in what a look has found; return the jobs that are closed now."""
+        # In a thread, for a large state takes a while, in which nodes could not be heard.
+        states, unreadable = await asyncio.to_thread(_decoded, answer.states)
+        for rdzv_id, why in unreadable.items():
+            self._warn_of(rdzv_id, why)
+        beyond = f"{answer.left_out} jobs in torch's store are beyond the most that are looked at"
+        self._complain(beyond if answer.left_out else "")
+        gone = (*answer.gone, *unreadable)
+        return self._watch.take(states, gone, self._clock.now_ms())
+
+    async def _ask(self, server: _StoreServer, closed: tuple[str, ...]) -> _Answer:
+        asking = asyncio.ensure_future(server.ask(closed))
+        try:
+            done, _ = await asyncio.wait([asking], timeout=SLOW_AFTER_S)
+            if not done:
+                self._complain(f"torch's store has not answered for {SLOW_AFTER_S:g} s")
+            return await asking
+        finally:
+            asking.cancel()
+
+    def _complain(self, complaint: str) -> None:
+        """Log what is wrong with looking, once for as long as it is."""
+        if complaint != self._complaint and complaint:
+            log.warning("c10d: %s", complaint)
+        self._complaint = complaint
+
+    def _warn_of(self, rdzv_id: str, why: str) -> None:
+        if rdzv_id not in self._warned and len(self._warned) < WARNED_JOBS:
+            self._warned.add(rdzv_id)
+            log.warning("c10d: the state of job %a is not shown: %s", rdzv_id, why)
+
+
+def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
+    """Read states; return those that can be read, and why the others can not."""
+    states: dict[str, State | None] = {}
+    unreadable: dict[str, str] = {}
+    for rdzv_id, value in values.items():
+        try:
+            if value is None:
+                raise RendezvousStateError("it is too long, or no text")
+            states[rdzv_id] = decode(value.encode())
+        except RendezvousStateError as error:
+            unreadable[rdzv_id] = str(error)
+    return states, unreadable
+
+
+# ------------------------------------------------------------------------------------ the process
+
+
+class _StoreServer:
+    """The process that serves the store, and the socket to it."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._said: deque[int] = deque(maxlen=LAST_WORDS)
+        self._listening = asyncio.ensure_future(self._listen())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, listening: socket.socket, python: str) -> _StoreServer:
+        """Start the process on a listening socket, which it takes over, and wait until it serves.
+
+        Raises:
+            InvalidRequestError: the interpreter can not be run, or has no torch.
+            RendezvousError: it does not come to serve.
+
+        """
+        with listening:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    process = await _spawn(python, listening, theirs)
+                except OSError as error:
+                    ours.close()
+                    raise InvalidRequestError(
+                        f"{python} can not be run to serve torch's store: {error.strerror}; name "
+                        "an interpreter that has torch with --c10d-python"
+                    ) from error
+        reader, writer = await asyncio.open_connection(sock=ours)
+        server = cls(process, reader, writer)
+        try:
+            await server._wait_until_ready(python)
+        except BaseException:
+            await server.kill()
+            raise
+        return server
+
+    async def _wait_until_ready(self, python: str) -> None:
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                answer = await self._hear()
+        except TimeoutError:
+            raise RendezvousError(
+                f"torch's store was not ready within {READY_TIMEOUT_S:g} s; is {python} stuck?"
+            ) from None
+        except _EndedError as error:
+            if self._process.returncode == NO_TORCH:
+                raise InvalidRequestError(
+                    f"--c10d needs torch, which {python} can not import ({self.last_words()}); "
+                    "install rdzv[torch] beside rdzvd, or name another interpreter with "
+                    "--c10d-python"
+                ) from None
+            raise RendezvousError(f"torch's store can not be served: its process {error}") from None
+        if not answer.ready:
+            raise RendezvousError(f"{python} did not serve torch's store: {answer}")
+
+    async def ask(self, closed: tuple[str, ...]) -> _Answer:
+        """Ask what is new; jobs that are `closed` need not be looked at again.
+
+        Raises:
+            _EndedError: the process has ended.
+
+        """
+        question = msgspec.json.encode({"closed": closed})
+        self._writer.write(len(question).to_bytes(4, "big") + question)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+        return await self._hear()
+
+    async def _hear(self) -> _Answer:
+        try:
+            length = int.from_bytes(await self._reader.readexactly(4), "big")
+            if length > MOST_ANSWER_BYTES:
+                raise _EndedError(f"answered with {length} bytes")
+            body = await self._reader.readexactly(length)
+            return msgspec.json.decode(body, type=_Answer)
+        except msgspec.DecodeError as error:
+            raise _EndedError(f"answered what makes no sense: {error}") from error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._end()
+            words = self.last_words()
+            raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
+
+    async def _end(self) -> None:
+        """Wait until the process has ended of itself, which it does at once, or end it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._process.wait()
+        await self.kill()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode or 0
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"was ended by signal {-code}"
+
+    async def _listen(self) -> None:
+        """Keep the end of what the process writes to stderr: torch's own warnings and errors."""
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(LAST_WORDS):
+            self._said.extend(chunk)
+
+    def last_words(self) -> str:
+        """Return the last line that the process has written; empty if there is none."""
+        lines = bytes(self._said).decode(errors="replace").splitlines()
+        line = next((line for line in reversed(lines) if line.strip()), "")
+        return "".join(char if char.isprintable() else " " for char in line)
+
+    async def kill(self) -> None:
+        """End the process, if it has not ended; nothing of it is left."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._writer.close()
+        await self._process.wait()
+        await self._listening
+
+
+async def _spawn(
+    python: str, listening: socket.socket, control: socket.socket
+) -> asyncio.subprocess.Process:
+    """Start the process with copies of two sockets."""
+    # From the main thread, or the kernel would kill it when another one ends.
+    return await asyncio.create_subprocess_exec(
+        python,
+        str(SCRIPT),
+        f"--fd={listening.fileno()}",
+        f"--control-fd={control.fileno()}",
+        pass_fds=(listening.fileno(), control.fileno()),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def listening_socket(listen: Listen) -> socket.socket:
+    """Listen for torch's clients.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    advice = "give another address with --c10d"
+    try:
+        infos = socket.getaddrinfo(
+            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except socket.gaierror as error:
+        raise InvalidRequestError(
+            f"can not listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
+        ) from error
+    family, kind, protocol, _, address = infos[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # `[::]` means every address of this machine, those of IPv4 too.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidRequestError(
+                f"can not listen on {listen}: another program does already; end that one "
+                f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
+            ) from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise InvalidRequestError(f"can not listen on {listen}: {reason}; {advice}") from error
+    return sock
+
+
+@asynccontextmanager
+async def serving_c10d(config: Config, clock: Clock) -> AsyncIterator[Facade | None]:
+    """Serve torch's store until the body ends, if that is configured; else yield None.
+
+    Raises:
+        RendezvousError: it can not be served: no torch, no such interpreter, address in use.
+
+    """
+    if config.c10d is None:
+        yield None
+        return
+    listening = listening_socket(config.c10d)
+    bound = Listen(config.c10d.host, listening.getsockname()[1])
+    server = await _StoreServer.start(listening, config.c10d_python)
+    facade = Facade(bound, config.c10d_python, clock)
+    log.info("c10d: torch's store is served on %s by pid %d", bound, server.pid)
+    if not bound.loopback:
+        log.warning("insecure: everyone who reaches %s may run code on the nodes there", bound)
+    keeping = asyncio.create_task(facade.keep(server))
+    try:
+        yield facade
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping

@@ -1,0 +1,246 @@
+"""The process that serves torch's store for the c10d facade, and tells what is in it.
+
+    python store_server.py --fd N --control-fd M
+
+Run by path, so it needs torch and nothing of rdzv. It serves a TCPStore on the listening socket N
+and says `{"ready": true}` on the socket M. Then, each time that it is asked, it tells which jobs'
+states have changed; it does not look into them.
+
+Messages are JSON, after their length in four bytes (big-endian). A question names the jobs that
+need not be looked at any more: `{"closed": [...]}`. The answer has
+
+    states    {rdzv_id: base64 as stored}, or null where it is too long or no text
+    gone      jobs whose key was removed
+    left_out  jobs beyond the most that are looked at
+
+or `error`, if the store can not be listed. An answer is of at most some megabytes; what does not
+fit comes with the next.
+
+It lives as long as its parent: it ends when the socket closes, is killed when the parent dies, and
+ignores the signals that a terminal or systemd sends to all processes of a service, since the parent
+decides. Exit code 3: there is no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+NO_TORCH = 3
+TIMEOUT = timedelta(seconds=10)
+
+PREFIX = "torch.rendezvous."
+ROUNDS_OWN = re.compile(r"\.\d+/")
+"""In the keys that the agents of a round share, which are no job's state."""
+
+MOST_JOBS = 10_000
+MOST_ID_CHARS = 1_024
+MOST_STATE_BYTES = 2 * 1024 * 1024
+MOST_ANSWER_BYTES = 8 * 1024 * 1024
+MOST_QUESTION_BYTES = 32 * 1024 * 1024
+BATCH = 100
+LIST_ANYWAY_AFTER = 30
+"""Keys are listed when their number has changed, and after so many looks."""
+
+
+def main() -> None:
+    """Serve until the parent is gone; exit with one line of explanation if that can not be done."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    options = parse_options()
+    control = socket.socket(fileno=options.control_fd)
+    try:
+        looks = Looks(serve(options.fd))
+    except ImportError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(NO_TORCH)
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    try:
+        say(control, {"ready": True})
+        while (question := hear(control)) is not None:
+            say(control, looks.answer(question["closed"]))
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    # Without torch's destructors, which wait for clients.
+    os._exit(0)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and tell what is in it.")
+    parser.add_argument("--fd", type=int, required=True, help="the listening socket")
+    parser.add_argument("--control-fd", type=int, required=True, help="where questions come from")
+    return parser.parse_args()
+
+
+def serve(fd: int) -> Any:
+    """Return the store, which serves until it is deleted."""
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="",
+        HIP_VISIBLE_DEVICES="",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        OMP_NUM_THREADS="1",
+    )
+    # Python puts a script's folder first: this one's modules are not for torch to import.
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
+
+    host, port = reachable_at(fd)
+    return importlib.import_module("torch.distributed").TCPStore(
+        host,  # Where the store's own client connects; the socket decides where it listens.
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=False,
+        master_listen_fd=fd,
+        timeout=TIMEOUT,
+    )
+
+
+def reachable_at(fd: int) -> tuple[str, int]:
+    """Return an address at which this machine reaches a listening socket, and its port."""
+    sock = socket.socket(fileno=fd)
+    try:
+        host, port = sock.getsockname()[:2]
+    finally:
+        sock.detach()
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host, port
+
+
+class Looks:
+    """What was told of the jobs so far, so that only what has changed is told."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.told: dict[str, bytes] = {}
+        """A digest of the state of each job that was told of."""
+        self.closed: set[str] = set()
+        self.jobs: list[str] = []
+        self.left_out = 0
+        self.keys = -1
+        self.since_listed = 0
+
+    def answer(self, closed: list[str]) -> dict[str, Any]:
+        """Look, and tell what is new; jobs that are `closed` are not looked at again."""
+        self.closed.update(closed)
+        try:
+            gone = self.list_jobs()
+            states = self.look()
+        except (RuntimeError, ValueError, AttributeError) as error:
+            # No UTF-8 among the keys; a key that went in between; a torch without list_keys.
+            return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        return {"states": states, "gone": gone, "left_out": self.left_out}
+
+    def list_jobs(self) -> list[str]:
+        """Find out which jobs there are; return those that are no more."""
+        self.since_listed += 1
+        keys = self.store.num_keys()
+        if keys == self.keys and self.since_listed < LIST_ANYWAY_AFTER:
+            return []
+        found = {
+            key[len(PREFIX) :]
+            for key in self.store.list_keys()
+            if key.startswith(PREFIX) and not ROUNDS_OWN.search(key)
+        }
+        found = {name for name in found if 0 < len(name) <= MOST_ID_CHARS}
+        gone = [name for name in self.told if name not in found]
+        for name in gone:
+            del self.told[name]
+        self.closed &= found
+        known = [name for name in self.jobs if name in found and name not in self.closed]
+        new = sorted(found.difference(known, self.closed))
+        self.jobs = (known + new)[:MOST_JOBS]
+        self.left_out = len(known) + len(new) - len(self.jobs)
+        self.keys, self.since_listed = keys, 0
+        return gone
+
+    def look(self) -> dict[str, str | None]:
+        """Return the states that have changed, as many as fit into one answer."""
+        changed: dict[str, str | None] = {}
+        room = MOST_ANSWER_BYTES
+        names = [name for name in self.jobs if name not in self.closed]
+        for first in range(0, len(names), BATCH):
+            batch = names[first : first + BATCH]
+            for name, value in zip(batch, self.values(batch), strict=True):
+                digest = hashlib.blake2b(value, digest_size=16).digest() if value else None
+                if value is None or digest is None or self.told.get(name) == digest:
+                    continue
+                if len(value) > room:
+                    # Who waits for the next answer comes first in it.
+                    self.jobs.remove(name)
+                    self.jobs.insert(0, name)
+                    return changed
+                self.told[name] = digest
+                changed[name] = text(value)
+                room -= len(value) if changed[name] is not None else 0
+        return changed
+
+    def values(self, names: list[str]) -> list[bytes | None]:
+        """Return what is stored for jobs; None for one that has gone meanwhile."""
+        keys = [PREFIX + name for name in names]
+        # To get a key that is not there would wait for it.
+        if self.store.check(keys):
+            return list(self.store.multi_get(keys))
+        return [self.store.get(key) if self.store.check([key]) else None for key in keys]
+
+
+def text(value: bytes) -> str | None:
+    """Return a state as text, which base64 is; None if it can not be one."""
+    if len(value) > MOST_STATE_BYTES:
+        return None
+    try:
+        return value.decode("ascii")
+    except UnicodeDecodeError:
+        return None
+
+
+def say(control: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message."""
+    body = json.dumps(message).encode()
+    control.sendall(len(body).to_bytes(4, "big") + body)
+
+
+def hear(control: socket.socket) -> dict[str, Any] | None:
+    """Receive one message; None if the parent is gone, or makes no sense."""
+    header = receive(control, 4)
+    if header is None or int.from_bytes(header, "big") > MOST_QUESTION_BYTES:
+        return None
+    body = receive(control, int.from_bytes(header, "big"))
+    return None if body is None else json.loads(body)
+
+
+def receive(control: socket.socket, count: int) -> bytes | None:
+    """Receive so many bytes; None if the stream ends before."""
+    parts = []
+    while count:
+        part = control.recv(min(count, 65_536))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent dies, however it was started."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("its parent is gone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""What was seen of the jobs of torch's own rendezvous, as the view that `rdzvctl` shows.
+
+Their nodes form the groups; here it is only told what they have written. Clocks are not compared:
+a node is heard when its heartbeat is another than at the look before, by this server's clock.
+
+Theory: `closed` is final, and says nothing of success. A round is complete or joins; the next one
+begins when all participants have left it. A participant whose keep-alive has run out is dropped
+from the state by its peers, and nothing else happens: its job goes on as if it were there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rdzv.c10d.unpickle import Node, State
+from rdzv.core.explain import JobView, NodeView
+from rdzv.core.model import JobState, NodeState
+
+BACKEND = "c10d"
+
+KEEP_ALIVE_MS = 15_000
+"""torch's default for keep_alive_interval times keep_alive_max_attempt; what a job has set instead
+is not in its state."""
+GIVEN_UP_MS = 600_000
+"""Silence of all nodes after which a job counts as stopped though nobody has closed it."""
+STALE_MS = 5_000
+"""Looks come once a second; a view that is older than this says so."""
+MOST_CLOSED = 1_000
+"""Closed jobs that are still shown; the store keeps them for ever."""
+
+_CLOSED = "closed by its nodes; c10d does not tell how it ended"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a node was at the last look."""
+
+    state: NodeState
+    since_ms: int
+    group_rank: int | None = None
+    reason: str = ""
+    heartbeat: bytes = b""
+    heard_ms: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    """One job as of the last look at it."""
+
+    rdzv_id: str
+    began_ms: int
+    state: State | None = None
+    job_state: JobState = JobState.JOINING
+    since_ms: int = 0
+    heard_ms: int = 0
+    nodes: dict[Node, _Seen] = field(default_factory=dict)
+
+
+class Watch:
+    """The jobs of one store. Takes what a look has found, and answers with views."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+        self._looked_ms = 0
+
+    def take(
+        self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int
+    ) -> tuple[str, ...]:
+        """Take in one look: the states that have changed, and the jobs that are no more.
+
+        Returns those that are closed now and will never change again.
+        """
+        self._looked_ms = now_ms
+        for rdzv_id in gone:
+            self._jobs.pop(rdzv_id, None)
+        closed = []
+        for rdzv_id, state in states.items():
+            job = self._jobs.get(rdzv_id)
+            if job is None:
+                job = self._jobs[rdzv_id] = _Job(rdzv_id, now_ms, since_ms=now_ms, heard_ms=now_ms)
+            _see(job, state, now_ms)
+            if state is not None and state.closed:
+                closed.append(rdzv_id)
+        self._forget_oldest()
+        return tuple(closed)
+
+    def _forget_oldest(self) -> None:
+        closed = [job for job in self._jobs.values() if job.state and job.state.closed]
+        for job in sorted(closed, key=lambda job: job.since_ms)[:-MOST_CLOSED]:
+            del self._jobs[job.rdzv_id]
+
+    def clear(self) -> tuple[str, ...]:
+        """Forget all, for the store is lost; return the jobs that were not closed."""
+        lost = [job.rdzv_id for job in self._jobs.values() if not (job.state and job.state.closed)]
+        self._jobs.clear()
+        return tuple(lost)
+
+    def views(self, now_ms: int) -> tuple[JobView, ...]:
+        """Show every job, by name."""
+        return tuple(self._view(self._jobs[rdzv_id], now_ms) for rdzv_id in sorted(self._jobs))
+
+    def view(self, rdzv_id: str, now_ms: int) -> JobView | None:
+        """Show one job; None if there is none of this name."""
+        job = self._jobs.get(rdzv_id)
+        return self._view(job, now_ms) if job else None
+
+    def _view(self, job: _Job, now_ms: int) -> JobView:
+        state, silent_ms = job.state, now_ms - job.heard_ms
+        given_up = _may_change(job) and bool(job.nodes) and silent_ms >= GIVEN_UP_MS
+        reason = _explain(job, now_ms)
+        if given_up:
+            nodes = _count(len(job.nodes), "node")
+            reason = f"no heartbeat from any of its {nodes} for {_seconds(silent_ms)}, "
+            reason += "and nobody has closed it"
+        elif now_ms - self._looked_ms >= STALE_MS and _may_change(job):
+            reason += f"; last seen {_seconds(now_ms - self._looked_ms)} ago"
+        completed = _last_complete(state)
+        return JobView(
+            rdzv_id=job.rdzv_id,
+            run="",
+            run_number=0,
+            state=JobState.STOPPED if given_up else job.job_state,
+            reason=reason,
+            round=completed,
+            min_nodes=0,
+            max_nodes=0,
+            world_size=0,
+            restarts=None,
+            max_restarts=None,
+            nodes=_node_views(job, now_ms),
+            state_age_ms=now_ms - (job.heard_ms if given_up else job.since_ms),
+            run_age_ms=now_ms - job.began_ms,
+            master_addr="",
+            master_port=0,
+            last_failure=(),
+            last_failure_age_ms=None,
+            last_end=_LEFT_BY_ALL if completed is not None and _joins(state) else None,
+            backend=BACKEND,
+        )
+
+
+_LEFT_BY_ALL = "all its participants have left it"
+
+
+# ------------------------------------------------------------------------------------ one look
+
+
+def _see(job: _Job, state: State | None, now_ms: int) -> None:
+    """Bring a job up to date with its state."""
+    before, job.state = job.state, state
+    found = _job_state(state)
+    new_round = _number_of(state) != _number_of(before)
+    if found is not job.job_state or new_round:
+        job.job_state, job.since_ms = found, now_ms
+    if state is None:
+        job.nodes.clear()
+        return
+    present = _present(state)
+    # Who was dropped from a complete round is shown until the next one.
+    dropped = {} if _joins(state) or new_round else {n: job.nodes[n] for n in job.nodes}
+    nodes = {node: _seen(job, node, state, present[node], now_ms) for node in present}
+    for node, seen in dropped.items():
+        if node not in nodes:
+            nodes[node] = _dropped(seen, state, now_ms)
+    job.nodes = dict(sorted(nodes.items(), key=lambda item: _order(*item)))
+    job.heard_ms = max([job.began_ms, *(seen.heard_ms for seen in nodes.values())])
+
+
+def _number_of(state: State | None) -> tuple[int, bool]:
+    return (state.round, state.complete) if state else (0, False)
+
+
+def _job_state(state: State | None) -> JobState:
+    if state is None:
+        return JobState.JOINING
+    if state.closed:
+        return JobState.STOPPED
+    return JobState.RUNNING if state.complete else JobState.JOINING
+
+
+def _joins(state: State | None) -> bool:
+    return state is None or not (state.complete or state.closed)
+
+
+def _may_change(job: _Job) -> bool:
+    return job.job_state is not JobState.STOPPED
+
+
+def _last_complete(state: State | None) -> int | None:
+    """Return the last complete round; a round has a successor only if it was complete."""
+    if state is None:
+        return None
+    if state.complete:
+        return state.round
+    return state.round - 1 if state.round else None
+
+
+def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
+    """Return state and GROUP_RANK of every node that is in a state."""
+    found: dict[Node, tuple[NodeState, int | None]] = {}
+    for node in state.spare:
+        found[node] = (NodeState.SPARE, None)
+    for node in state.waiting:
+        found[node] = (NodeState.WAITING, None)
+    for node, rank in state.participants.items():
+        if state.complete:
+            found[node] = (NodeState.SEATED, rank)
+        else:
+            found[node] = (NodeState.WAITING, None)
+    if state.closed:
+        # Nobody keeps it up to date any more.
+        return {node: (NodeState.LEFT, rank) for node, (_, rank) in found.items()}
+    return found
+
+
+def _seen(
+    job: _Job, node: Node, state: State, now: tuple[NodeState, int | None], now_ms: int
+) -> _Seen:
+    before = job.nodes.get(node)
+    node_state, group_rank = now
+    since_ms = before.since_ms if before and before.state is node_state else now_ms
+    heartbeat = state.heartbeats.get(node, b"")
+    heard_ms = before.heard_ms if before and before.heartbeat == heartbeat else now_ms
+    reason = ""
+    if state.closed:
+        reason = _CLOSED
+    elif node in state.waiting and state.complete:
+        reason = "waits until the participants restart for it"
+    elif node in state.spare:
+        reason = "spare: all seats are taken"
+    return _Seen(node_state, since_ms, group_rank, reason, heartbeat, heard_ms)
+
+
+def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
+    """Return what has become of a node that is in the state no more."""
+    if seen.state in (NodeState.LOST, NodeState.LEFT):
+        return seen
+    silent_ms = now_ms - seen.heard_ms
+    if silent_ms < KEEP_ALIVE_MS or state.closed:
+        return _Seen(NodeState.LEFT, now_ms, None, "it has left", b"", seen.heard_ms)
+    reason = f"dropped by its peers after {_seconds(silent_ms)} of silence; c10d does not re-form"
+    return _Seen(NodeState.LOST, now_ms, None, f"{reason} for that", b"", seen.heard_ms)
+
+
+def _order(node: Node, seen: _Seen) -> tuple[bool, int, str, Node]:
+    """Order participants by GROUP_RANK, then the others."""
+    return (seen.group_rank is None, seen.group_rank or 0, seen.state, node)
+
+
+# ------------------------------------------------------------------------------------ in words
+
+
+def _explain(job: _Job, now_ms: int) -> str:
+    state = job.state
+    if state is None:
+        return "no node has joined yet"
+    if state.closed:
+        return _CLOSED
+    if state.complete:
+        verb = "runs" if len(state.participants) == 1 else "run"
+        text = f"{_count(len(state.participants), 'node')} {verb} round {state.round}"
+        lost = [node for node, seen in job.nodes.items() if seen.state is NodeState.LOST]
+        if lost:
+            text += f" without {_names(lost)}, for which c10d does not re-form"
+        if state.waiting:
+            text += f"; waiting until they restart: {_names(sorted(state.waiting))}"
+    else:
+        text = f"round {state.round} has {_count(len(state.participants), 'node')}; "
+        text += "last call" if state.last_call else "waiting for more"
+    silent = [
+        node
+        for node, seen in job.nodes.items()
+        if _keeps_alive(seen) and now_ms - seen.heard_ms >= KEEP_ALIVE_MS
+    ]
+    if silent:
+        text += f"; no heartbeat from {_names(silent)} for {_seconds(KEEP_ALIVE_MS)} or more"
+    return text
+
+
+def _keeps_alive(seen: _Seen) -> bool:
+    return seen.state not in (NodeState.LEFT, NodeState.LOST)
+
+
+def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
+    return tuple(
+        NodeView(
+            node_id=str(node),
+            state=seen.state,
+            group_rank=seen.group_rank,
+            rank_first=None,
+            local_world_size=0,
+            address=node.addr,
+            role="",
+            state_age_ms=now_ms - seen.since_ms,
+            reason=_node_reason(seen, now_ms),
+        )
+        for node, seen in job.nodes.items()
+    )
+
+
+def _node_reason(seen: _Seen, now_ms: int) -> str:
+    if not _keeps_alive(seen):
+        return seen.reason
+    heard = f"last heartbeat {_seconds(now_ms - seen.heard_ms)} ago"
+    return f"{seen.reason}; {heard}" if seen.reason else heard
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    names = [str(node) for node in nodes]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _seconds(ms: int) -> str:
+    """Write a duration for people.
+
+    >>> [_seconds(ms) for ms in (900, 59_000, 125_000, 7_260_000)]
+    ['0.9 s', '59 s', '2 min 5 s', '2 h 1 min']
+    """
+    if ms < 10_000:
+        return f"{ms / 1000:.1f} s"
+    seconds = ms // 1000
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"

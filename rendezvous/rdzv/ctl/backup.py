@@ -1,0 +1,81 @@
+"""The file that `rdzvctl backup` writes: there as a whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from rdzv.errors import InvalidRequestError
+
+
+@contextmanager
+def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
+    """Yield a file that only its owner can read, and that has its name once the body has ended.
+
+    If the body fails nothing is left behind, and what was at `path` is as it was.
+
+    Raises:
+        InvalidRequestError: it is there and not to be replaced, or can not be written.
+
+    """
+    _check(path, replace)
+    try:
+        # Beside it, so that the name is given at once; with mode 0600.
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        with os.fdopen(number, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(number)
+        if replace:
+            Path(name).replace(path)
+        else:
+            _name(name, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _check(path: Path, replace: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_file():
+        raise InvalidRequestError(f"{path} is no regular file; give the name of one")
+    if not replace:
+        raise InvalidRequestError(f"{path} is there already; give another name, or --force")
+
+
+def _name(written: str, path: Path) -> None:
+    """Give a file a second name that no other file has."""
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        # Since it was looked for.
+        _check(path, replace=False)
+        raise
+    except OSError:
+        # There are no links on this file system.
+        Path(written).replace(path)
+
+
+def _sync(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _unwritable(path: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{path} can not be written: {error.strerror or error}; give a file in a folder that you "
+        "may write to, with room for it"
+    )

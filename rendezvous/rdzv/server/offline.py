@@ -1,0 +1,187 @@
+"""What rdzvd does to its store without serving: look whether all is in order, and restore."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rdzv.core import rendezvous
+from rdzv.core.invariants import violations
+from rdzv.core.model import Membership
+from rdzv.errors import InvalidRequestError, RendezvousStateError
+from rdzv.server.config import Config
+from rdzv.stores import backup
+from rdzv.stores.base import Store
+from rdzv.stores.election import Election, Fence
+from rdzv.stores.etcd import EtcdStore
+from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.stores.sqlite import SqliteStore, Survey
+from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data
+
+ELECTION_TIMEOUT_S = 15.0
+"""How long a restore waits to lead: longer than a leader that has died is kept by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a check has found: what is there, and what is wrong with it, for people."""
+
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+async def check(config: Config) -> Found:
+    """Look at the store that a configuration means, and change nothing.
+
+    Raises:
+        RendezvousError: it can not be looked at, or holds no data that this rdzvd can read.
+
+    """
+    lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
+    problems: list[str] = []
+    if config.store == "memory":
+        lines.append("store: in memory, empty at every start")
+    elif config.store == "sqlite" and not has_data(config.data_dir / "rdzv.db"):
+        lines.append(f"store: {config.data_dir} holds no data yet; rdzvd will create it")
+    else:
+        async with _to_read(config) as store:
+            if isinstance(store, SqliteStore):
+                survey = await store.survey()
+                lines += _described(survey)
+                problems += [f"{survey.path} is damaged: {what}" for what in survey.problems]
+            else:
+                lines.append(f"store: {store.place}")
+            await _check_jobs(store, config, lines, problems)
+    lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
+    return Found(tuple(lines), tuple(problems))
+
+
+def _described(survey: Survey) -> Iterator[str]:
+    yield (
+        f"store: {survey.path}, schema version {survey.schema_version}, "
+        f"{survey.size_bytes / 1024:.0f} KiB"
+    )
+    if survey.schema_version < SCHEMA_VERSION:
+        yield (
+            f"schema: an older one; the next start brings it to version {SCHEMA_VERSION} and keeps "
+            "a copy"
+        )
+    if survey.used_by:
+        yield f"in use by: {survey.used_by}; it was looked at beside that"
+    yield f"leadership: {survey.leadership}"
+    yield f"events: {survey.events}"
+
+
+async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:
+    names = await store.list()
+    open_runs = 0
+    for rdzv_id in names:
+        try:
+            stored = await store.load(rdzv_id)
+        except RendezvousStateError as error:
+            problems.append(str(error))
+            continue
+        if stored is not None:
+            membership = stored.membership
+            open_runs += bool(membership.run) and membership.ended is None
+            problems += [f"job {rdzv_id}: {what}" for what in _flaws(rdzv_id, membership, config)]
+    lines.append(f"jobs: {len(names)}, of them {open_runs} with an open run")
+
+
+def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
+    """Name the guarantees that a stored job breaks by itself."""
+    if membership.rdzv_id != rdzv_id:
+        yield f"calls itself {membership.rdzv_id}"
+    restored = rendezvous.restore(membership, config.tuning, now_ms=0)
+    yield from violations(rendezvous.vacant(rdzv_id, config.tuning), restored)
+    if membership.round is not None and membership.round.number >= membership.next_round:
+        yield f"round {membership.round.number} is not below the next one, {membership.next_round}"
+
+
+async def restore(config: Config, file: Path) -> str:
+    """Fill an empty store from a backup; return a line that says what was restored.
+
+    The file is verified as a whole before anything is written.
+
+    Raises:
+        RendezvousStateError: the file was cut or changed, or is no backup of this rdzvd.
+        InvalidRequestError: there is no such file, or the store is not empty.
+
+    """
+    if config.store == "memory":
+        raise InvalidRequestError(
+            "the memory store forgets what is restored into it at once; restore into another"
+        )
+    try:
+        with file.open("rb") as opened:
+            # Before the store is opened, which would make one.
+            backup.verify(opened, str(file))
+            opened.seek(0)
+            async with _to_write(config) as store:
+                done = await backup.restore(store, opened, str(file))
+                place = store.place
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{file} can not be read: {error.strerror or error}; give a file that `rdzvctl backup` "
+            "has written"
+        ) from error
+    return (
+        f"restored {done.jobs} job(s) and {done.events} event(s) into {place}; they were saved "
+        f"from {done.header.source} at {backup.made_at(done)}"
+    )
+
+
+@asynccontextmanager
+async def _to_read(config: Config) -> AsyncIterator[Store]:
+    async with AsyncExitStack() as stack:
+        store: Store
+        if config.etcd is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+            store = EtcdStore(client, history_rows=config.limits.history_rows)
+        else:
+            store = await SqliteStore.look(config.data_dir, config.limits.history_rows)
+        stack.push_async_callback(store.close)
+        yield store
+
+
+@asynccontextmanager
+async def _to_write(config: Config) -> AsyncIterator[Store]:
+    async with AsyncExitStack() as stack:
+        store: Store
+        if config.etcd is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+            # No address: nobody is to connect to who leads for this moment.
+            name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
+            election = await stack.enter_async_context(Election.running(client, name))
+            fence = await _elected(election, config.etcd)
+            store = EtcdStore(client, fence, config.limits.history_rows)
+        else:
+            store = await SqliteStore.open(config.data_dir, config.limits.history_rows)
+        stack.push_async_callback(store.close)
+        yield store
+
+
+async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
+    """Wait to lead; a leader that has died is waited for, one that lives is not."""
+    try:
+        async with asyncio.timeout(ELECTION_TIMEOUT_S):
+            return await election.campaign()
+    except TimeoutError:
+        raise InvalidRequestError(_why_not_elected(election, etcd)) from None
+
+
+def _why_not_elected(election: Election, etcd: EtcdConfig) -> str:
+    if leader := election.leader:
+        return (
+            f"{etcd.place} is served by {leader.address}; stop every rdzvd that shares it, "
+            "restore, and start them again"
+        )
+    return (
+        f"{etcd.place} did not answer within {ELECTION_TIMEOUT_S:g} s; see that a majority of its "
+        "members runs, and that the options --etcd-* fit"
+    )

@@ -1,0 +1,309 @@
+"""Backups: all that a store holds, as lines of JSON that a store of any kind takes in.
+
+A header, then every job and after each its history, then a trailer with counts and the SHA-256 of
+all bytes before it. So a file that was cut, changed or put together by hand is known as such, and
+people can read it. Each job is as it was at one commit; two jobs may be from different moments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol, runtime_checkable
+
+import msgspec
+
+from rdzv.core.model import Membership
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
+from rdzv.stores import codec
+from rdzv.stores.base import Record, Store, Stored
+
+FORMAT = 1
+"""Raised whenever an older rdzvd would misread a file, or silently drop part of it."""
+
+_EVERY_ROW = 2**31 - 1
+_MOST_READS = 10
+"""How often a job is read before it counts as changing too fast."""
+_MOST_LINE_BYTES = 64 * 1024 * 1024
+"""Far above the membership of the largest job; a file that is no backup may have no lines."""
+_ROWS_AT_ONCE = 100
+"""Rows of history that are restored in one commit: some stores bound their transactions."""
+
+
+class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
+    """The first line: what was copied, by whom, when."""
+
+    source: str
+    """Where the data was, for people: `/var/lib/rdzv (sqlite)`."""
+    leadership: int
+    """The number of the server that wrote it; a store that is restored gives higher ones."""
+    unix_ms: int
+    format: int = FORMAT
+
+
+class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
+    """One job, as `codec` writes it."""
+
+    rdzv_id: str
+    stored: msgspec.Raw
+
+
+class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
+    """One row of the history of the job before it."""
+
+    rdzv_id: str
+    unix_ms: int
+    run: str
+    name: str
+    text: str
+
+
+class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
+    """The last line: what all lines before it come to."""
+
+    jobs: int
+    events: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a whole and unchanged file holds."""
+
+    header: Header
+    jobs: int
+    events: int
+
+
+@runtime_checkable
+class AllOrNothing(Protocol):
+    """What a store has that can make one commit of many writes."""
+
+    def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
+        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        ...
+
+
+class _AnyLine(msgspec.Struct, frozen=True):
+    """What every version of a header has."""
+
+    kind: str
+    format: int
+
+
+_Line = Header | JobLine | EventLine | Trailer
+_encoder = msgspec.json.Encoder()
+_line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
+_any_decoder = msgspec.json.Decoder(_AnyLine)
+
+
+class _Tally:
+    """What a trailer says, counted while lines pass."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._jobs = 0
+        self._events = 0
+
+    def passed(self, line: _Line, data: bytes) -> bytes:
+        self._hash.update(data)
+        self._jobs += isinstance(line, JobLine)
+        self._events += isinstance(line, EventLine)
+        return data
+
+    def trailer(self) -> Trailer:
+        return Trailer(self._jobs, self._events, self._hash.hexdigest())
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
+    """Yield the lines of a backup, each with its end.
+
+    No more than one job is in memory at a time. Only what is committed is in it; history that
+    still waits for a commit is not.
+
+    Raises:
+        RendezvousConnectionError: the store is away, or a job changes all the time.
+        RendezvousStateError: a job can not be read; there is no backup without it.
+
+    """
+    tally = _Tally()
+    yield tally.passed(header, _written(header))
+    for rdzv_id in await store.list():
+        stored, rows = await _read(store, rdzv_id)
+        job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
+        yield tally.passed(job, _written(job))
+        for row in rows:
+            event = EventLine(row.rdzv_id, row.unix_ms, row.run, row.name, row.text)
+            yield tally.passed(event, _written(event))
+    yield _written(tally.trailer())
+
+
+def _written(line: _Line) -> bytes:
+    return _encoder.encode(line) + b"\n"
+
+
+async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]:
+    """Read a job and its history as of one commit."""
+    before = await store.load(rdzv_id)
+    for _ in range(_MOST_READS):
+        rows = await store.history(rdzv_id, _EVERY_ROW)
+        after = await store.load(rdzv_id)
+        if before is not None and after is not None and before.revision == after.revision:
+            return after, rows
+        before = after
+    raise RendezvousConnectionError(
+        f"job {rdzv_id} changes faster than it can be read; make the backup again in a moment"
+    )
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def verify(file: BinaryIO, name: str) -> Summary:
+    """Read a backup to its end, job by job, and return what it holds; `name` is its, for errors.
+
+    Raises:
+        RendezvousStateError: it is no backup, was cut or changed, or is of a newer rdzvd.
+
+    """
+    header: Header | None = None
+    trailer: Trailer | None = None
+    for line in _lines_of(file, name):
+        match line:
+            case Header():
+                header = line
+            case JobLine():
+                _membership(line, name)
+            case Trailer():
+                trailer = line
+    assert header is not None and trailer is not None, "_lines_of refuses a file without them"
+    return Summary(header, trailer.jobs, trailer.events)
+
+
+def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
+    """Yield the lines of a backup, checking their order, their number and their hash."""
+    tally = _Tally()
+    seen: set[str] = set()
+    job = ""
+    line: _Line = _header(file, name, tally)
+    yield line
+    while not isinstance(line, Trailer):
+        data = file.readline(_MOST_LINE_BYTES)
+        if not data.endswith(b"\n"):
+            raise _refused(name, "it ends too early: it was cut", "take the whole file")
+        line = _decoded(data, name)
+        match line:
+            case JobLine():
+                if line.rdzv_id in seen:
+                    raise _refused(name, f"job {line.rdzv_id} is in it twice")
+                job = line.rdzv_id
+                seen.add(job)
+            case EventLine():
+                if not seen or line.rdzv_id != job:
+                    raise _refused(name, f"history of job {line.rdzv_id} is not below that job")
+            case Header():
+                raise _refused(name, "it holds more than one backup")
+            case Trailer():
+                if line != tally.trailer():
+                    raise _refused(name, "it was changed: its last line says something else")
+        tally.passed(line, data)
+        yield line
+    if file.read(1):
+        raise _refused(name, "there is something behind its last line")
+
+
+def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
+    data = file.readline(_MOST_LINE_BYTES)
+    try:
+        found = _any_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = _AnyLine("", 0)
+    if found.kind != "backup":
+        raise _refused(name, "it is no backup", "give a file that `rdzvctl backup` has written")
+    if found.format != FORMAT:
+        reason = f"it has format {found.format}, and this rdzvd reads format {FORMAT}"
+        raise _refused(name, reason, "use the rdzvd version that wrote it")
+    header = _decoded(data, name)
+    assert isinstance(header, Header), "the kind was looked at"
+    tally.passed(header, data)
+    return header
+
+
+def _decoded(data: bytes, name: str) -> _Line:
+    try:
+        return _line_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(name, f"a line of it can not be read: {error}") from error
+
+
+def _membership(line: JobLine, name: str) -> Membership:
+    membership = codec.decode(bytes(line.stored), f"job {line.rdzv_id} in {name}")
+    if membership.rdzv_id != line.rdzv_id:
+        raise _refused(name, f"job {line.rdzv_id} calls itself {membership.rdzv_id}")
+    return membership
+
+
+def _refused(name: str, reason: str, remedy: str = "take another backup") -> RendezvousStateError:
+    return RendezvousStateError(f"{name} can not be restored: {reason}; {remedy}")
+
+
+# ------------------------------------------------------------------------------------ restoring
+
+
+async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
+    """Fill an empty store from a backup that can be read twice; return what was restored.
+
+    The whole file is verified first, and nothing is written if it, or the store, is refused. The
+    store's leadership numbers go on above that of the server that wrote the file.
+
+    Raises:
+        RendezvousStateError: the file is refused.
+        InvalidRequestError: the store is not empty.
+        RendezvousConnectionError: the store failed, and may hold a part of the file.
+
+    """
+    summary = verify(file, name)
+    if jobs := await store.list():
+        raise InvalidRequestError(
+            f"{store.place} holds {len(jobs)} job(s) already, and a backup is restored into an "
+            "empty store only; move the old data away, or give another place"
+        )
+    if isinstance(store, AllOrNothing):
+        async with store.all_or_nothing():
+            await _fill(store, file, name, summary.header)
+        return summary
+    try:
+        await _fill(store, file, name, summary.header)
+    except RendezvousConnectionError as error:
+        raise RendezvousConnectionError(
+            f"{store.place} may hold a part of {name} now: {error}; empty it, and restore again"
+        ) from error
+    return summary
+
+
+async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None:
+    # First, so that numbers do not go back in a store that is filled by half either.
+    await store.take_over(at_least=header.leadership)
+    file.seek(0)
+    rows: list[Record] = []
+    for line in _lines_of(file, name):
+        if rows and (len(rows) == _ROWS_AT_ONCE or not isinstance(line, EventLine)):
+            await store.append(rows)
+            rows = []
+        match line:
+            case JobLine():
+                await store.compare_and_swap(line.rdzv_id, _membership(line, name), 0)
+            case EventLine():
+                rows.append(Record(line.unix_ms, line.rdzv_id, line.run, line.name, line.text))
+
+
+def made_at(summary: Summary) -> str:
+    """Say when a backup was made, for people: `2026-05-04 12:00:00 UTC`."""
+    made = time.gmtime(summary.header.unix_ms / 1000)
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", made)

@@ -1,0 +1,427 @@
+"""Which of several rdzvd on one etcd leads, and the proof of it.
+
+async with (
+    EtcdClient.connected(config) as client,
+    Election.running(client, address="10.0.0.1:29400", version="0.1.0") as election,
+):
+    while True:
+        fence = await election.campaign()             # follow until then: election.leader
+        store = EtcdStore(client, fence)              # one store for each term
+        ...                                           # serve
+        reason = await election.lost()                # close every stream, go on campaigning
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from rdzv.errors import RendezvousConnectionError
+from rdzv.stores.etcd_client import Created, EtcdClient, Get, KeyValue, Put
+
+log = logging.getLogger("rdzv.election")
+
+RENEWALS_PER_TTL = 6
+"""A renewal that is lost may be repeated at another member, and that one elect its leader anew."""
+
+ANSWER_S = 0.5
+"""What a member gets at least to answer a renewal, before the next one is asked."""
+
+RETRY_S = 0.1
+"""Pause after etcd was asked in vain."""
+
+RESIGN_S = 1.0
+"""How long etcd is told that this process leaves, before its lease is left to run out."""
+
+REPLICAS_PER_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The leader key as one term created it; what every write of that term is compared with."""
+
+    key: bytes
+    create_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who leads. Times are by the leader's own clock, for people."""
+
+    address: str
+    since_unix_ms: int
+    leadership: int
+    """Its number; 0 until it has taken over the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One rdzvd that takes part, whether or not it leads."""
+
+    address: str
+    version: str
+    started_unix_ms: int
+
+
+class _Session:
+    """One lease of this process, and at most one term under it. A lost term costs the session."""
+
+    def __init__(self, lease: int, ttl_s: int, sent_s: float) -> None:
+        self.lease = lease
+        self.ttl_s = ttl_s
+        self.fence: Fence | None = None
+        self.lost: str | None = None
+        """Why it is over; None while it holds."""
+        self.over = asyncio.Event()
+        self.renewed(sent_s)
+
+    def renewed(self, sent_s: float) -> None:
+        """Count from when the renewal was sent: etcd has counted from later."""
+        self.sent_s = sent_s
+        self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
+
+    def lose(self, reason: str) -> None:
+        """End it for a reason; the first one stands."""
+        if self.lost is None:
+            self.lost = reason
+            self.over.set()
+
+
+_MARGIN = 1 / 6
+"""Of the TTL: what clocks may differ in speed, and streams need to be closed."""
+
+
+class Election:
+    """One rdzvd's part in the election. Made by `Election.running`."""
+
+    def __init__(self, client: EtcdClient, address: str, version: str) -> None:
+        self._client = client
+        self._address = address
+        self._replica = Replica(address, version, _unix_ms())
+        self._prefix = client.config.prefix
+        self._key = f"{self._prefix}/leader".encode()
+        self._session: _Session | None = None
+        self._held: KeyValue | None = None
+        """The leader key as last seen, ..."""
+        self._seen_revision = -1
+        """... at this revision; -1: never."""
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever one of the above has changed."""
+        self._last_loss = "this server has not led yet"
+        self._away = False
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls, client: EtcdClient, address: str, version: str = ""
+    ) -> AsyncIterator[Election]:
+        """Take part under `address` until the body ends; then resign, and be forgotten at once.
+
+        Returns as soon as the tasks run: etcd need not be reachable. It survives every failure of
+        etcd that ends, and logs when etcd is away and when it is back.
+        """
+        election = cls(client, address, version)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = (
+                    group.create_task(election._hold_sessions()),
+                    group.create_task(election._follow()),
+                )
+                try:
+                    yield election
+                finally:
+                    for task in tasks:
+                        task.cancel()
+        except BaseExceptionGroup as errors:
+            # The group is our affair: a caller that raises one error is to see that one.
+            if len(errors.exceptions) == 1:
+                raise errors.exceptions[0] from errors.exceptions[0].__cause__
+            raise
+        finally:
+            await election._end_session("this server stops")
+
+    @property
+    def address(self) -> str:
+        """Where this rdzvd is reached."""
+        return self._address
+
+    @property
+    def leader(self) -> Leader | None:
+        """Who leads, as last seen; None if nobody does, or nothing was seen yet."""
+        return read_leader(self._held) if self._held else None
+
+    @property
+    def proven(self) -> bool:
+        """Whether this process leads, and can prove it at this moment.
+
+        True only between `campaign` and the end of `lost`, and not when the newest renewal is too
+        old, also before `lost` has had a chance to say so. Without waiting, so it may be asked
+        before every message that only a leader may send.
+        """
+        session = self._session
+        return (
+            session is not None
+            and session.fence is not None
+            and session.lost is None
+            and _now_s() < session.proven_until_s
+        )
+
+    async def campaign(self) -> Fence:
+        """Wait, by watch, until this process leads; return the fence of its term.
+
+        It may be cancelled, and called again. A term that was not `lost` is returned as it is.
+        """
+        while True:
+            await self._until(self._may_lead)
+            session = self._session
+            assert session is not None, "who may lead has a session"
+            if session.fence is not None:
+                return session.fence
+            try:
+                fence = await self._create(session)
+            except RendezvousConnectionError as error:
+                self._etcd_is_away(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if fence is not None and session.lost is None:
+                session.fence = fence
+                log.info("%s leads from revision %d on", self._address, fence.create_revision)
+                return fence
+
+    def _may_lead(self) -> bool:
+        """Whether it is worth trying: nobody leads, or this very session."""
+        session = self._session
+        if session is None or session.lost is not None or self._seen_revision < 0:
+            return False
+        return self._held is None or self._held.lease == session.lease
+
+    async def _create(self, session: _Session) -> Fence | None:
+        """Create the leader key, unless it is there; return its fence if it is this session's."""
+        value = msgspec.json.encode(Leader(self._address, _unix_ms(), 0))
+        done = await self._client.txn(
+            (Created(self._key, 0),),
+            (Put(self._key, value, session.lease), Get(self._key)),
+            (Get(self._key),),
+        )
+        (held,) = done.found
+        self._see(held, done.revision)
+        # An attempt of which nobody knew, or that was cancelled, may have succeeded.
+        if held is None or held.lease != session.lease:
+            return None
+        return Fence(self._key, held.create_revision)
+
+    async def lost(self) -> str:
+        """Wait until leadership can not be proven any more; return the reason.
+
+        That is: the newest renewal is older than the TTL less a margin, counted by this machine's
+        clock from when it was *sent*, so that another rdzvd can lead a margin later at the
+        earliest; or etcd says that the lease or the leader key is gone; or this process has
+        resigned. Returns at once if this process does not lead.
+        """
+        session = self._session
+        if session is None or session.fence is None:
+            return self._last_loss
+        await session.over.wait()
+        assert session.lost is not None, "what is over has a reason"
+        return session.lost
+
+    async def changed(self, seen: Leader | None) -> Leader | None:
+        """Wait until the leader is another than `seen`; return who it is now."""
+        await self._until(lambda: self.leader != seen)
+        return self.leader
+
+    async def resign(self) -> None:
+        """End this process's term, so that another leads at once; without one, do nothing.
+
+        Never raises: if etcd can not be told, the lease runs out.
+        """
+        session = self._session
+        if session is None or session.fence is None:
+            return
+        session.lose("this server has resigned")
+        await self._until(lambda: self._session is not session)
+
+    async def replicas(self) -> tuple[Replica, ...]:
+        """Return all rdzvd that take part, in the order of their addresses.
+
+        Raises:
+            RendezvousConnectionError: etcd is away.
+
+        """
+        folder = f"{self._prefix}/replicas/"
+        found: list[Replica] = []
+        pages = self._client.scan(
+            folder.encode(), folder[:-1].encode() + b"0", page=REPLICAS_PER_PAGE
+        )
+        async with aclosing(pages):
+            async for page in pages:
+                found += (replica for kv in page if (replica := _read_replica(kv)))
+        return tuple(sorted(found, key=lambda replica: replica.address))
+
+    # ---------------------------------------------------------------- the session
+
+    async def _hold_sessions(self) -> None:
+        """Have a session whenever etcd gives one; renew it until it is lost; begin anew."""
+        while True:
+            try:
+                session = await self._begin_session()
+            except RendezvousConnectionError as error:
+                self._etcd_is_away(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._session = session
+            self._tell()
+            session.lose(await self._renew(session))
+            await self._end_session("")
+
+    async def _begin_session(self) -> _Session:
+        sent_s = _now_s()
+        lease, ttl_s = await self._client.grant(self._client.config.ttl_s)
+        key = f"{self._prefix}/replicas/{lease:016x}".encode()
+        put = Put(key, msgspec.json.encode(self._replica), lease)
+        await self._client.txn((), (put,))
+        self._etcd_is_back()
+        return _Session(lease, ttl_s, sent_s)
+
+    async def _renew(self, session: _Session) -> str:
+        """Renew a session until it is lost; return the reason."""
+        every_s = session.ttl_s / RENEWALS_PER_TTL
+        error: RendezvousConnectionError | None = None
+        while True:
+            wait_s = RETRY_S if error else session.sent_s + every_s - _now_s()
+            left_s = session.proven_until_s - _now_s()
+            if await _happens(session.over, min(wait_s, left_s)):
+                return session.lost or ""
+            sent_s = _now_s()
+            left_s = session.proven_until_s - sent_s
+            # After a pause of this process, or of the machine, there is nothing left to renew.
+            if left_s <= 0:
+                age_s = sent_s - session.sent_s
+                return f"the last renewal is {age_s:.1f} s old" + (f": {error}" if error else "")
+            try:
+                timeout_s = min(max(every_s, ANSWER_S), left_s)
+                ttl_s = await self._client.keep_alive(session.lease, timeout_s)
+            except RendezvousConnectionError as failure:
+                error = failure
+                continue
+            error = None
+            if ttl_s <= 0:
+                return "its lease has expired"
+            session.renewed(sent_s)
+
+    async def _end_session(self, reason: str) -> None:
+        """End the session that there is: revoking its lease deletes all its keys."""
+        if (session := self._session) is None:
+            return
+        session.lose(reason)
+        if session.fence is not None:
+            self._last_loss = session.lost or reason
+            log.info("%s does not lead any more: %s", self._address, self._last_loss)
+        try:
+            async with asyncio.timeout(RESIGN_S):
+                await self._client.revoke(session.lease)
+        except (RendezvousConnectionError, TimeoutError) as error:
+            log.info("lease %x is left to run out: %s", session.lease, error)
+        self._session = None
+        self._tell()
+
+    # ---------------------------------------------------------------- the leader key
+
+    async def _follow(self) -> None:
+        """Keep the leader key in view, whatever becomes of etcd."""
+        every_s = min(1.0, self._client.config.ttl_s / 3)
+        while True:
+            try:
+                self._see(*await self._client.get(self._key))
+                self._etcd_is_back()
+                changes = self._client.watch(self._key, self._seen_revision + 1, every_s)
+                async with aclosing(changes):
+                    async for some in changes:
+                        for change in some:
+                            self._see(change.kv, change.revision)
+            except RendezvousConnectionError as error:
+                # Compaction is no failure, but its pause does no harm.
+                self._etcd_is_away(error)
+                await asyncio.sleep(RETRY_S)
+
+    def _see(self, held: KeyValue | None, revision: int) -> None:
+        """Take note of the leader key at a revision, unless something newer was seen."""
+        if revision <= self._seen_revision:
+            return
+        self._seen_revision = revision
+        if held != self._held:
+            self._held = held
+        self._tell()
+        session = self._session
+        if session is not None and session.fence is not None:
+            fence = session.fence
+            if held is None or held.create_revision != fence.create_revision:
+                session.lose("its leader key is gone")
+
+    # ---------------------------------------------------------------- waiting
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        told, self._news = self._news, asyncio.Event()
+        told.set()
+
+    def _etcd_is_away(self, error: RendezvousConnectionError) -> None:
+        if not self._away:
+            self._away = True
+            log.warning("the election waits: %s", error)
+
+    def _etcd_is_back(self) -> None:
+        if self._away:
+            self._away = False
+            log.warning("the election goes on: etcd answers again")
+
+
+# ------------------------------------------------------------------------------------ values
+
+
+def read_leader(kv: KeyValue) -> Leader:
+    """Return what a leader has written about itself; one that can not be read has no name."""
+    try:
+        return msgspec.json.decode(kv.value, type=Leader)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Leader("unknown", 0, 0)
+
+
+def with_leadership(kv: KeyValue, number: int) -> bytes:
+    """Return the value of a leader key whose leader has taken over under `number`."""
+    return msgspec.json.encode(replace(read_leader(kv), leadership=number))
+
+
+def _read_replica(kv: KeyValue) -> Replica | None:
+    try:
+        return msgspec.json.decode(kv.value, type=Replica)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        log.warning("%s is no replica that can be read", kv.key.decode(errors="replace"))
+        return None
+
+
+async def _happens(event: asyncio.Event, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _now_s() -> float:
+    """Return a time that goes on while the machine sleeps, as that of etcd does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000

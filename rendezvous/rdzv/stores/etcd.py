@@ -1,0 +1,381 @@
+"""The store of replicated servers: an etcd v3 cluster.
+
+Below the prefix: `jobs/ID` holds a membership, `history/ID/...` what the commits of one job had to
+tell, `leadership` the number of the latest take-over, and `leader` who leads. Every write is one
+transaction, compared with the leader key as this server's term has created it: once another leads,
+nothing that this one sends is written, however late it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from rdzv.core.model import Membership
+from rdzv.errors import RendezvousStateError
+from rdzv.stores import codec
+from rdzv.stores.base import (
+    HISTORY_ROWS,
+    DeposedError,
+    Record,
+    RevisionConflictError,
+    Stored,
+    StoreRefusedError,
+)
+from rdzv.stores.election import Fence, read_leader, with_leadership
+from rdzv.stores.etcd_client import (
+    MAX_OPERATIONS,
+    Created,
+    Delete,
+    EtcdClient,
+    Get,
+    KeyValue,
+    Modified,
+    Operation,
+    Put,
+    TxnResult,
+)
+
+KEYS_PER_PAGE = 1_000
+"""A page of keys alone: names are short."""
+
+BATCHES_PER_PAGE = 500
+"""A page of history: some 12 MiB at most, and rarely above 100 KiB."""
+
+BATCH_BYTES = 24 * 1024
+"""Text of one key of history; what is longer begins the next key."""
+
+_HISTORY_BYTES = 256 * 1024
+"""History of one transaction, deflated: the membership needs the rest of it."""
+
+_SLOW_BYTES = 64 * 1024
+"""Stored values above this are inflated in a thread, ..."""
+
+_SLOW_PARTICIPANTS = 256
+"""... and so are the memberships deflated that give them."""
+
+_Rows = list[tuple[int, str, str, str]]
+"""unix_ms, run, name, text: the job is in the key."""
+
+_rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
+_number_decoder = msgspec.json.Decoder(int)
+
+
+class EtcdStore:
+    """Memberships, history and leadership in etcd, for one term of one server.
+
+    `fence` is what `Election.campaign` has returned; without one, the store can only be read. The
+    client belongs to the caller. A job's revision is the mod_revision of its key: it only grows,
+    but not by one.
+    """
+
+    def __init__(
+        self, client: EtcdClient, fence: Fence | None = None, history_rows: int = HISTORY_ROWS
+    ) -> None:
+        self._client = client
+        self._fence = fence
+        self._prefix = client.config.prefix
+        self._history_rows = history_rows
+        self._closed = False
+        self._batches = 0
+        """Keys of history written in this term; with the term, it puts them in order."""
+        self._unpruned: dict[str, int] = {}
+        """Rows written for a job since its history was last cut."""
+
+    @property
+    def place(self) -> str:
+        """Where the data is, for people."""
+        return self._client.config.place
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        """Return a job as it was last written; None if it never was."""
+        self._check_open()
+        kv, _ = await self._client.get(self._job_key(rdzv_id))
+        if kv is None:
+            return None
+        where = f"job {rdzv_id} in {self.place}"
+        if len(kv.value) < _SLOW_BYTES:
+            return Stored(_decode(kv.value, where), kv.mod_revision)
+        return Stored(await asyncio.to_thread(_decode, kv.value, where), kv.mod_revision)
+
+    async def compare_and_swap(
+        self,
+        rdzv_id: str,
+        membership: Membership,
+        revision: int,
+        records: Sequence[Record] = (),
+    ) -> int:
+        """Write a membership and its records in one commit; return the new revision.
+
+        Raises:
+            DeposedError: this server does not lead any more; nothing was written.
+            RevisionConflictError: the job has another revision; nothing was written.
+            StoreRefusedError: nothing was written.
+            RendezvousConnectionError: perhaps it was written, or will yet be: it may still be on
+                its way when it is read back. It then makes the next write a conflict, or is one.
+
+        """
+        fence = self._check_fence()
+        key = self._job_key(rdzv_id)
+        data = await self._encoded(membership)
+        plan = await self._plan(fence, records)
+        # What is too much for one transaction goes before it: history alone is never a promise.
+        *before, history = plan.transactions(MAX_OPERATIONS - 1)
+        for operations in before:
+            await self._write(fence, operations)
+        done = await self._client.txn(
+            (_holds(fence), Modified(key, revision)),
+            (Put(key, data), *history),
+            (Get(fence.key), Get(key)),
+        )
+        if not done.succeeded:
+            held = self._refused(done, fence)
+            raise RevisionConflictError(
+                f"job {rdzv_id} in {self.place} has revision {held.mod_revision if held else 0}, "
+                f"not {revision}: another server has written it"
+            )
+        self._account(plan)
+        return done.revision
+
+    async def list(self) -> tuple[str, ...]:
+        """Return the rdzv_ids of all stored jobs, in order."""
+        self._check_open()
+        folder = f"{self._prefix}/jobs/"
+        names: list[str] = []
+        pages = self._client.scan(*_below(folder), keys_only=True, page=KEYS_PER_PAGE)
+        async with aclosing(pages):
+            async for page in pages:
+                names += (unquote(kv.key.decode().removeprefix(folder)) for kv in page)
+        return tuple(sorted(names))
+
+    async def append(self, records: Sequence[Record]) -> None:
+        """Write records that no membership carries; very many of them in several commits."""
+        fence = self._check_fence()
+        plan = await self._plan(fence, records)
+        for operations in plan.transactions(MAX_OPERATIONS):
+            if operations:
+                await self._write(fence, operations)
+        self._account(plan)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return the newest records of a job, at most `limit`, oldest first."""
+        self._check_open()
+        wanted = min(limit, self._history_rows)
+        newest_first: list[Record] = []
+        pages = self._client.scan(
+            *_below(self._history_folder(rdzv_id)),
+            newest_first=True,
+            page=max(min(BATCHES_PER_PAGE, wanted), 1),
+        )
+        async with aclosing(pages):
+            async for page in pages:
+                for kv in page:
+                    newest_first += reversed(self._records(rdzv_id, kv))
+                if len(newest_first) >= wanted:
+                    break
+        return tuple(reversed(newest_first[: max(wanted, 0)]))
+
+    async def take_over(self, at_least: int = 0) -> int:
+        """Return a leadership number above all that this store has given, and not below `at_least`.
+
+        The number is written in one commit with the leader key, so everyone hears who has it.
+
+        Raises:
+            DeposedError: this server does not lead any more; nothing was written.
+
+        """
+        fence = self._check_fence()
+        key = f"{self._prefix}/leadership".encode()
+        while True:
+            held, _ = await self._client.get(key)
+            leader, _ = await self._client.get(fence.key)
+            if leader is None or leader.create_revision != fence.create_revision:
+                raise self._deposed(leader)
+            number = max(self._number(held) + 1, at_least)
+            done = await self._client.txn(
+                (_holds(fence), Modified(key, held.mod_revision if held else 0)),
+                (
+                    Put(key, str(number).encode()),
+                    Put(fence.key, with_leadership(leader, number), lease=None),
+                ),
+                (Get(fence.key), Get(key)),
+            )
+            if done.succeeded:
+                return number
+            self._refused(done, fence)
+
+    async def close(self) -> None:
+        """Refuse all later calls. The client stays open: it belongs to the caller."""
+        self._closed = True
+
+    # ---------------------------------------------------------------- writing
+
+    async def _encoded(self, membership: Membership) -> bytes:
+        if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
+            return _encode(membership)
+        # Deflating a large job takes longer than the loop may be held up.
+        return await asyncio.to_thread(_encode, membership)
+
+    async def _write(self, fence: Fence, operations: Sequence[Operation]) -> None:
+        done = await self._client.txn((_holds(fence),), operations, (Get(fence.key),))
+        if not done.succeeded:
+            raise self._deposed(done.found[0])
+
+    def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
+        """Say why a transaction did nothing: raise if the fence has fallen, else return the key."""
+        leader, held = done.found
+        if leader is None or leader.create_revision != fence.create_revision:
+            raise self._deposed(leader)
+        return held
+
+    def _deposed(self, leader: KeyValue | None) -> DeposedError:
+        now = f"{read_leader(leader).address} leads now" if leader else "nobody leads now"
+        return DeposedError(
+            f"{self.place}: this server does not lead any more, {now}; nothing was written"
+        )
+
+    def _check_fence(self) -> Fence:
+        self._check_open()
+        if self._fence is None:
+            raise DeposedError(f"{self.place}: this server does not lead, and only reads")
+        return self._fence
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreRefusedError("the store is closed: this server is stopping")
+
+    # ---------------------------------------------------------------- history
+
+    async def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
+        """Work out how records are written, and what is forgotten for them."""
+        by_job: defaultdict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            by_job[record.rdzv_id].append(record)
+        plan = _Plan()
+        for rdzv_id, rows in by_job.items():
+            folder = self._history_folder(rdzv_id)
+            # A job not yet written to in this term may be over its bound already.
+            unpruned = self._unpruned.get(rdzv_id, self._history_rows) + len(rows)
+            if unpruned > self._history_rows // 10:
+                plan.operations += await self._pruning(folder, len(rows))
+                unpruned = len(rows)
+            plan.unpruned[rdzv_id] = unpruned
+            for batch in _batches(rows):
+                self._batches += 1
+                name = f"{folder}{fence.create_revision:016x}{self._batches:012x}-{len(batch)}"
+                text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.text) for r in batch])
+                plan.operations.append(Put(name.encode(), codec.pack(text)))
+        return plan
+
+    def _account(self, plan: _Plan) -> None:
+        """Take note that a plan is written; after one that may not be, more is counted again."""
+        self._unpruned |= plan.unpruned
+
+    async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:
+        """Return what deletes the rows that are too many once `rows` more are written."""
+        start, end = _below(folder)
+        pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
+        async with aclosing(pages):
+            async for page in pages:
+                for kv in page:
+                    if rows >= self._history_rows:
+                        return (Delete(start, kv.key + b"\0"),)
+                    rows += _rows_in(kv.key)
+        return ()
+
+    def _records(self, rdzv_id: str, kv: KeyValue) -> tuple[Record, ...]:
+        where = f"history of job {rdzv_id} in {self.place}"
+        try:
+            rows = _rows_decoder.decode(codec.unpack(kv.value, where))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RendezvousStateError(
+                f"{where} can not be read: {error}; it was left untouched. Delete the key "
+                f"{kv.key.decode(errors='replace')}"
+            ) from error
+        return tuple(Record(unix_ms, rdzv_id, run, name, text) for unix_ms, run, name, text in rows)
+
+    # ---------------------------------------------------------------- keys
+
+    def _job_key(self, rdzv_id: str) -> bytes:
+        return f"{self._prefix}/jobs/{_quoted(rdzv_id)}".encode()
+
+    def _history_folder(self, rdzv_id: str) -> str:
+        return f"{self._prefix}/history/{_quoted(rdzv_id)}/"
+
+    def _number(self, held: KeyValue | None) -> int:
+        try:
+            return _number_decoder.decode(held.value) if held else 0
+        except msgspec.DecodeError as error:
+            raise RendezvousStateError(
+                f"leadership in {self.place} can not be read: {error}; it was left untouched. "
+                "Put back a number above all that were given"
+            ) from error
+
+
+class _Plan:
+    """Operations that write history, and what is then true."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.unpruned: dict[str, int] = {}
+
+    def transactions(self, room: int) -> list[list[Operation]]:
+        """Return the operations in order, in as few transactions as hold them; one at least."""
+        size = 0
+        transactions: list[list[Operation]] = [[]]
+        for operation in self.operations:
+            weight = len(operation.value) if isinstance(operation, Put) else 0
+            if len(transactions[-1]) == room or size + weight > _HISTORY_BYTES:
+                transactions.append([])
+                size = 0
+            transactions[-1].append(operation)
+            size += weight
+        return transactions
+
+
+def _holds(fence: Fence) -> Created:
+    return Created(fence.key, fence.create_revision)
+
+
+def _quoted(rdzv_id: str) -> str:
+    """Spell a name so that no other has the same key, and none is below another."""
+    return quote(rdzv_id, safe=":@")
+
+
+def _below(folder: str) -> tuple[bytes, bytes]:
+    """Return the range of all keys below a folder, which ends in a slash."""
+    return folder.encode(), folder[:-1].encode() + b"0"
+
+
+def _rows_in(key: bytes) -> int:
+    """Return how many rows a key of history holds: the number that its name ends in."""
+    rows = key.rpartition(b"-")[2]
+    return int(rows) if rows.isdigit() else 1
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Split records where their text becomes too long for one key."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        weight = len(record.text.encode()) + len(record.run) + len(record.name) + 64
+        if batch and size + weight > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += weight
+    if batch:
+        yield batch
+
+
+def _encode(membership: Membership) -> bytes:
+    return codec.pack(codec.encode(membership))
+
+
+def _decode(data: bytes, where: str) -> Membership:
+    return codec.decode(codec.unpack(data, where), where)

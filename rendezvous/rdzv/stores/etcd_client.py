@@ -1,0 +1,881 @@
+"""The door to etcd: its public gRPC API as plain values, and its failures as our errors.
+
+Only here are gRPC and etcd's messages seen. Each endpoint has a channel of its own, so that it is
+known which of them a call was sent to: a call that may be repeated goes to the next one, and a
+transaction is repeated only as long as it was surely not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from rdzv.client import Endpoint, parse_endpoint
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.etcd import etcd_pb2 as pb
+from rdzv.stores.base import StoreRefusedError
+
+log = logging.getLogger("rdzv.etcd")
+
+DEFAULT_PORT = 2379
+"""Where etcd listens for clients."""
+
+MAX_OPERATIONS = 128
+"""What one transaction may hold; etcd's own limit (`--max-txn-ops`)."""
+
+MAX_REQUEST_BYTES = 1_500_000
+"""What one request may weigh: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # etcd is inside the cluster; a proxy for the Internet would answer in its place.
+    ("grpc.enable_http_proxy", 0),
+    # One value is at most what one request may weigh; pages hold few values, or keys alone.
+    ("grpc.max_receive_message_length", 16 << 20),
+    # A stopped member is noticed by unanswered pings; the keepalive timeout alone does not notice
+    # it. etcd ends connections that ping more often than every 5 s, or without a call.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # A member that was restarted is used again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each client knows its own connections, and repeats calls itself.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+"""What every channel to etcd is opened with."""
+
+RETRY_S = 0.1
+"""Pause after every endpoint was tried in vain."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+# ------------------------------------------------------------------------------------ configuration
+
+
+def first_line(file: Path) -> str:
+    """Read a password from the first line of a file.
+
+    Raises:
+        InvalidRequestError: there is none.
+
+    """
+    try:
+        line = file.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"etcd password file {file} can not be read: {error}") from None
+    if not line:
+        raise InvalidRequestError(f"etcd password file {file}: its first line is empty")
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """How etcd is reached, and where in it rdzv keeps its data."""
+
+    endpoints: tuple[Endpoint, ...]
+    prefix: str = "/rdzv"
+    """All keys begin with it and a slash, so several rdzvd clusters may share one etcd."""
+    tls: bool = False
+    """Whether endpoints are https; a CA or a certificate says so too."""
+    user: str = ""
+    password: str = ""
+    ca: Path | None = None
+    """Who signed the members' certificates; without one, the system's authorities."""
+    cert: Path | None = None
+    key: Path | None = None
+    ttl_s: int = 3
+    """How long a leader that has fallen silent is waited for. etcd raises less than one and a half
+    of its election timeouts to that."""
+    timeout_ms: int = 3_000
+    """What one call may take, with all its repetitions."""
+
+    @classmethod
+    def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
+        """Read `HOST:PORT,HOST:PORT`, each also as http:// or https://; check the whole.
+
+        Raises:
+            InvalidRequestError: a value can not be used.
+
+        """
+        parsed, tls = parse_endpoints(endpoints)
+        config = cls(parsed, tls=tls, **given)  # type: ignore[arg-type]
+        config.check()
+        return config
+
+    @property
+    def secure(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.tls or self.ca is not None or self.cert is not None
+
+    @property
+    def place(self) -> str:
+        """Where the data is, for people."""
+        return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
+
+    def check(self) -> None:
+        """Refuse what can not work, with value, reason and remedy.
+
+        Raises:
+            InvalidRequestError: the first such value.
+
+        """
+        if not self.endpoints:
+            raise InvalidRequestError("no etcd endpoint is given; give HOST:PORT,HOST:PORT")
+        if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
+            raise InvalidRequestError(
+                f"etcd prefix {self.prefix!r} can not be used: it is no path of letters, digits "
+                "and . _ -; give one like /rdzv"
+            )
+        if not 2 <= self.ttl_s <= 300:
+            raise InvalidRequestError(
+                f"etcd ttl {self.ttl_s} s can not be used: a leader must renew in time and be "
+                "replaced in time; give 2 to 300"
+            )
+        if not 100 <= self.timeout_ms <= 60_000:
+            raise InvalidRequestError(
+                f"etcd timeout {self.timeout_ms} ms can not be used; give 100 to 60000"
+            )
+        if bool(self.user) != bool(self.password):
+            raise InvalidRequestError(
+                f"etcd user {self.user!r} {'has no' if self.user else 'is missing for the'} "
+                "password; give both or neither"
+            )
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError(
+                f"etcd client certificate {self.cert} and key {self.key}: one without the other "
+                "can not be used; give both or neither"
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Have the TLS library of Python read the files: gRPC's own does not say what is wrong."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(cafile=self.ca)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidRequestError(
+                f"etcd CA {self.ca} can not be used: {_said(error)}; give a readable PEM file"
+            ) from error
+        try:
+            if self.cert is not None and self.key is not None:
+                context.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidRequestError(
+                f"etcd client certificate {self.cert} with key {self.key} can not be used: "
+                f"{_said(error)}; give readable PEM files that belong together, the key "
+                "without a passphrase"
+            ) from error
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Return what TLS needs, read anew; None for plaintext."""
+        if not self.secure:
+            return None
+
+        def read(path: Path | None) -> bytes | None:
+            return path.read_bytes() if path else None
+
+        return grpc.ssl_channel_credentials(read(self.ca), read(self.key), read(self.cert))
+
+
+def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
+    """Read `HOST:PORT,HOST:PORT`, with or without scheme; return them, and whether they are https.
+
+    >>> parse_endpoints("https://a:1,https://[::1]")
+    ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
+
+    Raises:
+        InvalidRequestError: one can not be read, or is given twice, or schemes are mixed.
+
+    """
+    endpoints: list[Endpoint] = []
+    schemes: set[str] = set()
+    for part in text.split(","):
+        scheme, found, rest = part.strip().partition("://")
+        if found and scheme not in ("http", "https"):
+            raise InvalidRequestError(
+                f"etcd endpoint {part.strip()!r} can not be used: {scheme!r} is no scheme of "
+                "etcd's; give http, https or none"
+            )
+        schemes.add(scheme if found else "http")
+        endpoint = parse_endpoint(rest.removesuffix("/") if found else scheme, DEFAULT_PORT)
+        if endpoint in endpoints:
+            raise InvalidRequestError(
+                f"etcd endpoints {text!r} can not be used: {endpoint} is given twice; leave one out"
+            )
+        endpoints.append(endpoint)
+    if len(schemes) > 1:
+        raise InvalidRequestError(
+            f"etcd endpoints {text!r} can not be used: some are https and some are not; give "
+            "all of them alike"
+        )
+    return tuple(endpoints), schemes == {"https"}
+
+
+# ------------------------------------------------------------------------------------ values
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as it was read. `lease` is 0 if nothing limits its life."""
+
+    key: bytes
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """Holds if the key was created at this revision; 0: if it is not there."""
+
+    key: bytes
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Modified:
+    """Holds if the key was last written at this revision; 0: if it is not there."""
+
+    key: bytes
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read one key."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write one key. `lease` limits its life; None leaves the lease that it has."""
+
+    key: bytes
+    value: bytes
+    lease: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete one key, or all from it to below `end`."""
+
+    key: bytes
+    end: bytes = b""
+
+
+Operation = Get | Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class TxnResult:
+    """What a transaction did. `found` has one entry for each `Get` that was executed."""
+
+    succeeded: bool
+    revision: int
+    """Of the key space once it was done: the mod_revision of everything that it wrote."""
+    found: tuple[KeyValue | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happened to a watched key: `kv` as it is now, None if it was deleted."""
+
+    kv: KeyValue | None
+    revision: int
+
+
+class CompactedError(StoreRefusedError):
+    """The revisions that a watch asked for are gone: read anew, and watch from there."""
+
+
+# ------------------------------------------------------------------------------------ the client
+
+
+class EtcdClient:
+    """One process's connections to etcd. Made by `EtcdClient.connected`.
+
+    Every call ends within `timeout_ms`. What may be repeated is, at the next endpoint, within that
+    time. A call raises
+
+    * `StoreRefusedError` if etcd was not reached or has refused: nothing was written,
+    * `RendezvousConnectionError` if nobody knows.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        credentials = config.credentials()
+        self._channels = tuple(
+            grpc.aio.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(endpoint.target, credentials, options=CHANNEL_OPTIONS)
+            for endpoint in config.endpoints
+        )
+        self._current = 0
+        self._timeout_s = config.timeout_ms / 1000
+        # A stopped member must not eat the time in which another would have answered.
+        self._attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
+        self._token = ""
+        self._authenticating = asyncio.Lock()
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, config: EtcdConfig) -> AsyncIterator[EtcdClient]:
+        """Connect, see that the data can be read, and close in the end.
+
+        Raises:
+            InvalidRequestError: user, password, certificates or prefix are refused.
+            RendezvousConnectionError: no endpoint answers.
+
+        """
+        config.check()
+        client = cls(config)
+        try:
+            await client._open()
+            yield client
+        finally:
+            await client.close()
+
+    async def close(self) -> None:
+        """Close all connections; calls under way fail."""
+        for channel in self._channels:
+            await channel.close()
+
+    # ---------------------------------------------------------------- calls
+
+    async def get(self, key: bytes) -> tuple[KeyValue | None, int]:
+        """Read one key; return it, and the revision at which this is true."""
+        request = pb.RangeRequest(key=key)
+        response = await self._repeated(_RANGE, request)
+        return _first(response), response.header.revision
+
+    async def scan(
+        self,
+        start: bytes,
+        end: bytes,
+        *,
+        keys_only: bool = False,
+        newest_first: bool = False,
+        page: int = 500,
+    ) -> AsyncGenerator[tuple[KeyValue, ...]]:
+        """Yield all keys from `start` to below `end`, in pages of at most `page` keys.
+
+        What is written meanwhile may be seen or not. With `newest_first` from the end backwards.
+        """
+        order = pb.RangeRequest.DESCEND if newest_first else pb.RangeRequest.NONE
+        while True:
+            request = pb.RangeRequest(
+                key=start, range_end=end, limit=page, sort_order=order, keys_only=keys_only
+            )
+            response = await self._repeated(_RANGE, request)
+            found = tuple(map(_key_value, response.kvs))
+            if found:
+                yield found
+            if not response.more or not found:
+                return
+            if newest_first:
+                end = found[-1].key
+            else:
+                start = found[-1].key + b"\0"
+
+    async def txn(
+        self,
+        compare: Sequence[Created | Modified],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TxnResult:
+        """Do `then` if everything compares as it should, else `otherwise`; all of it or nothing.
+
+        It is sent at most once.
+
+        Raises:
+            StoreRefusedError: it was not sent, or etcd has refused it.
+            RendezvousConnectionError: perhaps it was done, or will yet be.
+
+        """
+        request = pb.TxnRequest(
+            compare=map(_compare, compare),
+            success=map(_operation, then),
+            failure=map(_operation, otherwise),
+        )
+        if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
+            raise StoreRefusedError(
+                f"{self.config.place}: a write of {size} bytes is above the {MAX_REQUEST_BYTES} "
+                "that etcd takes at once; nothing was written"
+            )
+        response = await self._once(_TXN, request)
+        found = tuple(
+            _first(done.response_range)
+            for done in response.responses
+            if done.WhichOneof("response") == "response_range"
+        )
+        return TxnResult(response.succeeded, response.header.revision, found)
+
+    async def grant(self, ttl_s: int) -> tuple[int, int]:
+        """Make a lease; return its id, and the TTL in seconds that etcd gave it."""
+        # One that is made twice runs out by itself.
+        response = await self._repeated(_GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
+        return response.ID, response.TTL
+
+    async def keep_alive(self, lease: int, timeout_s: float) -> int:
+        """Renew a lease within `timeout_s`; return its TTL in seconds, 0 if it is gone."""
+        request = pb.LeaseKeepAliveRequest(ID=lease)
+        response = await self._repeated(_KEEP_ALIVE, request, timeout_s)
+        return response.TTL
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and delete what hangs on it. One that is gone already is no error."""
+        try:
+            await self._repeated(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
+        except _RefusedError as error:
+            if error.status is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+    async def watch(
+        self, key: bytes, revision: int, every_s: float = 1.0
+    ) -> AsyncGenerator[tuple[Change, ...]]:
+        """Yield what happens to one key from `revision` on; first (), once it is watched.
+
+        The member is asked every `every_s` whether it is still there, so the end of one that is
+        stopped or cut off is noticed in about twice that time. Nothing is queued here: who reads
+        slowly is waited for.
+
+        Raises:
+            CompactedError: those revisions are gone.
+            RendezvousConnectionError: the watch has broken; read anew and watch from there.
+
+        """
+        index = self._current
+        metadata = await self._credentials()
+        fresh = False
+        while True:
+            over = asyncio.Event()
+            requests = _watch_requests(key, revision, every_s, over)
+            call = self._method(index, _WATCH)(requests, metadata=(*metadata, _REQUIRE_LEADER))
+            try:
+                while True:
+                    async with asyncio.timeout(2 * every_s):
+                        response = await call.read()
+                    if not isinstance(response, pb.WatchResponse):
+                        reason = "it has ended the watch"
+                        break
+                    if response.canceled:
+                        reason = self._canceled(response)
+                        break
+                    if response.created or response.events:
+                        yield tuple(map(_change, response.events))
+            except grpc.RpcError as error:
+                reason = _reason(error)
+            except TimeoutError:
+                reason = f"it has not answered for {2 * every_s:g} s"
+            finally:
+                over.set()
+                call.cancel()
+            if fresh or not metadata or not _TOKEN_REFUSAL.search(reason):
+                break
+            await self._authenticate(stale=metadata)
+            metadata, fresh = await self._credentials(), True
+        self._leave(index)
+        raise RendezvousConnectionError(f"{self._tried(index)}: {reason}")
+
+    # ---------------------------------------------------------------- repeating
+
+    async def _repeated(
+        self,
+        method: _Method[Request, Response],
+        request: Request,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """Call until somebody answers or the time is over; for what may be done twice."""
+        timeout_s = timeout_s or self._timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        attempt_s = min(self._attempt_s, timeout_s)
+        tried = 0
+        while True:
+            index = self._current
+            left = deadline - loop.time()
+            try:
+                return await self._attempt(index, method, request, min(attempt_s, left))
+            except grpc.RpcError as error:
+                failure = error
+            self._leave(index)
+            tried += 1
+            if loop.time() + RETRY_S >= deadline:
+                raise self._nothing_written(index, _reason(failure)) from failure
+            if tried % len(self._channels) == 0:
+                await asyncio.sleep(RETRY_S)
+
+    async def _once(self, method: _Method[Request, Response], request: Request) -> Response:
+        """Call where there is a connection; once the call is on its way, it is never repeated."""
+        index = await self._connection()
+        try:
+            return await self._attempt(index, method, request, self._timeout_s)
+        except grpc.RpcError as error:
+            self._leave(index)
+            raise self._unsure(index, _reason(error)) from error
+
+    async def _attempt(
+        self, index: int, method: _Method[Request, Response], request: Request, timeout_s: float
+    ) -> Response:
+        """Call one endpoint, with a new token if the old one is not taken any more.
+
+        Raises:
+            StoreRefusedError: etcd has refused, and has done nothing.
+            grpc.RpcError: nobody knows; another endpoint may do better.
+
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        metadata = await self._credentials()
+        try:
+            return await self._send(index, method, request, timeout_s, metadata)
+        except grpc.aio.AioRpcError as error:
+            if not metadata or not _TOKEN_REFUSAL.search(error.details() or ""):
+                raise self._judged(error) from error
+        await self._authenticate(stale=metadata)
+        left = max(deadline - loop.time(), 0)
+        try:
+            return await self._send(index, method, request, left, await self._credentials())
+        except grpc.aio.AioRpcError as error:
+            raise self._judged(error) from error
+
+    async def _send(
+        self,
+        index: int,
+        method: _Method[Request, Response],
+        request: Request,
+        timeout_s: float,
+        metadata: Metadata,
+    ) -> Response:
+        ask = self._method(index, method)
+        if not method.streams:
+            answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
+            return answer
+        # One question on a stream of its own: each has its deadline, and goes where it is answered.
+        stream = ask(iter((request,)), timeout=timeout_s, metadata=metadata)
+        try:
+            response = await stream.read()
+            if isinstance(response, method.response):
+                return response
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE,
+                await stream.initial_metadata(),
+                await stream.trailing_metadata(),
+                "the stream has ended without an answer",
+            )
+        finally:
+            stream.cancel()
+
+    async def _connection(self) -> int:
+        """Return an endpoint that there is a connection to; begin with the one in use.
+
+        Raises:
+            StoreRefusedError: there was none in time.
+
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        tried = 0
+        while True:
+            index = self._current
+            left = min(self._attempt_s, deadline - loop.time())
+            if await _within(left, self._until_ready(index)):
+                return index
+            self._leave(index)
+            tried += 1
+            if loop.time() + RETRY_S >= deadline:
+                raise self._nothing_written(index, "no connection")
+            if tried % len(self._channels) == 0:
+                await asyncio.sleep(RETRY_S)
+
+    async def _until_ready(self, index: int) -> bool:
+        channel = self._channels[index]
+        while True:
+            state = channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.READY:
+                return True
+            if state in (
+                grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+                grpc.ChannelConnectivity.SHUTDOWN,
+            ):
+                return False
+            await channel.wait_for_state_change(state)
+
+    def _leave(self, index: int) -> None:
+        """Let the next call begin elsewhere."""
+        if self._current == index:
+            self._current = (index + 1) % len(self._channels)
+
+    def _method(self, index: int, method: _Method[Request, Response]) -> Any:
+        channel = self._channels[index]
+        make: Any = channel.stream_stream if method.streams else channel.unary_unary
+        return make(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+    # ---------------------------------------------------------------- users
+
+    async def _credentials(self) -> Metadata:
+        if not self.config.user:
+            return ()
+        if not self._token:
+            await self._authenticate(stale=())
+        return (("token", self._token),)
+
+    async def _authenticate(self, stale: Metadata) -> None:
+        """Get a token, unless somebody else has got one since `stale` was refused."""
+        async with self._authenticating:
+            if self._token and (("token", self._token),) != stale:
+                return
+            request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + self._timeout_s
+            while True:
+                index = self._current
+                left = min(self._attempt_s, deadline - loop.time())
+                try:
+                    response = await self._send(index, _AUTHENTICATE, request, left, ())
+                except grpc.aio.AioRpcError as error:
+                    failure = self._judged(error)
+                    if isinstance(failure, StoreRefusedError):
+                        raise failure from error
+                    self._leave(index)
+                    if loop.time() + RETRY_S >= deadline:
+                        raise self._nothing_written(index, _reason(error)) from error
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    self._token = response.token
+                    return
+
+    # ---------------------------------------------------------------- errors
+
+    async def _open(self) -> None:
+        """Read something, and tell an operator's mistake from an etcd that is away."""
+        try:
+            await self.get(f"{self.config.prefix}/leader".encode())
+        except _RefusedError as error:
+            if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            raise InvalidRequestError(self._mistake(error)) from error
+        except RendezvousConnectionError as error:
+            if self.config.secure and _TLS_TROUBLE.search(str(error)):
+                raise InvalidRequestError(
+                    f"{error}; that etcd speaks TLS there; that the CA has signed the members' "
+                    "certificates, and these name the endpoints as they are given; and that a "
+                    "client certificate is given if they ask for one"
+                ) from error
+            if not self.config.secure and _CUT_OFF.search(str(error)):
+                raise StoreRefusedError(
+                    f"{error}. If it speaks TLS, give its endpoints as https://HOST:PORT"
+                ) from error
+            raise
+
+    def _mistake(self, error: _RefusedError) -> str:
+        """Say what in the configuration etcd has refused."""
+        config, said = self.config, error.said
+        if "authentication failed" in said:
+            return (
+                f"{config.place}: user {config.user!r} or its password is refused; give those of "
+                "an etcd user (etcdctl user list)"
+            )
+        if "authentication is not enabled" in said:
+            return (
+                f"{config.place}: user {config.user!r} can not be checked: authentication is not "
+                "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
+            )
+        # To a client with a certificate, etcd says that the user without a name has no permission.
+        if "user name is empty" in said or ("permission denied" in said and not config.user):
+            return f"{config.place}: a user is asked for and none is given; give user and password"
+        if "permission denied" in said:
+            return (
+                f"{config.place}: user {config.user!r} may not read it; give its role "
+                f"`readwrite --prefix {config.prefix}/` (etcdctl role grant-permission)"
+            )
+        if error.status is grpc.StatusCode.UNIMPLEMENTED:
+            return f"{config.place}: what listens there is no etcd v3; check the endpoints"
+        return f"{config.place}: {said}"
+
+    def _judged(self, error: grpc.aio.AioRpcError) -> Exception:
+        """Return a refusal of etcd's as such; anything else as it is."""
+        said = error.details() or ""
+        by_etcd = said.startswith("etcdserver: ") or error.code() is grpc.StatusCode.UNIMPLEMENTED
+        if by_etcd and error.code() in _DEFINITE:
+            return _RefusedError(
+                f"{self.config.place}: {said}; nothing was written", error.code(), said
+            )
+        return error
+
+    def _canceled(self, response: pb.WatchResponse) -> str:
+        if response.compact_revision:
+            raise CompactedError(
+                f"{self.config.place}: revisions below {response.compact_revision} are gone"
+            )
+        return f"it refuses the watch: {response.cancel_reason}"
+
+    def _nothing_written(self, index: int, reason: str) -> StoreRefusedError:
+        return StoreRefusedError(
+            f"{self._tried(index)}: {reason}; nothing was written. See that etcd runs there and "
+            "has a majority of its members"
+        )
+
+    def _unsure(self, index: int, reason: str) -> RendezvousConnectionError:
+        return RendezvousConnectionError(
+            f"{self._tried(index)}: {reason}; what was asked for may have happened"
+        )
+
+    def _tried(self, index: int) -> str:
+        others = len(self._channels) - 1
+        more = f" (and {others} more)" if others else ""
+        return f"etcd at {self.config.endpoints[index]}{more} does not answer"
+
+
+class _RefusedError(StoreRefusedError):
+    """etcd has answered, and it was a no."""
+
+    def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.said = said
+
+
+# ------------------------------------------------------------------------------------ the wire
+
+
+@dataclass(frozen=True, slots=True)
+class _Method(Generic[Request, Response]):
+    path: str
+    request: type[Request]
+    response: type[Response]
+    streams: bool = False
+
+
+_RANGE = _Method("/etcdserverpb.KV/Range", pb.RangeRequest, pb.RangeResponse)
+_TXN = _Method("/etcdserverpb.KV/Txn", pb.TxnRequest, pb.TxnResponse)
+_GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
+_REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
+_KEEP_ALIVE = _Method(
+    "/etcdserverpb.Lease/LeaseKeepAlive",
+    pb.LeaseKeepAliveRequest,
+    pb.LeaseKeepAliveResponse,
+    streams=True,
+)
+_WATCH = _Method("/etcdserverpb.Watch/Watch", pb.WatchRequest, pb.WatchResponse, streams=True)
+_AUTHENTICATE = _Method(
+    "/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse
+)
+
+_REQUIRE_LEADER = ("hasleader", "true")
+"""A member that has lost the others ends such a stream, and does not stay silent on it."""
+
+_DEFINITE = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""With these etcd itself says that it has done nothing. With all others nobody knows."""
+
+# Of a watch, some versions say that permission is denied when only the token has run out.
+_TOKEN_REFUSAL = re.compile(
+    "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
+)
+
+_CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
+
+_TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
+
+
+def _reason(error: grpc.RpcError) -> str:
+    """Say in one line why a call failed."""
+    assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    return " ".join((error.details() or error.code().name).split())
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+async def _within(seconds: float, work: Awaitable[bool]) -> bool:
+    """Return what `work` returns; False if it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        return False
+
+
+async def _watch_requests(
+    key: bytes, revision: int, every_s: float, over: asyncio.Event
+) -> AsyncIterator[pb.WatchRequest]:
+    """Ask for a watch, and from then on whether it still goes on, until it is over."""
+    create = pb.WatchCreateRequest(key=key, start_revision=revision)
+    yield pb.WatchRequest(create_request=create)
+    while not await _within(every_s, over.wait()):
+        yield pb.WatchRequest(progress_request=pb.WatchProgressRequest())
+
+
+def _key_value(kv: pb.KeyValue) -> KeyValue:
+    return KeyValue(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+
+
+def _first(response: pb.RangeResponse) -> KeyValue | None:
+    return _key_value(response.kvs[0]) if response.kvs else None
+
+
+def _change(event: pb.Event) -> Change:
+    deleted = event.type == pb.Event.DELETE
+    return Change(None if deleted else _key_value(event.kv), event.kv.mod_revision)
+
+
+def _compare(compare: Created | Modified) -> pb.Compare:
+    match compare:
+        case Created(key, revision):
+            return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
+        case Modified(key, revision):
+            return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
+
+
+def _operation(operation: Operation) -> pb.RequestOp:
+    match operation:
+        case Get(key):
+            return pb.RequestOp(request_range=pb.RangeRequest(key=key))
+        case Put(key, value, None):
+            put = pb.PutRequest(key=key, value=value, ignore_lease=True)
+            return pb.RequestOp(request_put=put)
+        case Put(key, value, lease):
+            return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease or 0))
+        case Delete(key, end):
+            deletion = pb.DeleteRangeRequest(key=key, range_end=end)
+            return pb.RequestOp(request_delete_range=deletion)

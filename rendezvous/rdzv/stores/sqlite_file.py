@@ -1,0 +1,357 @@
+"""The SQLite file on disk: its schema, the way from older ones, and a look that changes nothing.
+
+A file that is refused stays as it was, byte for byte, with its write-ahead log beside it. So a
+file is first looked at through links of its own, and is never changed in place: a new one, and one
+of an older schema once it is migrated, is made beside it and takes its name as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.stores.base import StoreRefusedError
+
+log = logging.getLogger("rdzv.stores")
+
+SCHEMA_VERSION = 2
+"""Kept in `PRAGMA user_version`. A newer one than this is refused."""
+
+APPLICATION_ID = int.from_bytes(b"rdzv", "big")
+"""Kept in `PRAGMA application_id` from schema 2 on, so that no other program's file is taken."""
+
+_WAL, _JOURNAL = "-wal", "-journal"
+_BESIDE = (_WAL, _JOURNAL, "-shm")
+_LOOKING = ".look-"
+
+_TABLES = frozenset({"job", "history", "leadership"})
+"""What every schema has."""
+
+_JOB = """
+CREATE TABLE job (
+    rdzv_id TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    membership BLOB NOT NULL
+)"""
+# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is never
+# deleted, so no number is given twice.
+_HISTORY = """
+CREATE TABLE history (
+    seq INTEGER PRIMARY KEY,
+    rdzv_id TEXT NOT NULL,
+    run TEXT NOT NULL,
+    unix_ms INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    text TEXT NOT NULL
+)"""
+_HISTORY_INDEX = "CREATE INDEX history_of_job ON history (rdzv_id, seq)"
+_LEADERSHIP = """
+CREATE TABLE leadership (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    number INTEGER NOT NULL
+)"""
+
+
+def _to_2(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE history RENAME TO history_1")
+    db.execute("DROP INDEX history_of_job")
+    db.execute(_HISTORY)
+    db.execute("INSERT INTO history SELECT seq, rdzv_id, run, unix_ms, name, text FROM history_1")
+    db.execute("DROP TABLE history_1")
+    db.execute(_HISTORY_INDEX)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2}
+"""From each older schema version to the next; each runs in one transaction."""
+
+
+def prepare(path: Path) -> None:
+    """See to it that a whole file of the present schema is there.
+
+    The caller has locked its directory. If this raises, the file is as it was.
+
+    Raises:
+        InvalidRequestError: this user may not write to it.
+        RendezvousStateError: it is damaged, another program's, or of a newer rdzvd, or could not
+            be migrated.
+
+    """
+    for left in path.parent.glob(f"{_LOOKING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    version = inspect(path)
+    if version is None:
+        _create(path)
+    elif version < SCHEMA_VERSION:
+        _migrate(path, version)
+
+
+def inspect(path: Path) -> int | None:
+    """Return the schema version of a file, changing nothing; None if there is no data in it.
+
+    Raises:
+        InvalidRequestError: this user may not write to it.
+        RendezvousStateError: no data of this rdzvd, or damaged.
+
+    """
+    _check_writable(path)
+    if not has_data(path):
+        return None
+    with _mapped(path), looking(path) as db:
+        if not _tables(db):
+            return None
+        version = identify(db, path)
+        if problem := first_problem(db):
+            raise _damaged(path, problem)
+    return version
+
+
+def identify(db: sqlite3.Connection, path: Path) -> int:
+    """Return the schema version of an open file.
+
+    Raises:
+        RendezvousStateError: it is another program's, or of a newer rdzvd.
+
+    """
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA_VERSION:
+        raise RendezvousStateError(
+            f"{path} has schema version {version}, and this rdzvd knows up to {SCHEMA_VERSION}; "
+            "it was left untouched. Start the rdzvd version that wrote it"
+        )
+    known = version > 0 and _tables(db) >= _TABLES
+    if version > 1:
+        known &= db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
+    if not known:
+        raise RendezvousStateError(
+            f"{path} is a database of another program; it was left untouched. Move it away, or "
+            "give another directory with --data-dir"
+        )
+    return version
+
+
+def _tables(db: sqlite3.Connection) -> set[str]:
+    return {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
+
+
+def first_problem(db: sqlite3.Connection) -> str:
+    """Return what is wrong with the structure of an open file; empty if nothing is."""
+    found: str = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    return "" if found == "ok" else found.partition("\n")[0]
+
+
+@contextmanager
+def looking(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a file that nobody writes to now, with all that is committed, and change nothing.
+
+    SQLite keeps notes beside the file that it opens, also to read. So it is shown the file under
+    another name, in a folder of its own.
+    """
+    real = path.resolve()
+    with ExitStack() as stack:
+        shown = stack.enter_context(_shown(real))
+        db = stack.enter_context(closing(connect(shown, "ro")))
+        yield db
+
+
+@contextmanager
+def _shown(path: Path) -> Iterator[Path]:
+    files = [p for suffix in ("", _WAL, _JOURNAL) if (p := beside(path, suffix)).exists()]
+    # One that was cut short has to be rolled back, which would change the file.
+    if not beside(path, _JOURNAL).exists():
+        with ExitStack() as stack:
+            try:
+                folder = Path(
+                    stack.enter_context(
+                        tempfile.TemporaryDirectory(prefix=_LOOKING, dir=path.parent)
+                    )
+                )
+                for file in files:
+                    os.link(file, folder / file.name)
+            except OSError:
+                # No links on this file system, or another's file: a copy is as good, and slower.
+                pass
+            else:
+                yield folder / path.name
+                return
+    with tempfile.TemporaryDirectory(prefix=_LOOKING) as name:
+        for file in files:
+            shutil.copyfile(file, Path(name, file.name))
+        with closing(connect(Path(name, path.name), "rw")) as db:
+            # Rolls back, so that the copy can be read like any other.
+            db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        yield Path(name, path.name)
+
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open a file that is there, to read (`ro`) or to read and write (`rw`)."""
+    uri = f"file:{quote(str(path))}?mode={mode}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=1.0)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return the file that SQLite keeps beside another: `rdzv.db-wal`."""
+    return path.with_name(path.name + suffix)
+
+
+def has_data(path: Path) -> bool:
+    """Return whether there is a file with anything in it.
+
+    Raises:
+        RendezvousStateError: only a part of what SQLite had written is there.
+
+    """
+    if path.exists() and path.stat().st_size:
+        return True
+    wal = beside(path, _WAL)
+    if wal.exists() and wal.stat().st_size:
+        raise RendezvousStateError(
+            f"{path} is {'empty' if path.exists() else 'missing'}, and {wal.name} is there: a part "
+            "of the data was taken away; everything was left untouched. Bring both files back, or "
+            "move the rest away"
+        )
+    return False
+
+
+def _check_writable(path: Path) -> None:
+    # SQLite would open it all the same, and refuse the first write.
+    for file in (path, *(beside(path, suffix) for suffix in _BESIDE)):
+        try:
+            if file.exists():
+                os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{file} can not be written: {error.strerror or error}; give it to the user that "
+                "runs rdzvd, or give another directory with --data-dir"
+            ) from error
+
+
+def _create(path: Path) -> None:
+    new = path.with_name(f"{path.name}.new")
+    _remove(new)
+    with _mapped(path):
+        with closing(sqlite3.connect(new, isolation_level=None)) as db:
+            db.execute("BEGIN")
+            for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP):
+                db.execute(statement)
+            db.execute("INSERT INTO leadership VALUES (1, 0)")
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute("COMMIT")
+            db.execute("PRAGMA journal_mode = WAL")
+        # What is there holds nothing, or `inspect` would have said so.
+        for suffix in _BESIDE:
+            beside(path, suffix).unlink(missing_ok=True)
+        put(new, path)
+
+
+def _migrate(path: Path, version: int) -> None:
+    copy = path.with_name(f"{path.name}.migrating")
+    former = path.with_name(f"{path.name}.schema-{version}")
+    try:
+        _remove(copy)
+        for suffix in ("", _WAL, _JOURNAL):
+            if beside(path, suffix).exists():
+                shutil.copyfile(beside(path, suffix), beside(copy, suffix))
+        _fold(copy)
+        shutil.copyfile(copy, beside(former, ".new"))
+        with closing(connect(copy, "rw")) as db:
+            for number in range(version, SCHEMA_VERSION):
+                _step(db, number)
+        # Opened anew, for a connection believes what it has read before.
+        with closing(connect(copy, "rw")) as db:
+            if problem := first_problem(db):
+                raise sqlite3.DatabaseError(problem)
+        # From here on the file changes, and means the same: the log, which would be wrong beside
+        # the new file, is folded into the old one.
+        _fold(path)
+        put(beside(former, ".new"), former)
+        put(copy, path)
+    except (sqlite3.Error, OSError) as error:
+        _remove(copy)
+        _remove(beside(former, ".new"))
+        raise RendezvousStateError(
+            f"{path} could not be brought from schema version {version} to {SCHEMA_VERSION}: "
+            f"{error}; it was left as it was. Start the rdzvd version that wrote it, or see to "
+            "room for two copies of it and try again"
+        ) from error
+    log.warning(
+        "%s was brought from schema version %d to %d; %s is as it was before",
+        *(path, version, SCHEMA_VERSION, former),
+    )
+
+
+def _step(db: sqlite3.Connection, version: int) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    MIGRATIONS[version](db)
+    db.execute(f"PRAGMA user_version = {version + 1}")
+    db.execute("COMMIT")
+
+
+def _fold(path: Path) -> None:
+    """Bring everything that is committed into the file itself; no log is left beside it."""
+    with closing(connect(path, "rw")) as db:
+        busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise sqlite3.OperationalError("another program has it open")
+
+
+def put(new: Path, path: Path) -> None:
+    """Give a file that is written and closed the name of another, so that a power cut is no harm.
+
+    Raises:
+        OSError: `path` is what it was before.
+
+    """
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", *_BESIDE):
+        beside(path, suffix).unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise foreign(path, error) from error
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{path} can not be used: {error.strerror or error}; see to it that rdzvd may write "
+            "there and has room, or give another directory with --data-dir"
+        ) from error
+
+
+def foreign(path: Path, error: sqlite3.Error) -> RendezvousError:
+    """Say in our own words what SQLite raised while nothing was written."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return _damaged(path, str(error))
+    return StoreRefusedError(f"{path}: {error}; nothing was written")
+
+
+def _damaged(path: Path, problem: str) -> RendezvousStateError:
+    return RendezvousStateError(
+        f"{path} is damaged: {problem}; it was left untouched. Move it away, and fill an empty "
+        "data directory from a backup with --restore"
+    )

@@ -1,0 +1,77 @@
+"""A server that comes back with no memory, or an old one, takes over what its nodes run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster import JOB, Cluster, alive, cluster
+
+from rdzv.client import ControlClient, parse_endpoint
+from rdzv.errors import UnknownJobError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def events(c: Cluster) -> list[str]:
+    """Name what this server knows to have happened to the job; nothing before it knows of it."""
+    with ControlClient(parse_endpoint(c.endpoint)) as client, suppress(UnknownJobError):
+        return [event.name for event in client.events(JOB)]
+    return []
+
+
+def test_a_server_without_memory_goes_on_with_the_round_that_its_nodes_run(c: Cluster) -> None:
+    c.kill_server()
+    c.start_server("--store=memory")
+    nodes = [c.start_node(f"n{i}", "--max-restarts=3") for i in (1, 2, 3)]
+    first = c.wait_for_round(0, workers=3)
+    os.kill(int(first[0]["pid"]), signal.SIGKILL)
+    before = c.wait_for_round(1, workers=3)
+    run = c.status().run
+    c.kill_server()
+    c.start_server("--store=memory")
+    c.wait_until("all are adopted", lambda: events(c).count("NodeAdopted") == 3)
+    status = c.wait_for_state("running")
+    assert (status.run, status.round, status.restarts) == (run, 1, 1)
+    assert [node.state for node in status.nodes] == ["seated"] * 3
+    assert all(alive(int(report["pid"])) for report in before)
+    os.kill(int(before[1]["pid"]), signal.SIGKILL)
+    after = c.wait_for_round(2, workers=3)
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"2"}
+    c.finish()
+    assert [node.wait() for node in nodes] == [0, 0, 0]
+
+
+def test_a_server_with_an_old_memory_goes_on_above_the_highest_round(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", "--max-restarts=3") for i in (1, 2, 3)]
+    first = c.wait_for_round(0, workers=3)
+    c.kill_server()
+    shutil.copytree(c.folder / "data", c.folder / "old")
+    c.start_server()
+    c.wait_for_state("running")
+    os.kill(int(first[0]["pid"]), signal.SIGKILL)
+    before = c.wait_for_round(1, workers=3)
+    c.kill_server()
+    shutil.rmtree(c.folder / "data")
+    (c.folder / "old").rename(c.folder / "data")
+    c.start_server()
+    c.wait_until("all are adopted", lambda: events(c).count("NodeAdopted") == 3)
+    status = c.wait_for_state("running")
+    assert (status.round, status.restarts) == (1, 1)
+    assert all(alive(int(report["pid"])) for report in before)
+    nodes[2].kill_tree()
+    after = c.wait_for_round(2, workers=2)
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"1"}
+    c.finish()
+    assert [node.wait() for node in nodes[:2]] == [0, 0]

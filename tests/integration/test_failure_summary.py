@@ -1,0 +1,79 @@
+"""After a failure on one node, every node tells the same story, and what it did to its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster import cluster
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+FOLDER, RANK = Path(sys.argv[1]), os.environ["RANK"]
+LOST = "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4711"
+
+
+def wait_for(name):
+    deadline = time.monotonic() + 60
+    while not (FOLDER / name).exists():
+        if time.monotonic() > deadline:
+            sys.exit(99)
+        time.sleep(0.005)
+
+
+def fail(message, stack):
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    text = json.dumps({"message": {"message": message, "extraInfo": extra}})
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(text)
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if RANK in "012" else signal.SIG_DFL)
+(FOLDER / f"ready-{RANK}").touch()
+for rank in range(4):
+    wait_for(f"ready-{rank}")
+if RANK == "2":
+    fail("ValueError: no such column", "the stack of it")
+    (FOLDER / "failed").touch()
+    wait_for("followed")
+    sys.exit(1)
+if RANK == "0":
+    wait_for("failed")
+    fail(LOST, f"a stack of {LOST}")
+    (FOLDER / "followed").touch()
+    sys.exit(1)
+time.sleep(600)
+"""
+
+
+def test_the_root_cause_its_followers_and_the_ended_are_told_apart_on_every_node(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(SCRIPT)
+    with cluster(tmp_path) as c:
+        options = ("--rdzv-conf=failure_stop_timeout=0.5",)
+        first, second = (
+            c.start_node(
+                name,
+                *options,
+                worker=str(script),
+                args=(str(tmp_path),),
+                nnodes="2",
+                nproc=2,
+            )
+            for name in ("n1", "n2")
+        )
+        assert [first.wait(), second.wait()] == [1, 1]
+    told = [node.text.partition("Root cause, ")[2].splitlines() for node in (first, second)]
+    for lines in told:
+        assert lines[0] == "the first failure of the job:"
+        assert lines[1].startswith("  rank 2 (local_rank 0) on n2 (127.0.0.1), pid ")
+        assert lines[1].endswith(": exit code 1")
+        assert lines[2:4] == ["  ValueError: no such column", "  the stack of it"]
+        assert lines[4] == "Failed because of it, as their connections broke:"
+        assert lines[5].startswith("  rank 0 (local_rank 0) on n1 (127.0.0.1), pid ")
+        assert lines[5].endswith(": RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4711")
+        assert lines[6] == "Ended by this node's agent, no failures (1 worker of 2):"
+    assert told[0][7:] == ["  local_rank 1: SIGTERM, and after 0.5 s SIGKILL"]
+    assert told[1][7:] == ["  local_rank 1: SIGTERM"]

@@ -1,0 +1,187 @@
+"""--fence-after: a node that is cut off has no workers left when the others go on without it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, Node, alive, cluster
+from tcp_proxy import TcpProxy, proxy_to
+
+pytestmark = pytest.mark.timeout(180)
+
+FENCE_S = 3
+LEASE_S = 5
+FENCE = f"--fence-after={FENCE_S}"
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(name="link")
+def _link(c: Cluster) -> Iterator[TcpProxy]:
+    """The way of one node to the server."""
+    host, _, port = c.endpoint.rpartition(":")
+    with proxy_to(host, int(port)) as proxy:
+        yield proxy
+
+
+def start_two(c: Cluster, link: TcpProxy, worker: str = "report.py") -> tuple[Node, Node]:
+    """Start n1, and n2 whose link can be broken; neither may spend a restart."""
+    near = c.start_node("n1", FENCE, nnodes="1:2", worker=worker)
+    far = c.start_node("n2", FENCE, f"--rdzv-endpoint={link.endpoint}", nnodes="1:2", worker=worker)
+    return near, far
+
+
+def worker_of(reports: list[dict[str, Any]], group_rank: int) -> int:
+    [pid] = [r["pid"] for r in reports if r["GROUP_RANK"] == str(group_rank)]
+    return int(pid)
+
+
+def wait_for_seats(c: Cluster, round_: int) -> None:
+    """Wait until the server has completed a round."""
+
+    def complete() -> bool:
+        found = c.status().round
+        return found is not None and found >= round_
+
+    c.wait_until(f"round {round_} is complete", complete)
+
+
+def wait_for_both(c: Cluster) -> None:
+    """Wait until workers of both nodes have come together again."""
+
+    def together() -> bool:
+        later = [r for r in c.all_reports() if r["RDZV_ROUND"] != "0"]
+        return len([r for r in later if r["WORLD_SIZE"] == "2"]) >= 2
+
+    c.wait_until("both nodes are in one round again", together)
+
+
+def end_well(c: Cluster, *nodes: Node) -> None:
+    """Let the job end: it has succeeded, and no restart was spent on the way."""
+    assert c.status().restarts == 0
+    c.finish()
+    assert [node.wait() for node in nodes] == [0] * len(nodes)
+    assert c.status().state == "succeeded"
+
+
+# ------------------------------------------------------------------ cut off
+
+
+@pytest.mark.parametrize("worker", ["report.py", "all_reduce.py"])
+def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_again(
+    c: Cluster, link: TcpProxy, worker: str
+) -> None:
+    """And joins again when the link is back. With all_reduce.py the other's worker breaks on it."""
+    near, far = start_two(c, link, worker)
+    cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
+    link.black_hole()
+    wait_for_seats(c, 1)
+    assert not alive(cut_off)
+    assert "fenced: the server was out of reach for 3 s (--fence-after)" in far.text
+    [alone] = c.wait_for_round(1, workers=1)
+    assert (alone["GROUP_WORLD_SIZE"], alone["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0")
+    link.restore()
+    wait_for_both(c)
+    end_well(c, near, far)
+
+
+def test_a_seat_is_kept_until_the_fence_though_its_stream_has_ended(
+    c: Cluster, link: TcpProxy
+) -> None:
+    """Without a fence, the end of a foreground agent's stream is worth a quarter of a second."""
+    near, far = start_two(c, link)
+    cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
+    cut_s = time.monotonic()
+    link.cut()
+    c.wait_until("the server has seen it", lambda: "away" in [n.state for n in c.status().nodes])
+    wait_for_seats(c, 1)
+    assert not alive(cut_off)
+    assert time.monotonic() - cut_s >= FENCE_S + 1
+    link.restore()
+    wait_for_both(c)
+    end_well(c, near, far)
+
+
+def test_a_stopped_agent_is_fenced_by_its_runner(c: Cluster, link: TcpProxy) -> None:
+    """And once it goes on, it does not start what it was told of meanwhile."""
+    near, far = start_two(c, link)
+    cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
+    far.process.send_signal(signal.SIGSTOP)
+    wait_for_seats(c, 1)
+    assert not alive(cut_off)
+    far.process.send_signal(signal.SIGCONT)
+    wait_for_both(c)
+    end_well(c, near, far)
+
+
+def test_without_any_server_all_are_fenced_and_a_server_that_comes_back_joins_them(
+    c: Cluster, link: TcpProxy
+) -> None:
+    near, far = start_two(c, link)
+    workers = [r["pid"] for r in c.wait_for_round(0, workers=2)]
+    c.kill_server()
+    c.wait_until("all are fenced", lambda: not any(map(alive, workers)))
+    assert near.process.poll() is None
+    c.start_server()
+    wait_for_both(c)
+    end_well(c, near, far)
+
+
+# ------------------------------------------------------------------ not cut off
+
+
+def test_a_link_that_is_back_before_the_fence_disturbs_nobody(c: Cluster, link: TcpProxy) -> None:
+    near, far = start_two(c, link)
+    workers = [r["pid"] for r in c.wait_for_round(0, workers=2)]
+    for _ in range(2):
+        link.black_hole()
+        time.sleep(1)  # A black hole has to last for something.
+        link.restore()
+        link.reset()
+        time.sleep(FENCE_S)  # Its fence would have come by now.
+    assert all(map(alive, workers))
+    assert c.status().round == 0
+    end_well(c, near, far)
+
+
+def test_a_node_that_has_succeeded_is_not_fenced(c: Cluster, link: TcpProxy) -> None:
+    """It has no workers, and its success stands."""
+    near = c.start_node("n1", FENCE, nnodes="2")
+    far = c.start_node(
+        "n2", FENCE, f"--rdzv-endpoint={link.endpoint}", nnodes="2", args=("exit=0",)
+    )
+    [mine, _] = c.wait_for_round(0, workers=2)
+    c.wait_until("n2 has succeeded", lambda: "succeeded" in [n.state for n in c.status().nodes])
+    link.cut()
+    c.wait_until("the server gives it up", lambda: "n2 was lost" in c.server_log, 20)
+    link.restore()
+    assert alive(mine["pid"])
+    end_well(c, near, far)
+    assert "fenced" not in far.text
+
+
+# ------------------------------------------------------------------ refused
+
+
+def test_a_fence_that_comes_too_late_for_the_lease_is_refused(c: Cluster) -> None:
+    node = c.start_node("n1", "--fence-after=4.5", nnodes="1")
+    assert node.wait() == 2
+    assert "--fence-after=4.5 is too long: the server gives this node up" in node.text
+    assert "give at most 4" in node.text
+
+
+def test_a_node_with_a_server_of_its_own_has_no_fence(c: Cluster) -> None:
+    script = c.folder / "script.py"
+    script.touch()
+    ended = c.run("rdzvrun", "--standalone", FENCE, str(script))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("rdzvrun: --fence-after=3 has no use here")

@@ -1,0 +1,152 @@
+"""The control plane is invisible: a training does not notice what happens to its servers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Node, alive, cluster
+from etcd_cluster import EtcdCluster
+from test_replicas import Replicas
+
+from tests.faults.history import Stepped
+from tests.faults.sources import Diaries
+
+KILLS = 20
+FAIL_OVERS = 10
+NODES = 2
+WORKER = Path(__file__).parents[1] / "faults" / "workers" / "gloo.py"
+STALL_S = 5.0
+"""A lease: far above what a training takes for one step, far below any timeout of a collective."""
+
+
+class Training:
+    """Two nodes that add up a small tensor about a hundred times a second."""
+
+    def __init__(self, c: Cluster) -> None:
+        self.cluster = c
+        folder = c.folder / "diaries"
+        folder.mkdir()
+        self.diaries = Diaries(folder)
+        self.nodes = [self._start(f"n{number}", folder) for number in range(1, NODES + 1)]
+
+    def _start(self, name: str, folder: Path) -> Node:
+        environ = {
+            "RDZV_FAULTS_HISTORY": str(folder),
+            "RDZV_FAULTS_SNAPSHOT": str(self.cluster.folder / "snapshot"),
+            "RDZV_FAULTS_FINISH": str(self.cluster.finish_file),
+            "RDZV_FAULTS_HOST": name,
+            "RDZV_FAULTS_NODE": name,
+            "RDZV_FAULTS_PAUSE_S": "0.005",
+        }
+        return self.cluster.start_node(name, nnodes="2", worker=str(WORKER), environ=environ)
+
+    def steps(self) -> list[int]:
+        """Return how far each worker is."""
+        self.diaries.poll()
+        return [stepped.step for stepped in self.diaries.latest.values()]
+
+    def wait_for_steps(self, more: int) -> None:
+        """Wait until every worker has gone forward by so many steps."""
+        before = max(self.steps(), default=0)
+
+        def forward() -> bool:
+            steps = self.steps()
+            return len(steps) == NODES and min(steps) >= before + more
+
+        self.cluster.wait_until(f"{NODES} workers pass step {before + more}", forward)
+
+    def wait_until_seated(self) -> None:
+        """Wait until the server has heard from all nodes."""
+
+        def seated() -> bool:
+            return [node.state for node in self.cluster.status().nodes] == ["seated"] * NODES
+
+        self.cluster.wait_until("all are seated", seated)
+
+    def longest_stall_s(self) -> float:
+        """Return the longest time for which any worker wrote down the same step."""
+        longest = 0.0
+        moved: dict[int, Stepped] = {}
+        for record in self.diaries.records:
+            if isinstance(record, Stepped) and record.step >= 0:
+                last = moved.setdefault(record.pid, record)
+                if record.step > last.step:
+                    longest = max(longest, record.at_s - last.at_s)
+                    moved[record.pid] = record
+        return longest
+
+    def check_undisturbed(self) -> None:
+        """Insist that the first workers of the first round are the only ones that there were."""
+        self.wait_for_steps(20)
+        started = self.diaries.started.values()
+        assert [(s.round, s.restarts) for s in started] == [(0, 0)] * NODES
+        assert all(alive(s.pid) for s in started)
+        status = self.cluster.status()
+        assert (status.state, status.round, status.restarts) == ("running", 0, 0)
+        assert self.longest_stall_s() < STALL_S
+
+    def finish(self) -> None:
+        self.cluster.finish()
+        assert [node.wait() for node in self.nodes] == [0] * NODES
+        self.diaries.poll()
+        assert len(self.diaries.started) == NODES
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(name="replicas")
+def _replicas(tmp_path: Path) -> Iterator[Replicas]:
+    """Run three rdzvd on the three members of an etcd."""
+    (tmp_path / "etcd").mkdir()
+    with EtcdCluster.running(tmp_path / "etcd", 3) as etcd:
+        made = Replicas(tmp_path, etcd)
+        try:
+            for address in made.addresses:
+                made.start_replica(address)
+            yield made
+        except BaseException:
+            print(made.describe())
+            raise
+        finally:
+            made.stop()
+
+
+@pytest.mark.timeout(180)
+def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> None:
+    """SIGKILL at random moments, in some before all nodes are back from the kill before."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    training = Training(c)
+    training.wait_for_steps(20)
+    for _ in range(KILLS):
+        time.sleep(rng.uniform(0.0, 0.5))
+        c.kill_server()
+        c.start_server()
+    training.wait_until_seated()
+    training.check_undisturbed()
+    training.finish()
+
+
+@pytest.mark.timeout(180)
+def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
+    """The leader of three is killed again and again, and comes back to stand by."""
+    leader = replicas.wait_for_leader()
+    training = Training(replicas)
+    training.wait_for_steps(20)
+    for _ in range(FAIL_OVERS):
+        replicas.kill_replica(leader.address)
+        replicas.start_replica(leader.address)
+        leader = replicas.wait_for_leader(above=leader.leadership or 0)
+        training.wait_for_steps(1)
+    training.wait_until_seated()
+    training.check_undisturbed()
+    training.finish()

@@ -1,0 +1,40 @@
+"""A worker under torch's own rendezvous: adds up ones with its peers until it is told to end.
+
+Leaves a file that says who it is once its first all-reduce is done.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+FINISH = Path(os.environ["RDZV_TEST_FINISH"])
+
+
+def report() -> None:
+    """Leave one file, whole or not at all."""
+    folder = Path(os.environ["RDZV_TEST_REPORTS"])
+    temporary = folder / f"{os.getpid()}.tmp"
+    temporary.write_text(json.dumps({**os.environ, "pid": os.getpid()}))
+    temporary.rename(folder / f"{os.getpid()}.json")
+
+
+def add_ones(finish: bool) -> bool:
+    """Add up, over all ranks, ones and wishes to end; say whether anyone wishes to."""
+    value = torch.tensor([1.0, float(finish)])
+    dist.all_reduce(value)
+    if value[0].item() != dist.get_world_size():
+        raise RuntimeError(f"{value[0].item()} ranks answered of {dist.get_world_size()}")
+    return value[1].item() > 0
+
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+add_ones(False)
+report()
+while not add_ones(FINISH.exists()):
+    time.sleep(0.02)
+dist.destroy_process_group()

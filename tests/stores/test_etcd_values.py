@@ -1,0 +1,166 @@
+"""What the etcd store does without etcd: configuration, keys, and the size of a large job."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rdzv.core.model import Membership, Offer, Participant, Round, Settings
+from rdzv.errors import InvalidRequestError, RendezvousStateError
+from rdzv.stores import codec
+from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdConfig
+
+GOOD = EtcdConfig.parse("a:1")
+
+
+def test_endpoints_are_read_with_and_without_scheme() -> None:
+    assert list(map(str, EtcdConfig.parse("a:1, [::1]:2,c").endpoints)) == [
+        "a:1",
+        "[::1]:2",
+        "c:2379",
+    ]
+    assert not EtcdConfig.parse("http://a:1/,http://b:1").secure
+    assert EtcdConfig.parse("https://a:1,https://b:1").secure
+    assert EtcdConfig.parse("a:1,b:2", prefix="/x").place == "etcd at a:1,b:2: /x"
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "says"),
+    [
+        ("", "endpoint '' can not be used: it names no host"),
+        ("a:1,,b:1", "it names no host"),
+        ("a:x", "'x' is no port"),
+        ("ftp://a:1", "'ftp' is no scheme of etcd's; give http, https or none"),
+        ("a:1,a:1", "a:1 is given twice; leave one out"),
+        ("https://a:1,b:1", "some are https and some are not"),
+        ("http://a:1/v3", "no port"),
+    ],
+)
+def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        EtcdConfig.parse(endpoints)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"endpoints": ()}, "no etcd endpoint is given"),
+        ({"prefix": ""}, "etcd prefix '' can not be used"),
+        ({"prefix": "rdzv"}, "give one like /rdzv"),
+        ({"prefix": "/rdzv/"}, "etcd prefix '/rdzv/' can not be used"),
+        ({"prefix": "/a b"}, "no path of letters, digits"),
+        ({"ttl_s": 1}, "etcd ttl 1 s can not be used"),
+        ({"ttl_s": 301}, "give 2 to 300"),
+        ({"timeout_ms": 99}, "give 100 to 60000"),
+        ({"user": "me"}, "etcd user 'me' has no password; give both or neither"),
+        ({"password": "x"}, "etcd user '' is missing for the password"),
+        ({"cert": Path("c")}, "one without the other"),
+        ({"ca": Path("/missing.pem")}, "/missing.pem can not be used: No such file"),
+        ({"ca": Path("/dev/null")}, "etcd CA /dev/null can not be used"),
+        ({"cert": Path("/dev/null"), "key": Path("/dev/null")}, "files that belong together"),
+    ],
+)
+def test_what_can_not_work_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        replace(GOOD, **given).check()  # type: ignore[arg-type]
+    assert says in str(refused.value)
+    assert "x" not in str(refused.value).split() or "password" not in given
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt"),
+                *("ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}"),
+                *("-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.pem")),
+            ],
+            check=True,
+            capture_output=True,
+        )
+    one, two = tmp_path / "one.pem", tmp_path / "two.key"
+    replace(GOOD, ca=one, cert=one, key=tmp_path / "one.key").check()
+    with pytest.raises(InvalidRequestError, match=f"{one} with key {two} can not be used"):
+        replace(GOOD, cert=one, key=two).check()
+
+
+def test_pings_are_not_so_many_that_etcd_ends_the_connection() -> None:
+    options = dict(CHANNEL_OPTIONS)
+    assert options["grpc.keepalive_time_ms"] > 5_000
+    assert options["grpc.keepalive_permit_without_calls"] == 0
+    # Without this one, an unanswered ping is waited for a minute.
+    assert options["grpc.http2.ping_timeout_ms"] <= 5_000
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def participant(number: int, dice: random.Random) -> Participant:
+    """A node of a large cluster, with the long names that such clusters give."""
+    suffix = f"{dice.getrandbits(40):010x}"
+    node_id = f"gke-training-pool-a3-highgpu-8g-{suffix}.us-central1-a.c.some-company-ml-prod"
+    offer = Offer(
+        address=f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}",
+        local_world_size=8,
+        role="trainer",
+        topology=f"us-central1-a/block-{number // 512}/subblock-{number // 16}/host-{number}",
+        host_name=f"{node_id}.internal",
+        machine=f"{dice.getrandbits(128):032x}",
+        store_port=dice.randrange(32_768, 61_000),
+        can_host_store=True,
+    )
+    incarnation = (1_763_700_000 << 32) + number
+    return Participant(node_id, incarnation, offer, 8 * number, 8 * number, 80_000)
+
+
+def test_a_job_of_ten_thousand_nodes_fits_into_one_request() -> None:
+    dice = random.Random(7)
+    nodes = tuple(participant(number, dice) for number in range(10_000))
+    membership = Membership(
+        rdzv_id="pretraining",
+        run="0badcafe0bad",
+        run_number=1,
+        settings=Settings(9_000, 10_000),
+        began_at_ms=1_763_700_000_000,
+        round=Round(3, nodes, nodes[0].offer.host_name, 29_500, True, 0, 0, ()),
+    )
+    data = codec.encode(membership)
+    packed = codec.pack(data)
+    print(f"{len(data)} bytes, packed {len(packed)}")
+    assert len(data) > MAX_REQUEST_BYTES
+    assert len(packed) < MAX_REQUEST_BYTES * 2 // 3
+    assert codec.decode(codec.unpack(packed, "here"), "here") == membership
+
+
+def test_what_is_small_or_does_not_get_smaller_is_kept_as_it_is() -> None:
+    small = b'{"format":1}'
+    assert codec.pack(small) == small == codec.unpack(small, "here")
+    dense = b"{" + random.Random(7).randbytes(codec.PACK_ABOVE_BYTES)
+    assert codec.pack(dense) == dense
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"\x78\x01damaged", "here can not be read"),
+        (zlib.compress(b"{" * 100_000)[:-1], "cut off, or too long"),
+        (b"gibberish", "left untouched"),
+    ],
+)
+def test_what_was_packed_and_is_damaged_says_so(data: bytes, says: str) -> None:
+    with pytest.raises(RendezvousStateError) as refused:
+        codec.unpack(data, "here")
+    assert says in str(refused.value)
+
+
+def test_what_would_fill_the_memory_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_UNPACKED_BYTES", 1_000)
+    assert codec.unpack(zlib.compress(b"{" * 1_000), "here") == b"{" * 1_000
+    with pytest.raises(RendezvousStateError, match="too long"):
+        codec.unpack(zlib.compress(b"{" * 1_001), "here")

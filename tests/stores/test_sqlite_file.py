@@ -1,0 +1,500 @@
+"""The SQLite file: made and migrated as a whole, and left byte for byte where it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.stores import sqlite, sqlite_file
+from rdzv.stores.base import StoreRefusedError
+from rdzv.stores.sqlite import SqliteStore
+
+SCHEMA_1 = Path(__file__).with_name("data") / "schema_1.sql"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Everything in a data directory but the lock, which is no data."""
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "lock"}
+
+
+def old_file(directory: Path) -> Path:
+    """Make a file as an rdzvd of schema version 1 left it."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "rdzv.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(SCHEMA_1.read_text())
+        db.execute("PRAGMA journal_mode = WAL")
+    return path
+
+
+def killed(path: Path, *statements: str) -> None:
+    """Run statements on a file, and die."""
+    script = (
+        "import os, sqlite3, sys\n"
+        "db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "for statement in sys.argv[2:]: db.execute(statement)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path), *statements], check=False)
+    assert done.returncode == -9
+
+
+def killed_while_open(path: Path, *statements: str) -> None:
+    """Write to a file, and die, so that what was written is in the log beside it alone."""
+    killed(path, *statements)
+    assert sqlite_file.beside(path, "-wal").stat().st_size > 0
+
+
+async def opened_and_closed(directory: Path) -> None:
+    await (await SqliteStore.open(directory)).close()
+
+
+async def new_file(directory: Path) -> Path:
+    await opened_and_closed(directory)
+    return directory / "rdzv.db"
+
+
+# ---------------------------------------------------------------- a new file
+
+
+async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> None:
+    path = await new_file(tmp_path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
+        assert db.execute("PRAGMA application_id").fetchone() == (int.from_bytes(b"rdzv", "big"),)
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert files(tmp_path).keys() == {"rdzv.db"}
+
+
+async def test_every_commit_is_flushed_to_the_disk(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    full = 2
+    found = await store._call(lambda: store._db.execute("PRAGMA synchronous").fetchone())
+    assert found == (full,)
+    await store.close()
+
+
+@pytest.mark.parametrize("left", ["rdzv.db.new", "rdzv.db.new-journal", "rdzv.db"])
+async def test_what_a_crash_left_while_the_file_was_made_is_no_harm(
+    tmp_path: Path, left: str
+) -> None:
+    (tmp_path / left).write_bytes(b"" if left == "rdzv.db" else b"half a file")
+    await new_file(tmp_path)
+    assert files(tmp_path).keys() == {"rdzv.db"}
+
+
+async def test_a_file_that_schema_1_left_without_tables_is_made_anew(tmp_path: Path) -> None:
+    # It made the file first and its tables afterwards, so that a crash came between.
+    with closing(sqlite3.connect(tmp_path / "rdzv.db")) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+    assert (tmp_path / "rdzv.db").stat().st_size
+    path = await new_file(tmp_path)
+    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+
+
+# ---------------------------------------------------------------- what is refused stays as it was
+
+
+def _no_database(path: Path) -> None:
+    path.write_text("not a database" * 100)
+
+
+def _newer(path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("CREATE TABLE future (x)")
+        db.execute("PRAGMA user_version = 9")
+
+
+def _newer_by_its_log(path: Path) -> None:
+    killed_while_open(path, "PRAGMA user_version = 9")
+
+
+def _of_another_program(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("CREATE TABLE bookmarks (url)")
+
+
+def _of_another_program_with_our_version(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA application_id = 7")
+
+
+def _cut_in_half(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _damaged_page(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096:4200] = os.urandom(104)
+    path.write_bytes(data)
+
+
+def _damaged_with_a_log(path: Path) -> None:
+    killed_while_open(path, "UPDATE leadership SET number = 7")
+    _damaged_page(path)
+
+
+def _gone_but_for_its_log(path: Path) -> None:
+    killed_while_open(path, "UPDATE leadership SET number = 7")
+    path.unlink()
+
+
+def _emptied_but_for_its_log(path: Path) -> None:
+    killed_while_open(path, "UPDATE leadership SET number = 7")
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_no_database, r"is damaged: file is not a database; .*--restore"),
+        (_newer, r"schema version 9, .* up to \d+; .* Start the rdzvd version that wrote it"),
+        (_newer_by_its_log, r"schema version 9, .* Start the rdzvd version that wrote it"),
+        (_of_another_program, r"is a database of another program; .* Move it away"),
+        (_of_another_program_with_our_version, r"is a database of another program"),
+        (_cut_in_half, r"is damaged: .*--restore"),
+        (_damaged_page, r"is damaged: .*--restore"),
+        (_damaged_with_a_log, r"is damaged: .*--restore"),
+        (_gone_but_for_its_log, r"is missing, and rdzv\.db-wal is there: .* Bring both files back"),
+        (_emptied_but_for_its_log, r"is empty, and rdzv\.db-wal is there"),
+    ],
+)
+async def test_what_is_refused_is_left_byte_for_byte(
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    path = await new_file(tmp_path)
+    spoil(path)
+    before = files(tmp_path)
+    with pytest.raises(RendezvousError, match=says) as refused:
+        await SqliteStore.open(tmp_path)
+    assert str(path) in str(refused.value)
+    assert files(tmp_path) == before
+    assert await problem_seen(tmp_path)
+    assert files(tmp_path) == before
+
+
+async def problem_seen(directory: Path) -> str:
+    """Return what a look finds wrong."""
+    try:
+        store = await SqliteStore.look(directory)
+        try:
+            return "".join((await store.survey()).problems)
+        finally:
+            await store.close()
+    except RendezvousError as error:
+        return str(error)
+
+
+async def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rdzv.db").mkdir()
+    with pytest.raises(InvalidRequestError, match=r"rdzv\.db can not be written: Is a directory"):
+        await SqliteStore.open(tmp_path)
+
+
+# ---------------------------------------------------------------- looking changes nothing
+
+
+async def test_a_look_sees_what_is_in_the_log_and_leaves_it_there(tmp_path: Path) -> None:
+    path = await new_file(tmp_path)
+    killed_while_open(path, "UPDATE leadership SET number = 4711")
+    before = files(tmp_path)
+    store = await SqliteStore.look(tmp_path)
+    assert (await store.survey()).leadership == 4711
+    with pytest.raises(StoreRefusedError, match="readonly"):
+        await store.take_over()
+    await store.close()
+    assert files(tmp_path) == before
+    assert await _leadership(tmp_path) == 4711
+
+
+async def test_where_there_are_no_links_a_look_takes_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    path = await new_file(tmp_path)
+    killed_while_open(path, "UPDATE leadership SET number = 4711")
+    before = files(tmp_path)
+    monkeypatch.setattr(os, "link", refuse)
+    assert await _leadership(tmp_path) == 4711
+    assert files(tmp_path) == before
+
+
+async def test_a_change_that_was_cut_short_is_rolled_back_in_a_copy(tmp_path: Path) -> None:
+    path = await new_file(tmp_path)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+    rows = [f"INSERT INTO job VALUES ('{n}', 1, zeroblob(999))" for n in range(500)]
+    killed(
+        *(path, "PRAGMA cache_size = 1", "BEGIN EXCLUSIVE"),
+        *("UPDATE leadership SET number = 4711", *rows),
+    )
+    before = files(tmp_path)
+    assert before["rdzv.db-journal"]
+    assert await _leadership(tmp_path) == 0
+    assert files(tmp_path) == before
+    await opened_and_closed(tmp_path)
+    assert await _leadership(tmp_path) == 0
+
+
+async def _leadership(directory: Path) -> int:
+    store = await SqliteStore.look(directory)
+    try:
+        return (await store.survey()).leadership
+    finally:
+        await store.close()
+
+
+async def test_a_look_beside_a_server_says_who_it_is(tmp_path: Path) -> None:
+    server = await SqliteStore.open(tmp_path)
+    await server.take_over(at_least=4711)
+    beside = await SqliteStore.look(tmp_path)
+    survey = await beside.survey()
+    assert (survey.used_by, survey.leadership) == (f"rdzvd pid {os.getpid()}", 4711)
+    assert await server.take_over() == 4712
+    assert (await beside.survey()).leadership == 4712
+    await beside.close()
+    await server.close()
+
+
+async def test_no_server_starts_while_somebody_looks(tmp_path: Path) -> None:
+    await new_file(tmp_path)
+    (tmp_path / "lock").write_text(f"{2**22 + 1}\n")  # No pid is that high.
+    looking = await SqliteStore.look(tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"in use by another process \(perhaps"):
+        await SqliteStore.open(tmp_path)
+    await looking.close()
+    await opened_and_closed(tmp_path)
+
+
+async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
+    (tmp_path / ".look-4711").mkdir()
+    (tmp_path / ".look-4711" / "rdzv.db").write_bytes(b"x")
+    await new_file(tmp_path)
+    assert files(tmp_path).keys() == {"rdzv.db"}
+
+
+# ---------------------------------------------------------------- migration
+
+
+async def test_a_file_of_schema_1_is_brought_to_the_present_one(tmp_path: Path) -> None:
+    path = old_file(tmp_path)
+    # Also what is in the log alone.
+    killed_while_open(path, "UPDATE leadership SET number = 4711")
+    store = await SqliteStore.open(tmp_path)
+    assert await store.list() == ("job-7", "job-8")
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert (stored.revision, stored.membership.run_number, stored.membership.next_round) == (
+        2,
+        2,
+        6,
+    )
+    assert [row.text for row in await store.history("job-7", 10)] == ["one", "two", "three"]
+    assert [row.text for row in await store.history("job-8", 10)] == ["eight"]
+    assert await store.compare_and_swap("job-7", stored.membership, 2) == 3
+    assert await store.take_over() == 4712
+    await store.close()
+    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    new = tmp_path / "new"
+    with (
+        closing(sqlite3.connect(path)) as migrated,
+        closing(sqlite3.connect(await new_file(new))) as made,
+    ):
+        query = "SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+        old, expected = (db.execute(query).fetchall() for db in (migrated, made))
+        assert [(n, " ".join(sql.split())) for n, sql in old] == [
+            (n, " ".join(sql.split())) for n, sql in expected
+        ]
+
+
+async def test_a_copy_from_before_the_migration_is_kept(tmp_path: Path) -> None:
+    path = old_file(tmp_path)
+    killed_while_open(path, "UPDATE leadership SET number = 4711")
+    await opened_and_closed(tmp_path)
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db.schema-1"}
+    with closing(sqlite3.connect(tmp_path / "rdzv.db.schema-1")) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("SELECT number FROM leadership").fetchone() == (4711,)
+        assert db.execute("SELECT count(*) FROM history").fetchone() == (4,)
+
+
+def _fails_half_way(db: sqlite3.Connection) -> None:
+    db.execute("DROP TABLE history")
+    db.execute("INSERT INTO nowhere VALUES (1)")
+
+
+def _fills_the_disk(db: sqlite3.Connection) -> None:
+    pages = db.execute("PRAGMA page_count").fetchone()[0]
+    db.execute(f"PRAGMA max_page_count = {pages}")
+    sqlite_file._to_2(db)
+    db.execute("UPDATE job SET membership = zeroblob(100000)")
+
+
+def _breaks_the_file(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA writable_schema = ON")
+    db.execute("DELETE FROM sqlite_schema WHERE name = 'history_of_job'")
+
+
+@pytest.mark.parametrize("step", [_fails_half_way, _fills_the_disk, _breaks_the_file])
+async def test_a_migration_that_fails_half_way_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Callable[[sqlite3.Connection], None]
+) -> None:
+    path = old_file(tmp_path)
+    killed_while_open(path, "UPDATE leadership SET number = 4711")
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file, "MIGRATIONS", {1: step})
+        with pytest.raises(
+            RendezvousStateError, match=r"from schema version 1 to 2: .* left as it"
+        ):
+            await SqliteStore.open(tmp_path)
+        assert files(tmp_path) == before
+    await opened_and_closed(tmp_path)
+    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("name", ["_fold", "put"])
+async def test_a_migration_that_is_killed_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(new: Path, *_: Path) -> None:
+        if new.name != "rdzv.db.migrating" or name == "put":
+            raise Killed
+
+    path = old_file(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file, name, kill)
+        with pytest.raises(Killed):
+            sqlite_file.prepare(path)
+    assert sqlite_file.inspect(path) == 1
+    await opened_and_closed(tmp_path)
+    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db.schema-1"}
+
+
+# ---------------------------------------------------------------- the directory
+
+
+MOUNTINFO = "26 1 8:1 / / rw - ext4 /dev/sda1 rw\n31 26 0:27 / {place} rw - {kind} filer:/x rw\n"
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"])
+async def test_network_file_systems_are_refused_before_anything_is_made(
+    tmp_path: Path, kind: str
+) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTINFO.format(place=tmp_path / "mnt", kind=kind))
+    directory = tmp_path / "mnt" / "data"
+    with pytest.raises(InvalidRequestError, match=rf"{directory} is on {kind}, .*--data-dir"):
+        await SqliteStore.open(directory, mountinfo=mountinfo)
+    assert not (tmp_path / "mnt").exists()
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "virtiofs"])
+async def test_local_file_systems_are_not_refused(tmp_path: Path, kind: str) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTINFO.format(place=tmp_path, kind=kind))
+    await (await SqliteStore.open(tmp_path / "data", mountinfo=mountinfo)).close()
+
+
+async def test_a_link_to_a_network_file_system_is_refused(tmp_path: Path) -> None:
+    mountinfo, there, here = (tmp_path / name for name in ("mountinfo", "there", "here"))
+    mountinfo.write_text(MOUNTINFO.format(place=there, kind="nfs4"))
+    there.mkdir()
+    here.mkdir()
+    (here / "rdzv.db").symlink_to(there / "rdzv.db")
+    with pytest.raises(InvalidRequestError, match="is on nfs4"):
+        await SqliteStore.open(here, mountinfo=mountinfo)
+    assert not any(there.iterdir())
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that other users can reach, which pytest's are not."""
+    with tempfile.TemporaryDirectory(prefix="rdzv-test-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def opened_by_nobody(directory: Path) -> str:
+    """Open a data directory as a user without rights; return what the error says."""
+
+    def demoted() -> str:
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        try:
+            asyncio.run(opened_and_closed(directory))
+        except RendezvousError as error:
+            return f"{type(error).__name__}: {error}"
+        return "opened"
+
+    reader, writer = os.pipe()
+    # A fork, for such a user need not be able to read the interpreter's own files.
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(writer, demoted().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+async def test_a_directory_without_permission_is_refused(public_folder: Path) -> None:
+    data = public_folder / "data"
+    path = await new_file(data)
+    (data / "lock").unlink()
+    data.chmod(0o555)
+    before = path.read_bytes()
+    said = await asyncio.to_thread(opened_by_nobody, data)
+    assert said.startswith(
+        f"InvalidRequestError: data directory {data} can not be used: Permission"
+    )
+    assert "--data-dir" in said
+    assert path.read_bytes() == before
+    data.chmod(0o755)
+
+
+async def test_a_file_without_permission_is_refused(public_folder: Path) -> None:
+    data = public_folder / "data"
+    path = await new_file(data)
+    path.chmod(0o444)
+    for name in ("", "lock"):
+        (data / name).chmod(0o777)
+    said = await asyncio.to_thread(opened_by_nobody, data)
+    assert said.startswith(
+        f"InvalidRequestError: {path} can not be written: Permission denied; give"
+    )
+
+
+def test_a_read_only_file_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(sqlite.os, "open", refuse)
+    with pytest.raises(
+        InvalidRequestError, match=r"used: Read-only file system; give .*--data-dir"
+    ):
+        sqlite.claim_directory(tmp_path)

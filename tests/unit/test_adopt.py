@@ -1,0 +1,331 @@
+"""A server that knows less than its nodes takes over what they claim, and stops nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import RUN, SETTINGS, Job, join, offer, report
+
+from rdzv.core.commands import Fail, Join, Leave, Resume, Succeed
+from rdzv.core.events import (
+    NodeAdopted,
+    RoundAdopted,
+    RoundCompleted,
+    RoundEnded,
+    RunBegan,
+    RunEnded,
+)
+from rdzv.core.model import (
+    Cause,
+    Claim,
+    JobState,
+    LeaveCause,
+    Result,
+    Settings,
+    is_stand_in,
+    stand_in,
+)
+from rdzv.errors import RendezvousClosedError, UnknownNodeError
+
+FORMER = "former-run"
+SIZES = (2, 1, 3)
+"""Workers of n0, n1 and n2."""
+
+
+def claim(group_rank: int, round_: int = 7, restarts: int = 0, **given: Any) -> Claim:
+    return replace(
+        Claim(
+            round=round_,
+            group_rank=group_rank,
+            group_world_size=len(SIZES),
+            rank_first=sum(SIZES[:group_rank]),
+            world_size=sum(SIZES),
+            role_rank_first=sum(SIZES[:group_rank]),
+            role_world_size=sum(SIZES),
+            master_addr="n0.net",
+            master_port=29501,
+            use_agent_store=True,
+            restarts=restarts,
+            settings=SETTINGS,
+            offer=offer(f"n{group_rank}", local_world_size=SIZES[group_rank]),
+        ),
+        **given,
+    )
+
+
+def resume(group_rank: int, run: str = FORMER, incarnation: int = 1, **given: Any) -> Resume:
+    made = claim(group_rank, **given)
+    return Resume(f"n{group_rank}", incarnation, run, made.round, made)
+
+
+def rejoin(group_rank: int, run: str = FORMER, **given: Any) -> Join:
+    made = claim(group_rank, **given)
+    wanted = join(f"n{group_rank}", run=run, left_round=made.round, local_world_size=1)
+    return replace(wanted, claim=made)
+
+
+def adopted(**given: Any) -> Job:
+    """A server without memory, to which all three nodes of round 7 have told of it."""
+    job = Job()
+    for group_rank in range(3):
+        job.do(resume(group_rank, **given))
+    return job
+
+
+def test_a_round_that_is_not_known_goes_on_as_its_nodes_claim_it():
+    job = Job()
+    events = job.do(resume(1))
+    assert [type(event) for event in events] == [RunBegan, RoundAdopted, NodeAdopted]
+    assert job.job_state is JobState.RUNNING
+    assert job.seated == [stand_in(0), "n1", stand_in(2)]
+    assert [p.rank_first for p in job.round.participants] == [0, 2, 3]
+    job.do(resume(2))
+    job.do(resume(0))
+    assert job.seated == ["n0", "n1", "n2"]
+    assert job.membership.run == FORMER
+    assert (job.round.number, job.membership.next_round) == (7, 8)
+    assert job.round.live
+    assert not job.state.away
+    assert not any(isinstance(event, RoundEnded | RoundCompleted) for event in job.events)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+def test_the_order_of_the_claims_makes_no_difference(order: tuple[int, ...]):
+    job = Job()
+    for group_rank in order:
+        job.do(resume(group_rank))
+    assert job.round.participants == adopted().round.participants
+
+
+def test_an_adopted_round_is_like_any_other():
+    job = adopted()
+    job.fail("n1", report(rank=2))
+    assert job.round.end is not None
+    job.stopped("n0", "n1", "n2")
+    assert job.job_state is JobState.FAILED, "max_restarts is 0"
+    assert job.last(RunEnded).ended.failures[0].node_id == "n1"
+
+
+def test_restarts_spent_stay_spent():
+    spent = Settings(2, 3, max_restarts=2)
+    job = Job(spent)
+    for group_rank in range(3):
+        job.do(resume(group_rank, restarts=2, settings=spent))
+    assert len(job.membership.restarts) == 2
+    job.fail("n0")
+    job.stopped("n0", "n1", "n2")
+    assert job.membership.ended is not None
+    assert job.membership.ended.result is Result.FAILED
+
+
+def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
+    job = Job()
+    job.do(resume(0))
+    job.do(resume(2))
+    job.pass_until(29_999)
+    assert job.round.live
+    job.pass_until(30_000)
+    assert job.round.end is not None
+    assert job.round.end.cause is Cause.NODE_LOST
+    job.stopped("n0", "n2")
+    assert job.round.number == 8
+    assert job.seated == ["n0", "n2"]
+    assert not job.membership.restarts
+
+
+def test_nobody_is_started_beside_a_node_that_has_not_been_heard():
+    """Two have stopped and join again; the third may still run workers of the round."""
+    job = Job()
+    job.do(rejoin(0))
+    job.do(rejoin(1))
+    assert job.round.number == 7
+    assert job.round.end is not None
+    job.pass_until(20_000)
+    assert job.round.number == 7
+    job.do(resume(2))
+    assert job.state.seats.keys() == {"n2"}
+    job.stopped("n2")
+    assert job.round.number == 8
+    assert sorted(job.seated) == ["n0", "n1", "n2"]
+
+
+def test_a_failure_that_happened_meanwhile_is_charged():
+    patient = Settings(2, 3, max_restarts=3)
+    job = Job(patient)
+    job.do(resume(0, settings=patient))
+    job.do(resume(1, settings=patient))
+    job.do(Fail("n1", 1, FORMER, 7, (report(rank=2),)))
+    job.do(resume(2, settings=patient))
+    job.stopped("n0", "n1", "n2")
+    assert job.round.number == 8
+    assert len(job.membership.restarts) == 1
+
+
+def test_a_success_that_happened_meanwhile_counts():
+    job = adopted()
+    for group_rank in range(3):
+        job.do(Succeed(f"n{group_rank}", 1, FORMER, 7))
+    assert job.job_state is JobState.SUCCEEDED
+
+
+def test_a_node_that_leaves_is_adopted_and_leaves():
+    job = adopted()
+    job.do(Leave("n1", 1, FORMER, LeaveCause.SIGNAL, "SIGTERM", left_round=7))
+    job.stopped("n0", "n2")
+    assert job.seated == ["n0", "n2"]
+
+
+def test_a_crash_in_the_middle_loses_no_claim():
+    job = Job()
+    job.do(resume(0))
+    job.crash()
+    assert job.seated == ["n0", stand_in(1), stand_in(2)]
+    for group_rank in range(3):
+        job.do(resume(group_rank))
+    assert job.seated == ["n0", "n1", "n2"]
+    assert not job.state.away
+
+
+def test_a_restored_backup_continues_above_the_highest_round_heard():
+    job = Job()
+    job.join("n0", "n1", "n2")
+    assert job.round.number == 0
+    run = job.membership.run
+    job.crash()
+    job.do(resume(0, run))
+    assert job.round.number == 7
+    assert job.membership.next_round == 8
+    assert job.membership.run == run
+
+
+def test_the_highest_round_wins():
+    """A spare that was left out of the last rounds speaks first."""
+    job = Job()
+    job.do(replace(rejoin(1, round_=3), node_id="n9"))
+    assert job.round.number == 3
+    for group_rank in range(3):
+        job.do(resume(group_rank))
+    assert job.round.number == 7
+    assert job.round.live
+    assert job.seated == ["n0", "n1", "n2"]
+    assert job.state.waiting.keys() == {"n9"}
+
+
+def test_a_later_run_follows_one_whose_nodes_are_gone():
+    job = Job()
+    job.join("n0", "n1", "n2")
+    old = job.membership.run
+    job.crash()
+    job.do(resume(0))
+    assert job.membership.run == FORMER
+    assert [earlier.run for earlier in job.membership.earlier] == [old]
+
+
+def test_a_run_that_is_not_known_has_no_place_beside_one_that_lives():
+    job = Job()
+    job.join("n7", "n8", "n9")
+    with pytest.raises(RendezvousClosedError, match="is not known here"):
+        job.do(resume(0))
+    assert job.seated == ["n7", "n8", "n9"]
+
+
+def test_a_fresh_node_that_was_faster_waits_for_the_next_round_of_the_adopted_run():
+    job = Job()
+    job.join("n8")
+    job.do(resume(0))
+    assert job.membership.run == FORMER
+    assert job.state.waiting.keys() == {"n8"}
+    job.do(resume(1))
+    job.do(resume(2))
+    job.pass_until(60_000)
+    assert job.round.number == 7, "all seats are taken"
+
+
+def test_a_fresh_node_with_other_settings_is_told_that_the_run_is_alive():
+    job = Job()
+    job.join("n8", settings=Settings(1, 9))
+    job.do(resume(0))
+    assert job.membership.run == FORMER
+    assert not job.state.waiting
+    assert job.membership.earlier[-1].ended.retry_sensible
+
+
+def test_an_ended_run_is_not_raised_from_the_dead():
+    job = adopted()
+    for group_rank in range(3):
+        job.do(Succeed(f"n{group_rank}", 1, FORMER, 7))
+    with pytest.raises(RendezvousClosedError):
+        job.do(resume(0))
+    job.join("n5", "n6", "n7")
+    assert job.membership.run == f"run-{job.membership.run_number}"
+    with pytest.raises(RendezvousClosedError):
+        job.do(resume(0, round_=99))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank_first": 0},
+        {"world_size": 2},
+        {"group_world_size": 9, "world_size": 60},
+        {"group_world_size": 1, "world_size": 6},
+    ],
+)
+def test_a_claim_of_what_can_not_be_changes_nothing(wrong: dict[str, Any]):
+    job = Job()
+    with pytest.raises(UnknownNodeError):
+        job.do(resume(1, **wrong))
+    assert not job.membership.run
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"master_port": 1}, {"master_addr": "elsewhere"}, {"world_size": 7}]
+)
+def test_a_claim_that_does_not_fit_gets_no_seat(wrong: dict[str, Any]):
+    job = Job()
+    job.do(resume(0))
+    job.do(resume(1, **wrong))
+    assert "n1" not in job.state.seats
+
+
+def test_a_round_of_which_only_a_leaver_has_told_may_still_be_claimed():
+    """Whoever left it told no more than its number."""
+    job = Job()
+    job.join("n9", run=FORMER, left_round=7)
+    assert job.membership.next_round == 8
+    for group_rank in range(3):
+        job.do(resume(group_rank))
+    assert job.round.number == 7
+    assert job.membership.next_round == 8
+    assert job.round.live
+
+
+def test_a_place_is_claimed_once():
+    job = Job()
+    job.do(resume(0))
+    job.do(replace(resume(0), node_id="n9"))
+    assert job.seated[0] == "n0"
+    assert "n9" not in job.state.seats
+
+
+def test_a_place_that_was_given_up_stays_so():
+    job = Job()
+    job.do(resume(0))
+    job.do(resume(1))
+    job.pass_until(30_000)
+    job.do(resume(2))
+    assert job.round.gone == (stand_in(2),)
+    assert "n2" not in job.state.seats
+
+
+def test_stand_ins_have_names_that_no_node_has():
+    assert is_stand_in(stand_in(0))
+    assert not is_stand_in("n0")
+
+
+def test_the_first_run_of_a_job_that_nobody_claims_is_as_ever():
+    job = Job()
+    job.join("n0", "n1", "n2")
+    assert job.membership.run == RUN

@@ -1,0 +1,137 @@
+"""What somebody reads at three in the morning: which worker failed first, and who went with it."""
+
+import signal
+
+from rdzv.agent.core.model import Assignment, NodeFailure, Outcome
+from rdzv.agent.fates import LocalRound, NodeOutcome, Stop, WorkerFate
+from rdzv.agent.summary import ranges, summary
+
+LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
+TERM = Stop(signal.SIGTERM, 5_000)
+
+
+def failure(rank: int, node: str, message: str, traceback: str = "", **how: int) -> NodeFailure:
+    return NodeFailure(
+        node_id=node,
+        address=f"{node}.net",
+        local_rank=rank % 4,
+        rank=rank,
+        pid=4000 + rank,
+        exit_code=None if "signal" in how else how.get("exit_code", 1),
+        signal=how.get("signal"),
+        message=message,
+        traceback=traceback,
+    )
+
+
+def fate(local_rank: int, stopped: Stop | None = TERM, **how: int) -> WorkerFate:
+    return WorkerFate(
+        local_rank,
+        rank=local_rank,
+        role_rank=local_rank,
+        pid=1,
+        exit_code=how.get("exit_code"),
+        signal=how.get("signal"),
+        failed=stopped is None,
+        stopped=stopped,
+    )
+
+
+def ended(*failures: NodeFailure, workers: tuple[WorkerFate, ...] = (), code: int = 1) -> str:
+    text = "the job has failed: no restart is left"
+    return summary("job-7", NodeOutcome(code, text, failures, None, workers))
+
+
+def test_the_first_failure_those_that_followed_and_those_that_were_ended_are_told_apart() -> None:
+    told = ended(
+        failure(5, "n2", "ValueError: no such column", "Traceback ...\nValueError: no such column"),
+        failure(4, "n2", "received SIGSEGV (pid 4004)", signal=11),
+        failure(0, "n1", LOST, f"Traceback ...\n{LOST}"),
+        workers=(
+            fate(0, stopped=None, exit_code=1),
+            fate(1, signal=15),
+            fate(2, signal=15),
+            fate(3, signal=9),
+        ),
+    )
+    assert (
+        told
+        == f"""\
+job-7: the job has failed: no restart is left
+Root cause, the first failure of the job:
+  rank 5 (local_rank 1) on n2 (n2.net), pid 4005: exit code 1
+  ValueError: no such column
+  Traceback ...
+  ValueError: no such column
+Failed because of it, as their connections broke:
+  rank 0 (local_rank 0) on n1 (n1.net), pid 4000: exit code 1: {LOST}
+Failed at the same time, perhaps because of it:
+  rank 4 (local_rank 0) on n2 (n2.net), pid 4004: signal 11 (SIGSEGV): received SIGSEGV (pid 4004)
+Ended by this node's agent, no failures (3 workers of 4):
+  local_rank 1, 2: SIGTERM
+  local_rank 3: SIGTERM, and after 5 s SIGKILL"""
+    )
+
+
+def test_a_worker_may_answer_the_signal_in_its_own_way() -> None:
+    told = ended(
+        failure(0, "n1", "E"),
+        workers=(
+            *(fate(n, exit_code=0) for n in range(4)),
+            fate(4, exit_code=143),
+            fate(5, Stop(signal.SIGKILL, 0), signal=9),
+            fate(6),
+        ),
+    )
+    assert (
+        told.partition("Ended by")[2]
+        == """\
+ this node's agent, no failures (7 workers of 7):
+  local_rank 0-3: SIGTERM, which it answered with exit code 0
+  local_rank 4: SIGTERM, which it answered with exit code 143
+  local_rank 5: SIGKILL
+  local_rank 6: SIGTERM; not seen to end"""
+    )
+
+
+def test_a_broken_connection_as_the_first_failure_points_to_its_other_end() -> None:
+    told = ended(failure(0, "n1", LOST), failure(1, "n1", LOST))
+    assert "It is a broken connection itself: see what became of its other end.\n" in told
+    assert "Failed because of it, as their connections broke:\n  rank 1" in told
+
+
+def test_success_says_nothing_of_single_workers() -> None:
+    told = summary("job-7", NodeOutcome(0, "the job has succeeded", workers=(fate(0),)))
+    assert told == "job-7: the job has succeeded"
+
+
+def test_numbers_in_a_row_are_written_as_a_range() -> None:
+    assert ranges([]) == ""
+    assert ranges([1, 0]) == "0, 1"
+    assert ranges([9, 4, 5, 6, 7, 1]) == "1, 4-7, 9"
+
+
+# ------------------------------------------------------------------ what became of each worker
+
+
+LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
+
+
+def test_a_worker_that_failed_before_it_was_told_to_end_has_failed() -> None:
+    local = LocalRound.begin(LINE, 3).started(0, 70).started(1, 71).started(2, 72)
+    local = local.ended(0, 1, None, failed=True).told_to_end({1, 2}, TERM)
+    local = local.ended(1, 1, None, failed=True).ended(2, None, 15, failed=False)
+    assert [(w.rank, w.pid, w.failed, w.stopped) for w in local.workers] == [
+        (4, 70, True, None),
+        (5, 71, True, None),
+        (6, 72, False, TERM),
+    ]
+
+
+def test_the_first_word_to_end_is_the_one_that_counts() -> None:
+    local = LocalRound.begin(LINE, 1).told_to_end({0}, TERM)
+    assert local.told_to_end({0}, Stop(signal.SIGKILL, 0)).workers[0].stopped == TERM
+
+
+def test_an_outcome_of_this_node_is_an_outcome() -> None:
+    assert isinstance(NodeOutcome(0, ""), Outcome)

@@ -1,0 +1,204 @@
+"""What is kept of a job for when it is over, out of what its agent sees and does."""
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdzv.agent.core import begin, events, step
+from rdzv.agent.core.model import AgentState, Assignment, Job, NodeFailure
+from rdzv.agent.event_log import EventLog
+from rdzv.agent.fates import NodeOutcome, Stop
+from rdzv.agent.launch import EventSink, Launch
+from rdzv.agent.witness import Witness
+from rdzv.core.model import Cause, Result, Settings
+
+LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
+
+
+class Recorder:
+    """Stands in for the process of the handler."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def send(self, event: Mapping[str, Any]) -> bool:
+        self.events.append(json.loads(json.dumps(event)))
+        return True
+
+
+class Play:
+    """One agent core, and the witness that looks on; the clock is moved by hand."""
+
+    def __init__(self, size: int = 2) -> None:
+        job = Job("job-7", "n1", Settings(2, 2), local_world_size=size, shutdown_timeout_ms=7_000)
+        launch = Launch(job, "t.py", role="r0", python="/x/python", event_log=EventSink("h", "b"))
+        self.now_ms = 0
+        self.recorder = Recorder()
+        self.witness = Witness(launch, lambda: self.now_ms, lambda rank: Path(f"/e/{rank}"))
+        log = self.witness._event_log
+        assert isinstance(log, EventLog)
+        log._side = self.recorder  # type: ignore[assignment]
+        self.state: AgentState = begin(job, 0)
+        self.outcome: NodeOutcome | None = None
+
+    def see(self, *happened: events.Event) -> None:
+        for event in happened:
+            found = step(self.state, event, self.now_ms)
+            self.state = found.state
+            self.witness.note(event, found.state, found.commands)
+            for command in found.commands:
+                if hasattr(command, "outcome"):
+                    self.outcome = self.witness.outcome(command.outcome)
+
+    def run(self, line: Assignment = LINE) -> None:
+        self.see(events.RoundCompleted(line))
+        for local_rank in range(self.state.job.local_world_size):
+            self.witness.worker_started(local_rank, 70 + local_rank)
+
+    def exit(self, local_rank: int, code: int | None, signum: int | None = None) -> None:
+        line = self.state.assignment
+        assert line is not None
+        pid = 70 + local_rank
+        self.see(events.WorkerExited(line.round, local_rank, pid, code, signum, "E", "", 0))
+
+    def close(self, result: Result, *failures: NodeFailure) -> None:
+        self.see(events.RunClosed("r", result, "why", False, failures))
+
+    def recorded(self) -> list[tuple[str, str]]:
+        return [
+            (event["source"], event["name"].rpartition(".")[2]) for event in self.recorder.events
+        ]
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_a_job_that_succeeds_is_recorded_as_torchrun_records_it(play: Play) -> None:
+    play.now_ms = 1_250
+    play.run()
+    play.exit(0, 0)
+    play.exit(1, 0)
+    play.see(events.WorkersGone(3))
+    play.now_ms = 61_900
+    play.close(Result.SUCCEEDED)
+    assert play.recorded() == [
+        ("AGENT", "RENDEZVOUS"),
+        ("AGENT", "ASSIGN_WORKER_RANKS"),
+        ("WORKER", "START"),
+        ("WORKER", "START"),
+        ("WORKER", "SUCCEEDED"),
+        ("WORKER", "SUCCEEDED"),
+        ("AGENT", "SUCCEEDED"),
+    ]
+    first, *_, last_worker, agent = play.recorder.events
+    assert first["metadata"]["duration_ms"] == 1_250
+    assert first["metadata"]["group_rank"] is None
+    assert last_worker == {
+        "name": "torchelastic.worker.status.SUCCEEDED",
+        "source": "WORKER",
+        "metadata": {
+            "run_id": "job-7",
+            "global_rank": 5,
+            "group_rank": 1,
+            "worker_id": "71",
+            "role": "r0",
+            "hostname": "",
+            "state": "SUCCEEDED",
+            "total_run_time": 61,
+            "rdzv_backend": "b",
+            "raw_error": None,
+            "metadata": json.dumps(
+                {
+                    "group_world_size": 2,
+                    "entry_point": "python",
+                    "local_rank": [1],
+                    "role_rank": [3],
+                    "role_world_size": [6],
+                    "exit_code": [None],
+                    "worker_pid": [None],
+                }
+            ),
+            "agent_restarts": 0,
+            "duration_ms": None,
+        },
+        "error_file": None,
+        "exit_code": None,
+    }
+    assert (agent["metadata"]["group_rank"], agent["metadata"]["global_rank"]) == (1, None)
+
+
+def test_a_worker_that_the_agent_has_ended_is_terminated_and_has_not_failed(play: Play) -> None:
+    play.run()
+    play.exit(0, None, 11)
+    play.exit(1, None, 15)
+    play.see(events.WorkersGone(3))
+    play.close(Result.FAILED)
+    assert play.recorded()[-3:] == [
+        ("WORKER", "FAILED"),
+        ("WORKER", "TERMINATED"),
+        ("AGENT", "SUCCEEDED"),
+    ]
+    failed = play.recorder.events[-3]
+    assert (failed["error_file"], failed["exit_code"]) == ("/e/0", -11)
+    assert '"exit_code": [-11], "worker_pid": [70]' in failed["metadata"]["metadata"]
+    assert play.outcome is not None
+    assert [worker.failed for worker in play.outcome.workers] == [True, False]
+    assert play.outcome.workers[1].stopped == Stop(signal.SIGTERM, 5_000)
+
+
+def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
+    play.run()
+    play.see(events.Signalled(signal.SIGINT, "SIGINT"))
+    play.exit(0, None, 2)
+    play.exit(1, 0)
+    play.see(events.WorkersGone(3))
+    assert play.recorded()[4:] == [("AGENT", "FAILED")]
+    assert play.recorder.events[-1]["metadata"]["raw_error"] == "its agent received SIGINT"
+    assert play.outcome is not None
+    assert {worker.stopped for worker in play.outcome.workers} == {Stop(signal.SIGINT, 7_000)}
+
+
+def test_who_never_had_a_round_has_failed_without_workers(play: Play) -> None:
+    play.close(Result.FAILED)
+    assert play.recorded() == []  # Not of a run that it has heard of.
+    play.see(events.Joined("r", 1))
+    play.close(Result.FAILED)
+    assert play.recorded() == [("AGENT", "FAILED")]
+
+
+def test_a_restart_tells_of_the_round_before_until_its_workers_start(play: Play) -> None:
+    play.run()
+    play.exit(0, 1)
+    play.exit(1, None, 15)
+    play.now_ms = 9_000
+    play.see(events.WorkersGone(3))
+    play.now_ms = 9_700
+    again = Assignment("r", 4, 0, 1, 0, 2, 0, 2, "a", 1, True, 1, 1)
+    play.run(again)
+    rendezvous, start = play.recorder.events[4], play.recorder.events[6]
+    assert rendezvous["metadata"]["duration_ms"] == 700
+    assert [event["metadata"]["group_rank"] for event in (rendezvous, start)] == [1, 0]
+    assert [event["metadata"]["agent_restarts"] for event in (rendezvous, start)] == [1, 1]
+
+
+def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
+    play.run()
+    play.see(events.RoundEnded("r", 3, Cause.NODE_LOST, "lost", broken=False))
+    play.exit(0, 0)
+    play.exit(1, None, 9)
+    play.see(events.WorkersGone(3))
+    assert play.witness._round is not None
+    stopped = [worker.stopped for worker in play.witness._round.workers]
+    assert stopped == [Stop(signal.SIGTERM, 7_000)] * 2
+
+
+def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) -> None:
+    play.recorder.send = lambda event: False  # type: ignore[method-assign]
+    play.run()
+    assert play.witness._event_log._lost == 4

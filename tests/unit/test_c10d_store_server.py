@@ -1,0 +1,302 @@
+"""What the process that serves torch's store tells of it, and what rdzvd does when it misbehaves.
+
+The store here is a dict; the process is a script without torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.c10d import facade, store_server
+from rdzv.c10d.facade import serving_c10d
+from rdzv.c10d.store_server import Looks
+from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.server.clock import MonotonicClock
+from rdzv.server.config import Config, Listen
+
+
+class FakeStore:
+    """What `Looks` uses of a TCPStore."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.listed = 0
+        self.read: list[str] = []
+
+    def num_keys(self) -> int:
+        return len(self.values)
+
+    def list_keys(self) -> list[str]:
+        self.listed += 1
+        return list(self.values)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.read.append(key.removeprefix(store_server.PREFIX))
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def put(self, **jobs: str) -> None:
+        for name, value in jobs.items():
+            self.values[store_server.PREFIX + name] = value.encode("latin-1")
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+def test_only_what_has_changed_is_told(store: FakeStore) -> None:
+    looks = Looks(store)
+    assert looks.answer([]) == {"states": {}, "gone": [], "left_out": 0}
+    store.put(a="1", b="2")
+    assert looks.answer([])["states"] == {"a": "1", "b": "2"}
+    store.put(b="3")
+    assert looks.answer([])["states"] == {"b": "3"}
+    assert looks.answer([])["states"] == {}
+    assert store.listed == 2
+
+
+def test_the_keys_of_a_round_are_no_jobs(store: FakeStore) -> None:
+    store.put(**{"a": "1", "a.0/MASTER_ADDR": "x", "a.12/torchelastic/role_info/0": "x"})
+    store.put(**{"a/b.c": "2", "": "3", "n" * 2_000: "4"})
+    store.values["other"] = b"5"
+    assert Looks(store).answer([])["states"] == {"a": "1", "a/b.c": "2"}
+
+
+def test_a_job_that_is_closed_is_not_read_again(store: FakeStore) -> None:
+    looks = Looks(store)
+    store.put(a="1", b="2")
+    looks.answer([])
+    store.read.clear()
+    store.put(a="changed", b="changed", c="3")
+    assert looks.answer(["a"])["states"] == {"b": "changed", "c": "3"}
+    assert sorted(store.read) == ["b", "c"]
+
+
+def test_a_job_whose_key_goes_is_told_and_may_come_again(store: FakeStore) -> None:
+    looks = Looks(store)
+    store.put(a="1", b="2")
+    looks.answer([])
+    looks.answer(["a"])
+    store.values.clear()
+    answer = looks.answer([])
+    assert (answer["states"], sorted(answer["gone"])) == ({}, ["a", "b"])
+    store.put(a="1")
+    assert looks.answer([])["states"] == {"a": "1"}
+
+
+def test_a_key_that_goes_while_another_comes_is_found_in_the_end(store: FakeStore) -> None:
+    looks = Looks(store)
+    store.put(a="1")
+    looks.answer([])
+    store.values.clear()
+    store.put(b="2")
+    for _ in range(store_server.LIST_ANYWAY_AFTER - 1):
+        assert looks.answer([]) == {"states": {}, "gone": [], "left_out": 0}
+    assert looks.answer([]) == {"states": {"b": "2"}, "gone": ["a"], "left_out": 0}
+
+
+def test_what_is_too_long_or_no_text_is_told_without_its_value(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MOST_STATE_BYTES", 10)
+    store.put(long="x" * 11, binary="\xff", fits="x" * 10, empty="")
+    states = {"long": None, "binary": None, "fits": "x" * 10}
+    assert Looks(store).answer([])["states"] == states
+
+
+def test_what_does_not_fit_into_an_answer_comes_with_the_next(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MOST_ANSWER_BYTES", 25)
+    store.put(a="1" * 10, b="2" * 10, c="3" * 10, d="4" * 10)
+    looks = Looks(store)
+    answers = [list(looks.answer([])["states"]) for _ in range(3)]
+    assert answers == [["a", "b"], ["c", "d"], []]
+
+
+def test_jobs_beyond_the_most_are_counted(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MOST_JOBS", 2)
+    store.put(a="1", b="2")
+    looks = Looks(store)
+    looks.answer([])
+    store.put(**{"0": "new"})
+    answer = looks.answer([])
+    assert (answer["states"], answer["left_out"]) == ({}, 1)
+    # One that is closed makes room.
+    looks.answer(["a"])
+    store.put(x="makes it list")
+    answer = looks.answer([])
+    assert (answer["states"], answer["left_out"]) == ({"0": "new"}, 1)
+
+
+def test_a_store_that_can_not_be_listed_says_why() -> None:
+    class Old(FakeStore):
+        list_keys = None  # type: ignore[assignment]
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "list_keys":
+                raise AttributeError("'TCPStore' object has no attribute 'list_keys'")
+            return super().__getattribute__(name)
+
+    assert Looks(Old()).answer([]) == {
+        "error": "AttributeError: 'TCPStore' object has no attribute 'list_keys'"
+    }
+
+
+# ------------------------------------------------------------------------------------ the process
+
+HEAD = f"""#!{sys.executable} -I
+import json, os, socket, sys, time
+control = socket.socket(fileno=int(sys.argv[3].partition("=")[2]))
+def say(body): control.sendall(len(body).to_bytes(4, "big") + body)
+def hear(): return json.loads(control.recv(int.from_bytes(control.recv(4), "big")))
+def serve(*answers):
+    say(json.dumps({{"ready": True}}).encode())
+    for answer in answers:
+        hear()
+        say(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+"""
+NO_STATE = "Y2FuaW1hZGFt"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    """A configuration whose interpreter is `python` in the test's folder; time goes fast."""
+    monkeypatch.setattr(facade, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(facade, "RESTART_AFTER_S", (0.01, 0.02))
+    yield Config(
+        listen=Listen("127.0.0.1", 0),
+        data_dir=tmp_path,
+        c10d=Listen("127.0.0.1", 0),
+        c10d_python=str(tmp_path / "python"),
+    )
+
+
+def script(config: Config, *lines: str) -> None:
+    path = Path(config.c10d_python)
+    path.write_text(HEAD + "\n".join(lines) + "\n")
+    path.chmod(0o755)
+
+
+async def until(what: str, holds: Callable[[], bool]) -> None:
+    for _ in range(6_000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"waited a minute until {what}")
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    await until(f"it logs {text!r}", lambda: text in caplog.text)
+
+
+async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
+    plain = Config(listen=Listen("127.0.0.1", 0), data_dir=tmp_path)
+    async with serving_c10d(plain, MonotonicClock()) as none:
+        assert none is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["sys.exit('first line\\nlast words')"], "ended with exit code 1: last words"),
+        (["os.kill(os.getpid(), 9)"], r"ended by signal 9 \(SIGKILL\)"),
+        (["say(b'{}')", "hear()"], "did not serve"),
+        (["say(b'nonsense')", "hear()"], "answered what makes no sense"),
+        (["control.sendall(b'\\xff' * 4)", "hear()"], "answered with 4294967295 bytes"),
+    ],
+)
+async def test_a_process_that_does_not_come_to_serve_is_an_error(
+    lines: list[str], why: str, config: Config
+) -> None:
+    script(config, *lines)
+    with pytest.raises(RendezvousError, match=why):
+        async with serving_c10d(config, MonotonicClock()):
+            pass
+
+
+async def test_a_process_that_is_not_ready_in_time_is_an_error(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facade, "READY_TIMEOUT_S", 0.2)
+    script(config, "time.sleep(600)")
+    with pytest.raises(RendezvousError, match="was not ready within"):
+        async with serving_c10d(config, MonotonicClock()):
+            pass
+
+
+async def test_an_interpreter_without_torch_is_refused(config: Config) -> None:
+    script(config, "print('ModuleNotFoundError: no torch', file=sys.stderr)", "sys.exit(3)")
+    with pytest.raises(InvalidRequestError, match=r"no torch\); install rdzv\[torch\] beside"):
+        async with serving_c10d(config, MonotonicClock()):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("b'nonsense'", "answered what makes no sense"),
+        ("{'states': []}", "answered what makes no sense"),
+        ("{'states': {'a': 1}}", "answered what makes no sense"),
+    ],
+)
+async def test_a_process_that_answers_nonsense_is_replaced(
+    answer: str, why: str, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rdzv.c10d")
+    state = f"{{'states': {{'a': {NO_STATE!r}}}}}"
+    script(config, f"serve({state}, {answer})", "hear()")
+    async with serving_c10d(config, MonotonicClock()) as served:
+        assert served is not None
+        await until_logged(caplog, "a new, empty store is served")
+        assert why in caplog.text
+        assert "launch them again: a" in caplog.text
+
+
+async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
+    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facade, "SLOW_AFTER_S", 0.05)
+    go = config.data_dir / "go"
+    script(
+        config,
+        f"serve({{'states': {{'a': {NO_STATE!r}, 'b': 'bad'}}, 'left_out': 7}}, {{'error': 'no'}})",
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)",
+        "hear(); say(json.dumps({'gone': ['a']}).encode()); hear(); hear()",
+    )
+    async with serving_c10d(config, MonotonicClock()) as served:
+        assert served is not None
+        await until_logged(caplog, "has not answered for")
+        assert [view.rdzv_id for view in served.views()] == ["a"]
+        assert "the state of job 'b' is not shown" in caplog.text
+        assert "7 jobs in torch's store are beyond" in caplog.text
+        assert "can not be listed: no" in caplog.text
+        go.touch()
+        await until("a is gone", lambda: served.view("a") is None)
+
+
+async def test_a_bug_in_a_look_costs_nobody_the_store(
+    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(values: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(facade, "_decoded", broken)
+    script(config, "say(b'{\"ready\": true}')", "while hear(): say(b'{}')")
+    async with serving_c10d(config, MonotonicClock()):
+        await until_logged(caplog, "please report it: a look is lost")
+    assert "have lost their store" not in caplog.text

@@ -1,0 +1,240 @@
+"""The checker of `make faults` finds what it looks for: a good history, and bad ones made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from rdzv.client import Event
+from tests.faults import checker, history, sources
+from tests.faults.catalogue import CATALOGUE
+from tests.faults.history import (
+    Announced,
+    Exited,
+    FaultBegan,
+    FaultHealed,
+    JobEnded,
+    MetStranger,
+    NotRecovered,
+    Place,
+    Promise,
+    Record,
+    Recovered,
+    RunBegan,
+    RunEnded,
+    Settled,
+    Started,
+    Stepped,
+    Told,
+)
+
+R = TypeVar("R", bound=Record)
+Records = tuple[Record, ...]
+
+
+def a_round(number: int, at_s: float, pids: tuple[int, int], restarts: int, step: int) -> Records:
+    """Return a round of two nodes: announced, told, started, and two seconds of training."""
+    master = f"10.0.0.1:{5000 + number}"
+    places = (Place("n1", 0, 0), Place("n2", 1, 1))
+    records: list[Record] = [Announced("r", number, places, 2, master)]
+    for rank, pid in enumerate(pids):
+        host = f"n{rank + 1}"
+        records += [
+            Told(host, host, number, rank, 2, rank, rank, 2, master, restarts),
+            Started(
+                at_s, host, pid, number, rank, host, "job", rank, 2, 2, 1, master, restarts
+            ),
+            Stepped(at_s + 1, host, pid, number, rank, step + 10),
+            Stepped(at_s + 2, host, pid, number, rank, step + 20),
+        ]  # fmt: skip
+    return tuple(records)
+
+
+def a_good_history() -> Records:
+    """Return a job that outlives a stopped server, and a worker that was killed."""
+    return (
+        RunBegan("r"),
+        *a_round(0, 10.0, (101, 102), restarts=0, step=0),
+        FaultBegan(11.0, 1, "stop-server", Promise.NOTHING, ("s1",), (), (101, 102), 0, 0),
+        FaultHealed(11.5, 1, None),
+        Recovered(11.8, 1, 0, 0, (101, 102)),
+        FaultBegan(12.0, 2, "kill-worker", Promise.ONE_RESTART, ("n1",), (), (101, 102), 0, 0),
+        FaultHealed(12.0, 2, None),
+        Settled("r", 0, "worker failure", 1),
+        Exited(12.05, "n2", 102, 0, 1, "failed: a peer has closed its connection"),
+        *a_round(1, 12.1, (103, 104), restarts=1, step=20),
+        Recovered(14.1, 2, 1, 1, (103, 104)),
+        RunEnded("r", "succeeded", "all did"),
+        JobEnded(15.0, "succeeded", 1, (0, 0)),
+    )
+
+
+def a_cut_history() -> Records:
+    """Return a job one node of which is cut off: its worker goes on, unseen, in the old round."""
+    return (
+        RunBegan("r"),
+        *a_round(0, 10.0, (101, 102), restarts=0, step=0),
+        FaultBegan(12.0, 1, "cut-host", Promise.NO_RESTART, ("n2",), ("n2",), (101, 102), 0, 0),
+        Stepped(13.0, "n2", 102, 0, 1, 20),
+        FaultHealed(12.9, 1, 40),
+        *a_round(1, 12.5, (103, 104), restarts=0, step=20),
+        Recovered(14.6, 1, 1, 0, (103, 104)),
+        RunEnded("r", "succeeded", "all did"),
+        JobEnded(15.0, "succeeded", 0, (0, 0)),
+    )
+
+
+def changed(records: Records, kind: type[R], place: int, change: Callable[[R], R]) -> Records:
+    """Return a history one record of which is another."""
+    chosen = [record for record in records if isinstance(record, kind)][place]
+    return tuple(change(r) if r is chosen else r for r in records)
+
+
+def rules_broken(records: Records) -> set[str]:
+    return {violation.rule for violation in checker.check(records)}
+
+
+@pytest.mark.parametrize("good", [a_good_history(), a_cut_history()])
+def test_a_good_history_breaks_no_promise(good: Records) -> None:
+    assert checker.check(good) == ()
+
+
+GOOD = a_good_history()
+OTHER_PLACES = (Place("n1", 0, 0), Place("n3", 1, 1))
+BAD: dict[str, Records] = {
+    "a round completes once": (*GOOD, Announced("r", 1, OTHER_PLACES, 2, "10.0.0.1:5001")),
+    "ranks tile": changed(
+        GOOD, Announced, 0, lambda a: replace(a, places=(Place("n1", 0, 0), Place("n2", 0, 0)))
+    ),
+    "agents hear what was announced": changed(
+        GOOD, Told, 0, lambda t: replace(t, master="10.0.0.9:1")
+    ),
+    "agents agree": changed(GOOD, Told, 1, lambda t: replace(t, group_rank=0)),
+    "workers find what their agent was told": changed(
+        GOOD, Started, 0, lambda s: replace(s, world_size=3)
+    ),
+    "nobody meets a stranger": (*GOOD, MetStranger(14.0, "n1", 103, 1, 0, "round 0")),
+    "round numbers never go back": (
+        *GOOD,
+        Told("n1", "n1", 0, 0, 2, 0, 0, 2, "10.0.0.1:5000", 0),
+    ),
+    "no old worker beside a new one": (*GOOD, Stepped(13.0, "n2", 102, 0, 1, 20)),
+    "faults are as invisible as promised": changed(
+        GOOD, FaultBegan, 1, lambda f: replace(f, promise=Promise.NOTHING)
+    ),
+    "restarts are neither lost nor invented": changed(
+        GOOD, FaultBegan, 1, lambda f: replace(f, promise=Promise.NO_RESTART)
+    ),
+    "calm": changed(GOOD, Recovered, 0, lambda r: replace(r, pids=(101, 999))),
+    "every fault is survived": (*GOOD[:-2], NotRecovered(16.0, -1, "waited 90 s")),
+    "every fault does harm": changed(GOOD, FaultHealed, 0, lambda h: replace(h, harmed=0)),
+    "training goes forward": changed(GOOD, Stepped, 4, lambda s: replace(s, step=3)),
+    "the job is closed once and rightly": changed(
+        GOOD, JobEnded, 0, lambda e: replace(e, exit_codes=(0, 1))
+    ),
+}
+
+
+def test_every_rule_has_a_history_that_breaks_it() -> None:
+    assert {rule.__name__.strip("_").replace("_", " ") for rule in checker.RULES} == set(BAD)
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_a_rule_finds_the_history_that_breaks_it(rule: str) -> None:
+    assert rule in rules_broken(BAD[rule])
+
+
+def test_a_restart_that_was_lost_is_found() -> None:
+    lost = tuple(record for record in GOOD if not isinstance(record, Settled))
+    assert rules_broken(lost) == {"restarts are neither lost nor invented"}
+
+
+def test_a_second_run_is_found() -> None:
+    assert rules_broken((*GOOD, RunBegan("r2"))) == {"the job is closed once and rightly"}
+
+
+def test_an_old_worker_is_excused_only_where_the_server_can_not_see_it() -> None:
+    cut = a_cut_history()
+    seen = changed(cut, FaultBegan, 0, lambda f: replace(f, unseen=()))
+    assert rules_broken(seen) == {"no old worker beside a new one"}
+    too_long = (*cut, Stepped(14.9, "n2", 102, 0, 1, 20))
+    assert rules_broken(too_long) == {"no old worker beside a new one"}
+
+
+def test_a_fault_without_an_end_is_found() -> None:
+    cut_short = tuple(record for record in GOOD if getattr(record, "number", 0) != 2)
+    began = next(r for r in GOOD if isinstance(r, FaultBegan) and r.number == 2)
+    assert "every fault is survived" in rules_broken((*cut_short, began))
+
+
+def test_a_history_is_read_as_it_was_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "history.jsonl"
+    history.write(kept, GOOD)
+    assert history.read(kept) == GOOD
+
+
+def test_a_record_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="RunBegan has"):
+        history.decode('{"kind": "RunBegan"}')
+
+
+# ------------------------------------------------------------------ where histories come from
+
+
+def test_the_servers_events_are_understood() -> None:
+    events = [
+        Event(0, "u", "RunBegan", "run 1 (u) began: the first join"),
+        Event(0, "u", "RoundCompleted", "round 3 complete: n1=0..1 n2=2, world_size 3, MASTER h:1"),
+        Event(0, "u", "NodeLost", "n2 was lost: lease ran out"),
+        Event(
+            0, "u", "RoundSettled",
+            "round 3 is charged to worker failure: rank 2: exit code 1; restarts spent: 1 of 5",
+        ),
+        Event(0, "u", "RunEnded", "run u succeeded: all workers exited 0"),
+    ]  # fmt: skip
+    assert list(sources.announced(events)) == [
+        RunBegan("u"),
+        Announced("u", 3, (Place("n1", 0, 1), Place("n2", 2, 2)), 3, "h:1"),
+        Settled("u", 3, "worker failure", 1),
+        RunEnded("u", "succeeded", "all workers exited 0"),
+    ]
+    assert sources.lost_nodes(events) == {"n2"}
+
+
+def test_an_event_with_other_words_is_an_error() -> None:
+    with pytest.raises(ValueError, match="RoundCompleted can not be read"):
+        list(sources.announced([Event(0, "u", "RoundCompleted", "round three is there")]))
+
+
+def test_an_agents_log_is_understood() -> None:
+    log = (
+        "2026-01-01 00:00:00,000 rdzvrun: joined job (run u)\n"
+        "2026-01-01 00:00:00,001 rdzvrun: job: round 3: GROUP_RANK 1 of 2, RANK 2..2 of 3, "
+        "MASTER h:1, restarts 4 of 5\n"
+    )
+    assert list(sources.told("n2", "n2-1", log)) == [Told("n2", "n2-1", 3, 1, 2, 2, 2, 3, "h:1", 4)]
+
+
+def test_a_diary_is_read_as_it_grows(tmp_path: Path) -> None:
+    path = tmp_path / "7.jsonl"
+    stepped = Stepped(1.0, "n1", 7, 0, 0, 5)
+    line = history.encode(stepped)
+    path.write_text(line[:20])
+    diaries = sources.Diaries(tmp_path)
+    diaries.poll()
+    assert diaries.records == []
+    path.write_text(line + "\n")
+    diaries.poll()
+    diaries.poll()
+    assert diaries.records == [stepped]
+    assert diaries.latest == {7: stepped}
+
+
+def test_the_catalogues_table_names_every_fault() -> None:
+    from tests.faults import catalogue
+
+    assert [name for name in CATALOGUE if name not in str(catalogue.__doc__)] == []
