@@ -19,8 +19,17 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 1
 """The protocol that this server speaks."""
-OLDEST_PROTOCOL_VERSION = max(PROTOCOL_VERSION - 1, 1)
-"""The oldest that it accepts: one back, so that servers may be upgraded before agents."""
+
+
+def oldest_protocol_version(ours: int) -> int:
+    """Return the oldest protocol that a server of `ours` accepts.
+
+    One back, so that servers may be upgraded before agents.
+    """
+    return max(ours - 1, 1)
+
+
+OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 DEFAULT_PORT = 29_400
 """The port of torchrun's own c10d rendezvous, so that firewalls need not change."""

@@ -46,7 +46,7 @@ async def check(config: Config) -> Found:
     problems: list[str] = []
     if config.store == "memory":
         lines.append("store: in memory, empty at every start")
-    elif config.store == "sqlite" and not has_data(config.data_dir / "rdzv.db"):
+    elif config.store == "sqlite" and not _has_data(config.data_dir):
         lines.append(f"store: {config.data_dir} holds no data yet; rdzvd will create it")
     else:
         async with _to_read(config) as store:
@@ -59,6 +59,16 @@ async def check(config: Config) -> Found:
             await _check_jobs(store, config, lines, problems)
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
+
+
+def _has_data(directory: Path) -> bool:
+    try:
+        return has_data(directory / "rdzv.db")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"data directory {directory} can not be read: {error.strerror or error}; look at it as "
+            "the user that runs rdzvd"
+        ) from error
 
 
 def _described(survey: Survey) -> Iterator[str]:

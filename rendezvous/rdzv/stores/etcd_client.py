@@ -513,6 +513,7 @@ class EtcdClient:
         deadline = loop.time() + timeout_s
         attempt_s = min(self._attempt_s, timeout_s)
         tried = 0
+        reason = ""
         while True:
             index = self._current
             left = deadline - loop.time()
@@ -520,10 +521,12 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
+            # Silence says less than what was said before it.
+            reason = _reason(failure) if not (reason and _is_silence(failure)) else reason
             self._leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
-                raise self._nothing_written(index, _reason(failure)) from failure
+                raise self._nothing_written(index, reason) from failure
             if tried % len(self._channels) == 0:
                 await asyncio.sleep(RETRY_S)
 
@@ -815,10 +818,17 @@ _CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
 _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
 
 
+def _is_silence(error: grpc.RpcError) -> bool:
+    return (
+        isinstance(error, grpc.aio.AioRpcError)
+        and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    )
+
+
 def _reason(error: grpc.RpcError) -> str:
     """Say in one line why a call failed."""
     assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if _is_silence(error):
         return "no answer in time"
     return " ".join((error.details() or error.code().name).split())
 

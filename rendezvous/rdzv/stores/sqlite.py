@@ -149,13 +149,14 @@ class SqliteStore:
         store = cls(directory, history_rows)
         try:
             lock, store._used_by = _share_directory(directory)
+            if lock is not None:
+                store._locked.callback(os.close, lock)
+            return await store._begun(store._open_to_read)
         except OSError as error:
             raise InvalidRequestError(
-                f"data directory {directory} can not be read: {error.strerror or error}"
+                f"data directory {directory} can not be read: {error.strerror or error}; look at "
+                "it as the user that runs rdzvd"
             ) from error
-        if lock is not None:
-            store._locked.callback(os.close, lock)
-        return await store._begun(store._open_to_read)
 
     async def _begun(self, begin: Callable[[], None]) -> SqliteStore:
         try:

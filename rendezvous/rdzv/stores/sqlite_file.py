@@ -85,6 +85,8 @@ def prepare(path: Path) -> None:
             be migrated.
 
     """
+    # SQLite's own files are beside the file itself, should `path` be a link to it.
+    path = path.resolve()
     for left in path.parent.glob(f"{_LOOKING}*"):
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
@@ -209,6 +211,7 @@ def has_data(path: Path) -> bool:
         RendezvousStateError: only a part of what SQLite had written is there.
 
     """
+    path = path.resolve()
     if path.exists() and path.stat().st_size:
         return True
     wal = beside(path, _WAL)

@@ -1,0 +1,346 @@
+"""What was once said keeps its meaning, so programs of different versions understand each other.
+
+`protocol/v1.jsonl` has messages as the programs of protocol 1 wrote them, byte for byte, with what
+they mean; `protocol/v1.fields.json` has the number and type of every field. A file is recorded
+once, when its protocol is new, and never changed: a change that breaks it needs a new protocol.
+
+    python -m tests.unit.test_versions     # record the present protocol, if it is not yet
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.message import Message
+
+from rdzv.agent import wire as agent_wire
+from rdzv.client import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
+from rdzv.errors import InvalidRequestError
+from rdzv.server import config, wire
+from rdzv.v1 import rdzv_pb2 as pb
+
+FOLDER = Path(__file__).with_name("protocol")
+LIMITS = config.Limits()
+SPEAKER = wire.Speaker("n1", 7)
+KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
+
+
+# ------------------------------------------------------------------ what a message means
+
+
+def meaning(message: Message) -> Any:
+    """Say what a message is to its reader, in plain JSON."""
+    if isinstance(message, pb.ServerMessage):
+        body = message.WhichOneof("body")
+        event = agent_wire.event(message)
+        said = asdict(event) if event else _fields(getattr(message, str(body)))
+        return _plain({"leadership": message.leadership, "body": body, "said": said})
+    assert isinstance(message, pb.NodeMessage)
+    match message.WhichOneof("body"):
+        case "hello":
+            beliefs = [wire.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
+            hello = asdict(wire.hello_of(message.hello, LIMITS))
+            return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
+        case "away":
+            return {"away_ms": wire.away_ms_of(message.away, LIMITS)}
+        case "heartbeat":
+            return {"number": message.heartbeat.number}
+        case _:
+            rdzv_id, command = wire.command_of(message, SPEAKER, LIMITS)
+            return _plain({"rdzv_id": rdzv_id, type(command).__name__: asdict(command)})
+
+
+def _belief(belief: Any) -> dict[str, Any]:
+    said = [{type(command).__name__: asdict(command)} for command in belief.commands]
+    return {**asdict(belief), "commands": said}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> Any:
+    def name(other: object) -> str:
+        assert isinstance(other, Enum), other
+        return str(other.value)
+
+    return json.loads(json.dumps(value, default=name))
+
+
+def is_part_of(old: Any, new: Any) -> bool:
+    """Whether all that was once read is read still; there may be more."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(
+            key in new and is_part_of(value, new[key]) for key, value in old.items()
+        )
+    if isinstance(old, list):
+        return (
+            isinstance(new, list)
+            and len(old) == len(new)
+            and all(is_part_of(*pair) for pair in zip(old, new, strict=True))
+        )
+    return bool(old == new)
+
+
+# ------------------------------------------------------------------ the tests
+
+
+def recorded() -> Iterator[Any]:
+    for path in sorted(FOLDER.glob("v*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            yield pytest.param(row, id=f"{path.stem}-{row['name']}")
+
+
+@pytest.mark.parametrize("row", list(recorded()))
+def test_what_was_once_said_keeps_its_meaning(row: dict[str, Any]) -> None:
+    message = KINDS[row["kind"]].FromString(bytes.fromhex(row["bytes"]))
+    assert is_part_of(row["means"], meaning(message)), json.dumps(meaning(message), indent=1)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("v*.fields.json")), ids=lambda path: path.stem)
+def test_no_field_changes_its_number_or_type(path: Path) -> None:
+    now = fields_of_all()
+    lost = {key: was for key, was in json.loads(path.read_text()).items() if now.get(key) != was}
+    assert not lost, "these were changed or removed; older programs still send them"
+
+
+def test_the_present_protocol_is_recorded_with_every_message() -> None:
+    rows = (FOLDER / f"v{config.PROTOCOL_VERSION}.jsonl").read_text().splitlines()
+    names = {json.loads(row)["name"].split(":")[0] for row in rows}
+    bodies = {
+        field.name
+        for kind in (pb.NodeMessage, pb.ServerMessage)
+        for field in kind.DESCRIPTOR.oneofs_by_name["body"].fields
+    }
+    assert bodies <= names
+
+
+def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
+    assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize(
+    ("ours", "accepted", "refused"),
+    [(1, [1], [0, 2, 9]), (2, [1, 2], [0, 3]), (7, [6, 7], [0, 1, 5, 8, 2**31])],
+)
+def test_a_server_accepts_its_own_protocol_and_the_one_before(
+    ours: int, accepted: list[int], refused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL_VERSION", ours)
+    monkeypatch.setattr(wire, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours))
+    for version in accepted:
+        wire.check_protocol(version)
+    for version in refused:
+        older = version < accepted[0]
+        with pytest.raises(InvalidRequestError) as refusal:
+            wire.check_protocol(version)
+        assert f"speaks protocol {version}" in str(refusal.value)
+        assert str(refusal.value).endswith(f"upgrade the {'agent' if older else 'server'}")
+
+
+def test_what_is_of_a_later_version_is_passed_over() -> None:
+    """Fields and messages that are added do no harm to those who do not know them."""
+    later = b"\xfa\x3e\x03new"
+    message = pb.NodeMessage.FromString(next(samples_of_nodes())[1].SerializeToString() + later)
+    assert message.WhichOneof("body") == "hello"
+    unknown = pb.ServerMessage.FromString(b"\x08\x05\xfa\x3e\x03new")
+    assert agent_wire.event(unknown) is None
+    assert agent_wire.rdzv_id_of(unknown) == ""
+
+
+# ------------------------------------------------------------------ recording
+
+
+def fields_of_all() -> dict[str, list[Any]]:
+    """Return number, type and kind of every field of the protocol, by its full name."""
+    found: dict[str, list[Any]] = {}
+
+    def visit(descriptor: Descriptor) -> None:
+        for field in descriptor.fields:
+            kind = field.message_type or field.enum_type
+            of = kind.full_name if kind else ""
+            # Not field.label, which newer runtimes of protobuf do not have any more.
+            found[field.full_name] = [field.number, field.type, of, field.has_presence]
+        for enum in descriptor.enum_types:
+            found.update(_values(enum))
+        for nested in descriptor.nested_types:
+            visit(nested)
+
+    for descriptor in pb.DESCRIPTOR.message_types_by_name.values():
+        visit(descriptor)
+    for enum in pb.DESCRIPTOR.enum_types_by_name.values():
+        found.update(_values(enum))
+    return found
+
+
+def _values(enum: EnumDescriptor) -> dict[str, list[Any]]:
+    return {f"{enum.full_name}.{value.name}": [value.number] for value in enum.values}
+
+
+def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
+    """Yield every message of a node, with every field set, or set otherwise."""
+    settings = pb.Settings(
+        min_nodes=2,
+        max_nodes=4,
+        max_restarts=0,
+        join_timeout_ms=600_000,
+        last_call_timeout_ms=30_000,
+        scale_up=pb.SCALE_UP_ON_RESTART,
+        restart_window_ms=60_000,
+    )
+    offer = pb.Offer(
+        address="10.0.0.5",
+        host_name="n1.cluster",
+        machine="boot/net",
+        local_world_size=8,
+        role="trainer",
+        topology="rack 1",
+        store_port=4711,
+        can_host_store=True,
+        shutdown_timeout_ms=30_000,
+    )
+    failures = [
+        pb.WorkerFailure(
+            local_rank=3, rank=11, pid=99, signal=9, message="m", traceback="t", age_ms=5
+        ),
+        pb.WorkerFailure(local_rank=2, rank=10, pid=98, exit_code=0, age_ms=4),
+    ]
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    join = pb.Join(**job, settings=settings, offer=offer)
+    stopped = pb.Join(
+        **job, settings=settings, offer=offer, left_round=2, failures=failures, refuse_reuse=True
+    )
+    uncounted = pb.Join()
+    uncounted.CopyFrom(join)
+    uncounted.settings.ClearField("max_restarts")
+    leave = pb.Leave(**job, cause=pb.Leave.SIGNAL, reason="SIGTERM", left_round=2)
+    line = _line()
+    belief = pb.Belief
+    hello = pb.Hello(
+        protocol_version=1,
+        node_id="n1",
+        instance="0b-ad",
+        kind=pb.AGENT_KIND_DAEMON,
+        address="10.0.0.5",
+        pid=99,
+        leadership=3,
+        incarnation=7,
+        agent_version="0.1.0",
+        beliefs=[
+            belief(phase=belief.JOINING, join=join),
+            belief(phase=belief.JOINING, join=stopped, round=line, store_host_failed="died"),
+            belief(phase=belief.RUNNING, join=join, round=line),
+            belief(phase=belief.STOPPING, join=join, round=line, failures=failures),
+            belief(phase=belief.SUCCEEDED, join=join, round=line),
+            belief(phase=belief.LEAVING, join=join, round=line, leave=leave),
+        ],
+        fence_after_ms=4_000,
+    )
+    message = pb.NodeMessage
+    yield "hello", message(hello=hello)
+    yield (
+        "hello:bare",
+        message(hello=pb.Hello(protocol_version=1, node_id="n", instance="i", kind=1)),
+    )
+    yield "heartbeat", message(heartbeat=pb.Heartbeat(number=5))
+    yield "heartbeat:bare", message(heartbeat=pb.Heartbeat())
+    yield "join", message(join=stopped)
+    yield "join:fresh", message(join=join)
+    yield "join:uncounted", message(join=uncounted)
+    yield "failed", message(failed=pb.Failed(**job, round=2, failures=failures))
+    yield "succeeded", message(succeeded=pb.Succeeded(**job, round=2))
+    for cause in (pb.Leave.SIGNAL, pb.Leave.START_FAILED, pb.Leave.TIMEOUT, pb.Leave.FAILED):
+        said = pb.Leave(**job, cause=cause, reason="because")
+        yield f"leave:{pb.Leave.Cause.Name(cause)}", message(leave=said)
+    yield "leave", message(leave=leave)
+    yield "stuck", message(stuck=pb.Stuck(**job, round=2, pids=[8, 9]))
+    failed = pb.StoreHostFailed(**job, round=2, reason="died")
+    yield "store_host_failed", message(store_host_failed=failed)
+    yield "away", message(away=pb.Away(deadline_ms=60_000))
+
+
+def _line() -> pb.RoundCompleted:
+    return pb.RoundCompleted(
+        rdzv_id="job-7",
+        run="feed",
+        round=2,
+        group_rank=1,
+        group_world_size=3,
+        rank_first=2,
+        world_size=6,
+        role_rank_first=2,
+        role_world_size=6,
+        master_addr="10.0.0.9",
+        master_port=29501,
+        use_agent_store=True,
+        restarts=4,
+        max_restarts=5,
+    )
+
+
+def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
+    """Yield every message of a server, with every field set."""
+
+    def message(**body: Any) -> pb.ServerMessage:
+        return pb.ServerMessage(leadership=1_700_000_000, **body)
+
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    welcome = pb.Welcome(
+        protocol_version=1,
+        incarnation=7,
+        heartbeat_interval_ms=1_666,
+        lease_ms=5_000,
+        server_version="0.1.0",
+    )
+    yield "welcome", message(welcome=welcome)
+    yield "joined", message(joined=pb.Joined(**job, run_number=2))
+    yield "round_completed", message(round_completed=_line())
+    for cause in pb.Cause.values():
+        ended = pb.RoundEnded(**job, round=2, cause=cause, reason="because", broken=True)
+        yield f"round_ended:{pb.Cause.Name(cause)}", message(round_ended=ended)
+    yield "round_ended", message(round_ended=pb.RoundEnded(**job, round=2, cause=2))
+    failure = pb.WorkerFailure(local_rank=3, rank=11, pid=99, exit_code=1, message="m")
+    root_cause = pb.RootCause(
+        failures=[pb.NodeFailure(node_id="n1", address="10.0.0.5", failure=failure)]
+    )
+    for result in pb.Result.values()[1:]:
+        closed = pb.Closed(
+            **job, result=result, reason="why", retry_sensible=True, root_cause=root_cause
+        )
+        yield f"closed:{pb.Result.Name(result)}", message(closed=closed)
+    yield "closed", message(closed=pb.Closed(**job, result=pb.RESULT_STOPPED))
+    refused = pb.Refused(rdzv_id="job-7", code="SettingsMismatchError", message="differs")
+    yield "refused", message(refused=refused)
+    yield "waiting", message(waiting=pb.Waiting(rdzv_id="job-7", reason="for n2"))
+    yield "heard", message(heard=pb.Heard(number=5))
+
+
+def record() -> None:
+    """Write the files of the present protocol, unless it has them."""
+    version = config.PROTOCOL_VERSION
+    messages, fields = FOLDER / f"v{version}.jsonl", FOLDER / f"v{version}.fields.json"
+    if not messages.exists():
+        rows = [
+            {
+                "name": name,
+                "kind": message.DESCRIPTOR.name,
+                "bytes": message.SerializeToString(deterministic=True).hex(),
+                "means": meaning(message),
+            }
+            for name, message in (*samples_of_nodes(), *samples_of_servers())
+        ]
+        messages.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not fields.exists():
+        fields.write_text(json.dumps(fields_of_all(), indent=0, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    record()
