@@ -233,7 +233,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(len(data.characters), data.block_size))
     config = TrainerConfig(epochs=args.epochs, snapshot=args.snapshot)
-    Trainer(config, model, data, device).train()
+    trainer = Trainer(config, model, data, device)
+    trainer.train()
     dist.barrier()  # nobody tears down what another still uses
     dist.destroy_process_group()
 

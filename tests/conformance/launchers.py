@@ -23,6 +23,7 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = ("torchrun", "rdzvrun", "python")
 DEADLINE_S = 60.0
 
@@ -53,7 +54,7 @@ class Case:
 
     A line is as typed in a shell, after the launcher's name; words VAR=VALUE at its start are
     environment. @PORT is a free port, @NODE the node's number, @COUNT one more, @FIRST whether it
-    is 0, @HOME its folder and working directory, @PYTHON this interpreter.
+    is 0, @HOME its folder and working directory, @PYTHON this interpreter, @EXAMPLES their folder.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Case:
     send: Send | None = None
     says: tuple[str, str] | None = None
     """What torchrun and rdzvrun must have written to stderr."""
+    says_stdout: str = ""
+    """What a line on stdout must begin with under both."""
     whole_stderr: bool = False
     """Compare all that came on stderr, not only what workers wrote."""
 
@@ -97,6 +100,8 @@ class Launched:
         for script in SCRIPTS.iterdir():
             if script.is_file():
                 shutil.copy(script, home)
+            elif script.name == "plugin":
+                shutil.copytree(script, home / script.name)
         (home / "stdin").write_text(self._case.stdin)
         words = shlex.split(self._replace(self._line, node))
         given = {}
@@ -133,6 +138,7 @@ class Launched:
             "@FIRST": str(node == 0).lower(),
             "@HOME": str(self._home(node)),
             "@PYTHON": sys.executable,
+            "@EXAMPLES": str(EXAMPLES),
         }
         for name, value in values.items():
             text = text.replace(name, value)
@@ -212,6 +218,7 @@ class Launched:
         whole = self._case.whole_stderr
         seen["stderr"] = [line for line in stderr if whole or "hello" in line]
         seen["files"] = self._files()
+        seen["events"] = [self._mask(event) for event in self._events()]
         workers = [json.loads(path.read_text()) for path in self._seen.glob("*.json")]
         workers.sort(key=lambda worker: (attempt_of(worker), int(worker["env"]["RANK"])))
         seen["workers"] = len(workers)
@@ -226,6 +233,15 @@ class Launched:
     def _console(self, stream: str) -> list[str]:
         texts = [(self._home(node) / stream).read_text() for node in range(self._case.nodes)]
         return sorted(self._mask(line) for text in texts for line in text.splitlines())
+
+    def _events(self) -> list[str]:
+        """Return torchelastic's events, without what is never the same twice."""
+        lines = [
+            line
+            for node in range(self._case.nodes)
+            for line in (self._home(node) / "stderr").read_text().splitlines()
+        ]
+        return [event_in(line) for line in lines if EVENT in line]
 
     def _files(self) -> dict[str, str]:
         """Return the files of all attempts: `attempt_0/1/stdout.log`, `error.json` shortened."""
@@ -309,6 +325,27 @@ def is_listening(port: int) -> bool:
 @functools.cache
 def names_of_this_machine() -> Collection[str]:
     return {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+
+
+EVENT = '{"name": "torchelastic.'
+
+
+def event_in(line: str) -> str:
+    """Tell all of an event but numbers that nobody can foresee, and the agent's own errors."""
+    handler, _, _ = line.partition(EVENT)
+    event = json.loads(line.removeprefix(handler))
+    metadata = event["metadata"]
+    more = json.loads(metadata["metadata"])
+    foreseen = {"run_id": "random", "worker_id": "pid", "duration_ms": 0, "total_run_time": 0}
+    if event["source"] == "AGENT":
+        foreseen["raw_error"] = "why"
+    if more.get("worker_pid", [None]) != [None]:
+        more["worker_pid"] = ["pid"]
+    for name, value in foreseen.items():
+        if metadata[name] is not None:
+            metadata[name] = value
+    metadata["metadata"] = more
+    return handler + json.dumps(event)
 
 
 def as_in_a_shell(returncode: int) -> int:

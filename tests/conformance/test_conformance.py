@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from launchers import BIN, Case, Differ, Seen, Send, launched
 
+from rdzv.errors import InvalidRequestError
+
 pytest.importorskip("torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.timeout(150)
@@ -76,6 +78,10 @@ RUN_PATH = {
     ),
 }
 
+RUN_PATH_ALONE = {key: differ for key, differ in RUN_PATH.items() if key != "worker's stdin"}
+
+LAUNCH = ("python -m torch.distributed.launch", "python -m rdzv.agent.distributed_launch")
+
 WITH_TRACEBACK = json.dumps(
     {
         "message": {
@@ -114,8 +120,21 @@ CASES: Sequence[Case] = [
         "torch.distributed.launch",
         f"{TWO} see.py a",
         {"worker's argv": [["see.py", f"--local-rank={rank}", "a"] for rank in "01"]},
-        launchers=("python -m torch.distributed.launch", "rdzvrun"),
-        rdzvrun_line=f"{TWO} see.py --local-rank=${{local_rank}} a",
+        launchers=LAUNCH,
+    ),
+    Case(
+        "torch.distributed.launch, by the environment",
+        f"{TWO} --use_env -m see a",
+        {"worker's argv": [["HOME/see.py", "a"]] * 2},
+        launchers=LAUNCH,
+    ),
+    Case(
+        "torch.distributed.launch of a program",
+        f"{TWO} --no-python ./other_python.sh a",
+        {"workers": 0},
+        USAGE,
+        launchers=LAUNCH,
+        says=("you must also set the '--use-env' flag", "add --use-env, and read LOCAL_RANK"),
     ),
     Case(
         "underscores and short flags",
@@ -124,10 +143,16 @@ CASES: Sequence[Case] = [
     ),
     Case(
         "an abbreviated flag",
-        "--standalone --nproc-per=2 see.py",
-        {},
-        only(2, 0, 2, "an abbreviation may mean another flag in the next version"),
+        "--standal --nproc-per=2 --nproc_per_nod 2 --rol trainer -mt1 --node-r=0 see a",
+        {"workers": 2, "env ROLE_NAME": ["trainer"] * 2},
     ),
+    Case(
+        "a flag of the script's own that begins like several",
+        f"{ALONE} see.py --nproc=2",
+        {},
+        only(0, 1, 2, "what follows the script is none of the launcher's business"),
+    ),
+    Case("an abbreviation of several flags", f"{ALONE} --log=x see.py", {"exit codes": [2]}),
     Case(
         "module",
         f"{ALONE} -m see read",
@@ -348,9 +373,63 @@ CASES: Sequence[Case] = [
     ),
     Case(
         "torchrun's own settings",
-        f"{ALONE} --monitor-interval=0.5 --start-method=fork --event-log-handler=console see.py",
+        f"{TWO} --monitor-interval=0.5 --start-method=fork --event-log-handler=console see.py",
         {"exit codes": [0]},
-        says=("torchelastic.worker.status.SUCCEEDED", "--event-log-handler=console has no effect"),
+        says=("torchelastic.worker.status.SUCCEEDED",) * 2,
+    ),
+    # -------------------------------------------------------------- what users add to it
+    Case(
+        "events of a failure after a restart",
+        f"{ALONE} --max-restarts=1 --role=r --event-log-handler=console --no-python "
+        f"@PYTHON see.py 'error={WITH_TRACEBACK}' exit=3",
+        {"exit codes": [1], "workers": 2},
+        says=('"raw_error": "{\\"message\\"',) * 2,
+    ),
+    Case(
+        "events of a launcher that is ended",
+        f"{ALONE} --event-log-handler=console --run-path see.py handle wait",
+        {},
+        {**ends(signal.SIGTERM), **RUN_PATH_ALONE},
+        send=Send(signal.SIGTERM),
+        says=("torchelastic.worker.status.FAILED",) * 2,
+    ),
+    Case(
+        "an event handler of one's own",
+        f"PYTHONPATH=@HOME/plugin {ALONE} --event-log-handler=mine see.py",
+        {"exit codes": [0]},
+        says=('mine {"name": "torchelastic.worker.status.SUCCEEDED"',) * 2,
+    ),
+    Case(
+        "an event handler that nobody knows",
+        f"{ALONE} --event-log-handler=mine see.py",
+        {"workers": 0},
+        USAGE,
+        says=("KeyError: 'mine'", "torch knows no event handler 'mine' there, only console"),
+    ),
+    Case(
+        "logs specs of one's own",
+        f"PYTHONPATH=@HOME/plugin {TWO} --max-restarts=1 --log-dir=@HOME/logs --logs-specs=flat "
+        "-r 0:3 -t 3 --local-ranks-filter=1 --duplicate-stdout-filters=hello "
+        "see.py say=hello await=0 await=1 fail-before=1",
+        {
+            "exit codes": [0],
+            "stdout": ["[default1]:hello"] * 2,
+            "files": {
+                f"attempt_{attempt}/{name}": text
+                for attempt in range(2)
+                for name, text in (
+                    ("rank-0-of-2.out", "hello\n"),
+                    ("rank-1-of-2.out", "hello\n"),
+                    ("some.out", "[default1]:hello\n"),
+                )
+            },
+        },
+    ),
+    Case(
+        "torch's own logs specs",
+        f"{TWO} --log-dir=@HOME/logs --logs-specs=default -r 0:3 -t 1:1 "
+        "see.py say=hello await=0 await=1 fail-as=1:4",
+        {"exit codes": [1], "stdout": ["[default1]:hello"]},
     ),
     # -------------------------------------------------------------- failures and restarts
     Case(
@@ -417,6 +496,48 @@ CASES: Sequence[Case] = [
             "files": {"attempt_0/1/error.json": "RuntimeError: the data is gone"},
         },
         says=("RuntimeError: the data is gone", "RuntimeError: the data is gone"),
+    ),
+    # -------------------------------------------------------------- scripts as tutorials have them
+    Case(
+        "tutorial: one process",
+        f"{ALONE} @EXAMPLES/train_single.py --epochs=2 --samples=256",
+        {"exit codes": [0]},
+        says_stdout="epoch 2 | step 16 | loss ",
+    ),
+    Case(
+        "tutorial: processes of its own",
+        # A script that starts its own processes serves its own store.
+        f"{ALONE} --no-python env -u TORCHELASTIC_USE_AGENT_STORE @PYTHON "
+        "@EXAMPLES/train_spawn.py --port=@PORT --epochs=2 --samples=256",
+        {"exit codes": [0]},
+        says_stdout="epoch 2 | step 8 | loss ",
+    ),
+    Case(
+        "tutorial: one machine, snapshots",
+        f"{TWO} @EXAMPLES/train_ddp.py --epochs=2 --samples=256 --snapshot=@HOME/snapshot.pt",
+        {"exit codes": [0]},
+        says_stdout="training finished: epoch 2 | step 8 | loss ",
+    ),
+    Case(
+        "tutorial: two machines, static",
+        "--nnodes=2 --node-rank=@NODE --master-addr=127.0.0.1 --master-port=@PORT "
+        "@EXAMPLES/train_multinode.py 2 1 --snapshot=@HOME/snapshot.pt",
+        {"exit codes": [0, 0]},
+        nodes=2,
+        says_stdout="epoch 2 | loss 0.1665 | 2 workers",
+    ),
+    Case(
+        "tutorial: two machines, c10d",
+        f"--nnodes=2 {MEET} @EXAMPLES/train_multinode.py 2 1 --snapshot=@HOME/snapshot.pt",
+        {"exit codes": [0, 0]},
+        nodes=2,
+        says_stdout="epoch 2 | loss 0.1665 | 2 workers",
+    ),
+    Case(
+        "tutorial: a small GPT",
+        f"{TWO} @EXAMPLES/train_chargpt.py --epochs=2 --samples=64 --snapshot=@HOME/gpt.pt",
+        {"exit codes": [0]},
+        says_stdout="epoch 2 | step 4 | loss ",
     ),
     # -------------------------------------------------------------- signals to the launcher
     Case(
@@ -490,11 +611,11 @@ CASES: Sequence[Case] = [
         says=("EtcdStubError", "--rdzv-backend=etcd is not supported by this version"),
     ),
     Case(
-        "code for torchrun's agent",
+        "logs specs that nobody has",
         f"{ALONE} --logs-specs=mine see.py",
         {"workers": 0},
         USAGE,
-        says=("torchrun.logs_specs[mine]", "use --redirects, --tee and --log-dir"),
+        says=("torchrun.logs_specs[mine]", "there is no entry point 'mine' of the group"),
     ),
     Case(
         "a signal that is none",
@@ -565,6 +686,10 @@ def test_it_is_as_under_torchrun(case: Case, results: Mapping[str, Future[Result
     told = "torchrun:\n{}\nrdzvrun:\n{}".format(*found.stderrs)
     assert differences(case, found.theirs, found.ours) == {}, told
     assert {key: found.ours[key] for key in case.shows} == case.shows, told
+    for seen in (found.theirs, found.ours):
+        assert not case.says_stdout or any(
+            line.startswith(case.says_stdout) for line in seen["stdout"]
+        ), told
     for said, stderr in zip(case.says or (), found.stderrs, strict=case.says is not None):
         assert said in stderr
 
@@ -610,3 +735,24 @@ def test_every_flag_of_torchrun_is_in_the_table() -> None:
         if names and "--help" not in names:
             variable = f"PET-{action.dest.upper().replace('_', '-')}="
             assert any(f" {name}" in f" {lines}" for name in (*names, variable)), names
+
+
+def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
+    from torch.distributed.run import get_args_parser
+
+    from rdzv.agent import flags
+
+    theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
+    actions = flags._options(flags._parser({}, legacy=False))
+    own = {name for name in actions if name.startswith("--")} - theirs.keys()
+    assert {name.replace("_", "-") for name in own} == flags.OWN & {*actions}
+    for name, dest in theirs.items():
+        for length in range(len("--x"), len(name) + 1) if name.startswith("--") else ():
+            short = name[:length]
+            meant = {act for other, act in theirs.items() if other.startswith(short)}
+            if short in theirs or len(meant) == 1:
+                words = flags.expand([f"{short}=x"], actions)
+                assert actions[words[0].partition("=")[0]].dest == dest, short
+            else:
+                with pytest.raises(InvalidRequestError, match="write out the one that is meant"):
+                    flags.expand([short], actions)

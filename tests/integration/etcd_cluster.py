@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,15 @@ def binary(name: str = "etcd") -> Path:
     if not os.access(path, os.X_OK):
         path.chmod(0o755)
     return path
+
+
+def openssl(*arguments: object) -> None:
+    """Run the openssl command, which makes the certificates; skip the test without."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is missing: apt-get install openssl")
+    subprocess.run(
+        ["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=DEADLINE_S
+    )
 
 
 def free_ports(count: int) -> list[int]:
@@ -94,7 +104,7 @@ class Tls:
 
     def _authority(self, name: str) -> Path:
         key, cert = self.directory / f"{name}.key", self.directory / f"{name}.pem"
-        self._openssl(
+        openssl(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
             *("-nodes", "-days", "2", "-subj", f"/CN=test {name}", "-keyout", key, "-out", cert),
         )
@@ -107,22 +117,16 @@ class Tls:
         extensions.write_text(
             "subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n"
         )
-        self._openssl(
+        openssl(
             *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
             *("-nodes", "-subj", "/O=rdzv tests", "-keyout", key, "-out", csr),
         )
         signer = (self.directory / f"{ca}.pem", self.directory / f"{ca}.key")
-        self._openssl(
+        openssl(
             *("x509", "-req", "-in", csr, "-CA", signer[0], "-CAkey", signer[1], "-days", "2"),
             *("-CAcreateserial", "-extfile", extensions, "-out", cert),
         )
         return cert, key
-
-    @staticmethod
-    def _openssl(*arguments: object) -> None:
-        subprocess.run(
-            ["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=DEADLINE_S
-        )
 
 
 class EtcdCluster:
@@ -231,6 +235,8 @@ class EtcdCluster:
         for name, port in zip(names, ports[:count], strict=True):
             client, peer = (f"{scheme}://127.0.0.1:{each}" for each in (port, peers[name]))
             command = [
+                # It dies with the tests, also when they are killed before they can tidy up.
+                *("setpriv", "--pdeathsig=KILL"),
                 *(str(program), f"--name={name}", f"--data-dir={directory / name}"),
                 *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
                 *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),

@@ -123,15 +123,35 @@ def test_a_stopped_agent_is_fenced_by_its_runner(c: Cluster, link: TcpProxy) -> 
     end_well(c, near, far)
 
 
+@pytest.mark.parametrize("worker", ["report.py", "all_reduce.py"])
 def test_without_any_server_all_are_fenced_and_a_server_that_comes_back_joins_them(
-    c: Cluster, link: TcpProxy
+    c: Cluster, link: TcpProxy, worker: str
 ) -> None:
-    near, far = start_two(c, link)
+    """With all_reduce.py, the later one's worker has failed before its own fence comes."""
+    near, far = start_two(c, link, worker)
     workers = [r["pid"] for r in c.wait_for_round(0, workers=2)]
     c.kill_server()
     c.wait_until("all are fenced", lambda: not any(map(alive, workers)))
     assert near.process.poll() is None
     c.start_server()
+    wait_for_both(c)
+    end_well(c, near, far)
+
+
+def test_who_is_back_right_behind_its_fence_is_the_reason_why_the_others_broke(
+    c: Cluster, link: TcpProxy
+) -> None:
+    """The lease is not over, so it never was lost; and the other's worker has failed by then."""
+    near, far = start_two(c, link, "all_reduce.py")
+    c.wait_for_round(0, workers=2)
+    link.black_hole()
+    # On a machine that is busy enough the lease may be over first: then it was lost, also free.
+    c.wait_until(
+        "the other's worker has broken",
+        lambda: "failed: " in near.text or "n2 was lost" in c.server_log,
+    )
+    link.restore()
+    link.reset()
     wait_for_both(c)
     end_well(c, near, far)
 

@@ -17,6 +17,7 @@ from tests.faults.sources import Diaries
 
 KILLS = 20
 FAIL_OVERS = 10
+TTL = "--etcd-ttl=2"
 NODES = 2
 WORKER = Path(__file__).parents[1] / "faults" / "workers" / "gloo.py"
 STALL_S = 5.0
@@ -110,7 +111,7 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
         made = Replicas(tmp_path, etcd)
         try:
             for address in made.addresses:
-                made.start_replica(address)
+                made.start_replica(address, TTL)
             yield made
         except BaseException:
             print(made.describe())
@@ -144,7 +145,7 @@ def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
     training.wait_for_steps(20)
     for _ in range(FAIL_OVERS):
         replicas.kill_replica(leader.address)
-        replicas.start_replica(leader.address)
+        replicas.start_replica(leader.address, TTL)
         leader = replicas.wait_for_leader(above=leader.leadership or 0)
         training.wait_for_steps(1)
     training.wait_until_seated()

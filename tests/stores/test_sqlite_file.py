@@ -434,30 +434,32 @@ def public_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def opened_by_nobody(directory: Path) -> str:
-    """Open a data directory as a user without rights; return what the error says."""
+# All is imported before the rights are gone: such a user may not read the interpreter's files.
+AS_NOBODY = """
+import asyncio, os, sys
+from pathlib import Path
+from rdzv.errors import RendezvousError
+from rdzv.stores.sqlite import SqliteStore
 
-    def demoted() -> str:
-        if os.geteuid() == 0:
-            os.setresuid(65534, 65534, 65534)
-        try:
-            asyncio.run(opened_and_closed(directory))
-        except RendezvousError as error:
-            return f"{type(error).__name__}: {error}"
-        return "opened"
+async def main(begin):
+    store = await begin(Path(sys.argv[2]))
+    print((await store.survey()).leadership)
+    await store.close()
 
-    reader, writer = os.pipe()
-    # A fork, for such a user need not be able to read the interpreter's own files.
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writer, demoted().encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    return said
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+try:
+    asyncio.run(main(getattr(SqliteStore, sys.argv[1])))
+except RendezvousError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def as_nobody(begin: str, directory: Path) -> str:
+    """Open a data directory, or look at it, as a user without rights; return what came of it."""
+    command = [sys.executable, "-c", AS_NOBODY, begin, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
+    return done.stdout.strip()
 
 
 async def test_a_directory_without_permission_is_refused(public_folder: Path) -> None:
@@ -466,7 +468,7 @@ async def test_a_directory_without_permission_is_refused(public_folder: Path) ->
     (data / "lock").unlink()
     data.chmod(0o555)
     before = path.read_bytes()
-    said = await asyncio.to_thread(opened_by_nobody, data)
+    said = await asyncio.to_thread(as_nobody, "open", data)
     assert said.startswith(
         f"InvalidRequestError: data directory {data} can not be used: Permission"
     )
@@ -475,16 +477,37 @@ async def test_a_directory_without_permission_is_refused(public_folder: Path) ->
     data.chmod(0o755)
 
 
+async def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    old = old_file(there)
+    killed_while_open(old, "UPDATE leadership SET number = 4711")
+    (here / "rdzv.db").symlink_to(old)
+    assert await _leadership(here) == 4711
+    await opened_and_closed(here)
+    assert (here / "rdzv.db").is_symlink()
+    assert await _leadership(here) == 4711
+    assert sqlite_file.inspect(old) == sqlite_file.SCHEMA_VERSION
+
+
 async def test_a_file_without_permission_is_refused(public_folder: Path) -> None:
     data = public_folder / "data"
     path = await new_file(data)
     path.chmod(0o444)
     for name in ("", "lock"):
         (data / name).chmod(0o777)
-    said = await asyncio.to_thread(opened_by_nobody, data)
+    said = await asyncio.to_thread(as_nobody, "open", data)
     assert said.startswith(
         f"InvalidRequestError: {path} can not be written: Permission denied; give"
     )
+    # It may be read, so a look is allowed, though it can leave no links in the directory.
+    data.chmod(0o555)
+    assert await asyncio.to_thread(as_nobody, "look", data) == "0"
+    path.chmod(0o400)
+    said = await asyncio.to_thread(as_nobody, "look", data)
+    assert said.startswith("InvalidRequestError")
+    assert "can not be read: Permission denied" in said
+    data.chmod(0o755)
 
 
 def test_a_read_only_file_system_is_refused(

@@ -291,6 +291,63 @@ def test_after_a_pause_of_the_server_leases_begin_anew() -> None:
     assert fleet.lost == ["n1", "n2"]
 
 
+# ------------------------------------------------------------------ the silence of everyone
+
+
+def test_the_silence_of_everyone_at_once_is_excused_for_takeover_grace() -> None:
+    """A switch beside the server restarts: nobody is lost, nor whose ping went unanswered."""
+    fleet = Fleet()
+    for name in ("n1", "n2", "n3"):
+        fleet.connect(name, kind=AgentKind.FOREGROUND)
+    fleet.pass_until(20_000)
+    fleet.disconnect("n1")
+    fleet.pass_until(29_999)
+    assert not fleet.lost
+    fleet.pass_until(30_000)
+    assert sorted(fleet.lost) == ["n1", "n2", "n3"]
+
+
+def test_who_is_not_heard_within_a_lease_of_the_others_is_lost() -> None:
+    fleet = Fleet()
+    for name in ("n1", "n2", "n3"):
+        fleet.connect(name)
+    fleet.pass_until(20_000)
+    for second in range(20, 25):
+        fleet.pass_until(second * 1_000)
+        fleet.do(Hear(frozenset({"n1", "n3"})))
+    assert not fleet.lost
+    fleet.pass_until(25_000)
+    assert fleet.lost == ["n2"]
+
+
+def test_a_new_stream_is_heard_as_well() -> None:
+    fleet = Fleet()
+    for name in ("n1", "n2"):
+        fleet.connect(name)
+    fleet.pass_until(20_000)
+    fleet.connect("n3")
+    fleet.pass_until(23_000)
+    fleet.do(Hear(frozenset({"n3"})))
+    fleet.pass_until(25_000)
+    assert sorted(fleet.lost) == ["n1", "n2"]
+
+
+def test_silence_excuses_nobody_from_being_replaced() -> None:
+    """Its host was started anew while the server heard nobody: it is not kept out for long."""
+    fleet = Fleet()
+    for name in ("n1", "n2"):
+        fleet.connect(name)
+    fleet.pass_until(20_000)
+    assert fleet.connect("n1", instance="b") > 0
+
+
+def test_one_node_alone_is_given_up_when_its_lease_is_over() -> None:
+    fleet = Fleet()
+    fleet.connect("n1")
+    fleet.pass_until(5_000)
+    assert fleet.lost == ["n1"]
+
+
 # ------------------------------------------------------------------ fences
 
 

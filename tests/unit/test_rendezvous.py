@@ -7,9 +7,17 @@ from dataclasses import replace
 import pytest
 
 from rdzv.core.commands import Resume, Succeed, Tick
-from rdzv.core.events import NodeJoined, NodeLost, NodeStuck, RoundCompleted, RunBegan
+from rdzv.core.events import (
+    NodeJoined,
+    NodeLost,
+    NodeStuck,
+    RoundCompleted,
+    RoundSettled,
+    RunBegan,
+)
 from rdzv.core.invariants import violations
 from rdzv.core.model import (
+    Cause,
     JobState,
     Membership,
     Result,
@@ -85,6 +93,25 @@ def test_who_is_seated_unheard_keeps_its_seat_until_it_confirms() -> None:
     assert "n2" in job.state.seats
     job.stopped("n2", run=job.membership.run)
     assert "n2" in job.state.waiting
+
+
+@pytest.mark.parametrize("failure_first", [True, False])
+def test_who_was_cut_off_and_killed_its_workers_spends_no_restart(failure_first: bool) -> None:
+    """Though the others' workers have failed by that, before or after it is known."""
+    job = running("n1", "n2", settings=replace(SETTINGS, max_restarts=0))
+    if failure_first:
+        job.fail("n1")
+        job.stopped("n1")
+    cut_off = join("n2", settings=job.settings, run=job.membership.run, left_round=0)
+    job.do(replace(cut_off, fenced=True))
+    if not failure_first:
+        broken = join("n1", settings=job.settings, run=job.membership.run, left_round=0)
+        job.do(replace(broken, failures=(report(),)))
+    end = next(event for event in job.events if isinstance(event, RoundSettled))
+    assert end.cause is Cause.NODE_LEFT
+    assert end.reason == "n2: it was cut off, and has killed its workers (--fence-after)"
+    assert not job.membership.restarts
+    assert job.membership.ended is None
 
 
 # ------------------------------------------------------------------ 3. consistency

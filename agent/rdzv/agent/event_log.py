@@ -28,6 +28,9 @@ log = logging.getLogger("rdzv.agent")
 CLOSE_TIMEOUT_S = 5.0
 """How long the handler may take for the last events."""
 
+START_TIMEOUT_S = 30.0
+"""How much longer, if a job ends before its interpreter has imported torch."""
+
 AT_HAND = ("console",)
 """Handlers that every torch has: nothing needs to wait until it is imported."""
 
@@ -67,7 +70,10 @@ class EventLog:
         if self._side is None:
             return
         side, self._side = self._side, None
-        if not await side.close(CLOSE_TIMEOUT_S) and not side.refusal:
+        refused, timeout_s = bool(side.refusal), CLOSE_TIMEOUT_S
+        if not side.has_answered:
+            timeout_s += START_TIMEOUT_S
+        if not await side.close(timeout_s) and not refused:
             log.warning("the event handler had to be killed; it may have missed events")
         if self._lost:
             log.warning("the event handler has missed %d events", self._lost)

@@ -101,6 +101,11 @@ class SideProcess(asyncio.Protocol):
             raise InvalidRequestError(f"{what}: asked {self._python}: {reason}")
 
     @property
+    def has_answered(self) -> bool:
+        """Whether it has said that it is ready, or why it is not."""
+        return self._first.done()
+
+    @property
     def refusal(self) -> str:
         """Why it can not do what it is for, if it has said so."""
         return str(self._first.result().get("refused", "")) if self._first.done() else ""

@@ -93,6 +93,7 @@ def join(
         left_round=say.left_round,
         failures=_failures(say.failures, now_ms),
         refuse_reuse=refuse_reuse,
+        fenced=say.fenced,
     )
 
 

@@ -339,6 +339,7 @@ class Join(google.protobuf.message.Message):
     LEFT_ROUND_FIELD_NUMBER: builtins.int
     FAILURES_FIELD_NUMBER: builtins.int
     REFUSE_REUSE_FIELD_NUMBER: builtins.int
+    FENCED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -346,6 +347,8 @@ class Join(google.protobuf.message.Message):
     """The round whose workers are gone from this node; unset for a fresh join."""
     refuse_reuse: builtins.bool
     """A closed run refuses this join, where otherwise a new run would begin."""
+    fenced: builtins.bool
+    """The node was cut off, and has killed the workers of `left_round` itself; none had failed."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -364,9 +367,10 @@ class Join(google.protobuf.message.Message):
         left_round: builtins.int | None = ...,
         failures: collections.abc.Iterable[global___WorkerFailure] | None = ...,
         refuse_reuse: builtins.bool = ...,
+        fenced: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_left_round", b"_left_round", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_left_round", b"_left_round", "failures", b"failures", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "settings", b"settings"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_left_round", b"_left_round"]) -> typing.Literal["left_round"] | None: ...
 
 global___Join = Join
@@ -1162,7 +1166,9 @@ class NodeStatus(google.protobuf.message.Message):
     state_age_ms: builtins.int
     """How long it has been in this state."""
     reason: builtins.str
-    """Why it is not seated; empty if it is."""
+    """Why it is not seated, and empty if it is; of a job that is only watched, when its last
+    heartbeat was seen.
+    """
     role: builtins.str
     def __init__(
         self,

@@ -30,8 +30,9 @@ class Join:
     """Ask for a place in the next round.
 
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
-    fresh join. `claim` tells of that round to a server that may not know it. `new_run` is the uid
-    that a run gets which begins with this join.
+    fresh join. With `fenced` the node was cut off, and has killed those workers itself; none had
+    failed. `claim` tells of that round to a server that may not know it. `new_run` is the uid that
+    a run gets which begins with this join.
     """
 
     node_id: str
@@ -44,6 +45,7 @@ class Join:
     refuse_reuse: bool = False
     new_run: str = ""
     claim: Claim | None = None
+    fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

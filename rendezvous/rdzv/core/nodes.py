@@ -6,7 +6,10 @@ of agent differ in one thing: the workers of a foreground agent die with it, so 
 worth only `reconnect_grace_ms`; a daemon's workers live on, so it is worth a lease.
 
 Silence that the server could not hear proves nothing: after a take-over (`Expect`) or a pause of
-the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over.
+the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over. Nor does the silence
+of everyone at once, where they are two or more: the server itself is cut off, more likely than
+that all have died, and if they have, nobody is left who could take their seats. So while no node at
+all is heard, leases run on for `takeover_grace_ms`.
 
 One node_id, one speaker: a new instance takes over only once the old one's stream has ended.
 A node may *fence* itself: it kills its own workers so long after the last time that the server is
@@ -81,6 +84,8 @@ class NodeRecord:
     """When it connected, or went away."""
     heard_ms: int
     lease_ms: int
+    excused_until_ms: int = 0
+    """While nobody is heard: its lease is not over before."""
     fence_after_ms: int = 0
     """How long after it was last heard its workers are gone by its own doing; 0: they are not."""
     until_ms: int = 0
@@ -91,7 +96,9 @@ class NodeRecord:
     @property
     def expires_at_ms(self) -> int:
         """When the node is lost if nothing is heard of it."""
-        return self.until_ms if self.stream is None else self.heard_ms + self.lease_ms
+        if self.stream is None:
+            return self.until_ms
+        return max(self.heard_ms + self.lease_ms, self.excused_until_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +282,8 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         replaced=None if same or old is None else old.incarnation,
         stale_stream=old.stream if old else None,
     )
-    return NodesTransition(_put(replace(nodes, counter=counter), record), (connected,))
+    others = _end_excuses(replace(nodes, counter=counter), now_ms)
+    return NodesTransition(_put(others, record), (connected,))
 
 
 def check_fence(fence_after_ms: int, lease_ms: int) -> None:
@@ -313,7 +321,8 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
             f"node_id {command.node_id} was taken over by {_who(old)}; this instance is "
             "superseded and must stop its workers"
         )
-    if old.stream is not None and now_ms < old.expires_at_ms:
+    # Not `expires_at_ms`: that somebody speaks for it is no time to excuse its silence.
+    if old.stream is not None and now_ms < old.heard_ms + old.lease_ms:
         age_s = (now_ms - old.since_ms) / 1000
         raise NodeSupersededError(
             f"node_id {command.node_id} is in use by {_who(old)}, connected {age_s:.0f} s ago; "
@@ -339,11 +348,26 @@ def _who(record: NodeRecord) -> str:
 
 def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
     heard = {
-        node_id: replace(record, heard_ms=now_ms)
+        node_id: replace(record, heard_ms=now_ms, excused_until_ms=0)
         for node_id in command.node_ids
         if (record := nodes.records.get(node_id)) is not None and record.stream is not None
     }
-    return NodesTransition(replace(nodes, records={**nodes.records, **heard}))
+    return NodesTransition(_end_excuses(replace(nodes, records={**nodes.records, **heard}), now_ms))
+
+
+def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
+    """Now that somebody is heard, whoever was excused has one more lease: its word may be next."""
+    excused = {
+        record.node_id: replace(
+            record, excused_until_ms=min(record.excused_until_ms, now_ms + record.lease_ms)
+        )
+        for record in nodes.records.values()
+        if record.excused_until_ms > now_ms
+    }
+    if not excused:
+        return nodes
+    shortened = replace(nodes, records={**nodes.records, **excused})
+    return replace(shortened, wake_at_ms=_next_expiry(shortened))
 
 
 def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransition:
@@ -356,6 +380,9 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     if old.fence_after_ms:
         until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
     firm = announced or old.fence_after_ms > 0
+    if _deaf_until_ms(nodes, now_ms) > until_ms:
+        # It was given up by a ping that nobody could answer, not ended by the node.
+        until_ms, firm = _deaf_until_ms(nodes, now_ms), True
     record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)
     return NodesTransition(_put(nodes, record), (_away(record),))
 
@@ -414,6 +441,8 @@ def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
 def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
     if nodes.wake_at_ms is None or now_ms < nodes.wake_at_ms:
         return NodesTransition(nodes)
+    if excused := _excused(nodes, now_ms):
+        nodes = replace(nodes, records={**nodes.records, **excused})
     lost = [record for record in nodes.records.values() if record.expires_at_ms <= now_ms]
     gone = {record.node_id for record in lost}
     left = replace(
@@ -424,6 +453,33 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
         for record in lost
     )
     return NodesTransition(replace(left, wake_at_ms=_next_expiry(left)), events)
+
+
+def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
+    """Say until when the silence of connected nodes proves nothing; 0 if any of them is heard.
+
+    Nobody is heard if no word has come for half a lease: there are several heartbeats in one.
+    """
+    connected = [record for record in nodes.records.values() if record.stream is not None]
+    if len(connected) < 2:
+        return 0
+    newest = max(connected, key=lambda record: record.heard_ms)
+    if now_ms < newest.heard_ms + newest.lease_ms // 2:
+        return 0
+    return newest.heard_ms + nodes.tuning.takeover_grace_ms
+
+
+def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
+    """Excuse those whose lease is over while nobody else is heard either."""
+    silent = [
+        record
+        for record in nodes.records.values()
+        if record.stream is not None and record.expires_at_ms <= now_ms
+    ]
+    until_ms = _deaf_until_ms(nodes, now_ms) if silent else 0
+    if until_ms <= now_ms:
+        return {}
+    return {record.node_id: replace(record, excused_until_ms=until_ms) for record in silent}
 
 
 def _why_lost(record: NodeRecord, now_ms: int) -> str:

@@ -455,7 +455,14 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
         failures = _failures(work, command.node_id, round_, command.failures)
-        if round_.live and failures:
+        if command.fenced:
+            # Whoever has failed meanwhile has lost its connections to the workers killed here.
+            reason = (
+                f"{command.node_id}: it was cut off, and has killed its workers (--fence-after)"
+            )
+            _end_round(work, Cause.NODE_LEFT, reason, broken=True)
+            _charge_instead(work, Cause.NODE_LEFT, reason)
+        elif round_.live and failures:
             _end_by_failure(work, failures)
         elif round_.live:
             reason = f"{command.node_id}: it has stopped its workers, and joins again"

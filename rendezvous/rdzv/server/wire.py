@@ -380,6 +380,7 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
         left_round=message.left_round if message.HasField("left_round") else None,
         failures=_failures(message.failures, limits),
         refuse_reuse=message.refuse_reuse,
+        fenced=message.fenced,
     )
 
 

@@ -13,7 +13,7 @@ import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -97,7 +97,7 @@ class EtcdConfig:
     tls: bool = False
     """Whether endpoints are https; a CA or a certificate says so too."""
     user: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
     ca: Path | None = None
     """Who signed the members' certificates; without one, the system's authorities."""
     cert: Path | None = None
