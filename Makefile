@@ -40,6 +40,16 @@ test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip 
 unit: $(READY)  ## the quick tests: ten seconds, no processes but their own
 	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2
 
+SEEDS ?= 10000
+
+.PHONY: sim
+sim: $(READY)  ## random histories of everything that can go wrong; SEEDS=N or FIRST:LAST
+	@$(BIN)/python -m tests.sim --seeds $(SEEDS) --coverage
+
+.PHONY: sim-mutants
+sim-mutants: $(READY)  ## planted bugs: the simulator must catch every one of them
+	@$(BIN)/python -m tests.sim.mutants
+
 .PHONY: integration
 integration: $(READY)  ## real processes, real gRPC, kill -9
 	@$(BIN)/python -m pytest tests/integration -q --durations=10

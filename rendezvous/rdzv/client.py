@@ -13,7 +13,8 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,6 +51,10 @@ OWN_BACKEND = "rdzv"
 
 PROTOCOL_VERSION = 1
 """The protocol that the nodes of this version speak."""
+
+WATCH_TIMEOUT_S = 60.0
+"""For how long a watcher looks for a server that answers, when it has lost the one that did."""
+WATCH_RETRY_S = 0.5
 
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
@@ -400,6 +405,31 @@ class ControlClient:
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         return _job_status(self._call(lambda stub: stub.GetStatus, request))
 
+    def watch(self, rdzv_id: str) -> Iterator[JobStatus]:
+        """Yield what a job is doing, at once and then whenever it changes; this never ends.
+
+        While no server answers it asks those that it knows in turn, and raises only when none of
+        them has for a while.
+        """
+        request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
+        silent_since_s = time.monotonic()
+        while True:
+            call = self._stub().WatchJob(request)
+            try:
+                for status in call:
+                    yield _job_status(status)
+                    silent_since_s = time.monotonic()
+            except grpc.RpcError as failure:
+                error = self._error(failure)
+                silent_s = time.monotonic() - silent_since_s
+                lasting = not isinstance(error, RendezvousConnectionError | LimitExceededError)
+                if lasting or silent_s > WATCH_TIMEOUT_S:
+                    raise error from failure
+                if not self._rota.failed(error):
+                    time.sleep(WATCH_RETRY_S)
+            finally:
+                call.cancel()
+
     def jobs(self) -> tuple[JobSummary, ...]:
         """Return every job that the server knows, by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
@@ -447,6 +477,31 @@ class ControlClient:
                 call.cancel()
         file.seek(0)
         return verify(file, f"what {self.server} has sent")
+
+    def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
+        """End a run: its nodes stop their workers and leave. Return the job as it then is."""
+        request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
+        return _job_status(self._call(lambda stub: stub.StopJob, request))
+
+    def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
+        """End a round and have another form; no restart is spent. One that has ended stays so."""
+        request = pb.RestartJobRequest(
+            rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
+        )
+        return _job_status(self._call(lambda stub: stub.RestartJob, request))
+
+    def scale(
+        self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
+    ) -> JobStatus:
+        """Give a run other bounds than it was launched with."""
+        request = pb.ScaleJobRequest(
+            rdzv_id=_checked_name(rdzv_id),
+            run=run,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            reason=reason,
+        )
+        return _job_status(self._call(lambda stub: stub.ScaleJob, request))
 
     def servers(self) -> tuple[Server, ...]:
         """Return the servers that share a store, the one that leads among them."""

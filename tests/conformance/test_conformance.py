@@ -608,7 +608,10 @@ CASES: Sequence[Case] = [
         "--rdzv-backend=etcd --rdzv-endpoint=localhost:@PORT see.py",
         {"workers": 0},
         USAGE,
-        says=("EtcdStubError", "--rdzv-backend=etcd is not supported by this version"),
+        says=(
+            "EtcdStubError",
+            "--rdzv-id is missing: with --rdzv-backend=etcd all jobs share one etcd",
+        ),
     ),
     Case(
         "logs specs that nobody has",

@@ -25,13 +25,18 @@ from rdzv.core.commands import (
     MarkLost,
     ReportStoreHost,
     ReportStuck,
+    Restart,
     Resume,
+    Scale,
+    Stop,
     Succeed,
     Tick,
 )
 from rdzv.core.events import (
     Event,
+    JobScaled,
     LastCallBegan,
+    NodeAdopted,
     NodeCameBack,
     NodeJoined,
     NodeLeaving,
@@ -41,6 +46,7 @@ from rdzv.core.events import (
     NodeStuck,
     NodeSucceeded,
     NodeWentAway,
+    RoundAdopted,
     RoundCompleted,
     RoundEnded,
     RoundSettled,
@@ -216,6 +222,8 @@ def read_command(line: Line, said: Said) -> Command:
     """Read one command to a rendezvous."""
     if line.verb == "tick":
         return Tick()
+    if line.verb in ("stop", "restart", "scale"):
+        return _read_operator(line, said)
     reader = _READERS.get(line.verb)
     if reader is None:
         raise ScenarioError(f"no such command: {line.verb}")
@@ -318,6 +326,20 @@ def _about_round(kind: type[Resume] | type[Succeed]) -> _Reader:
     return read
 
 
+def _read_operator(line: Line, said: Said) -> Command:
+    run = line.take("run", said.run)
+    bounds = line.word().partition(":") if line.verb == "scale" else ("", "", "")
+    number, reason = line.number("round", 0), line.word("an operator asked for it")
+    line.finish()
+    match line.verb:
+        case "stop":
+            return Stop(run, reason)
+        case "restart":
+            return Restart(run, number, reason)
+        case _:
+            return Scale(run, int(bounds[0]), int(bounds[2]), reason)
+
+
 _Reader = Callable[[Line, str, int, Said], Command]
 
 _READERS: Mapping[str, _Reader] = {
@@ -342,6 +364,12 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
     match command:
         case Tick():
             return "tick"
+        case Stop():
+            return f"stop run={command.run}"
+        case Restart():
+            return f"restart run={command.run} round={command.round}"
+        case Scale():
+            return f"scale {command.min_nodes}:{command.max_nodes} run={command.run}"
         case Join():
             words = ["join", name, *([f"run={command.run}"] if command.run else [])]
             words += [f"left_round={command.left_round}"] if command.left_round is not None else []
@@ -404,8 +432,12 @@ def _what(event: Event | NodesEvent) -> str:
             return f"round={event.round} {write_failure(event.failure)}"
         case LastCallBegan():
             return f"{event.nodes} nodes, {write_ms(event.for_ms)}"
-        case RoundCompleted():
+        case RoundCompleted() | RoundAdopted():
             return write_round(event.round)
+        case NodeAdopted():
+            return f"{event.node_id} round={event.round} GROUP_RANK={event.group_rank}"
+        case JobScaled():
+            return f"{event.min_nodes}:{event.max_nodes}: {event.reason}"
         case RoundEnded():
             broken = " (broken)" if event.end.broken else ""
             return f"round={event.round}{broken} {event.end.cause}: {event.end.reason}"

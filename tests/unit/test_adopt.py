@@ -269,8 +269,7 @@ def test_an_ended_run_is_not_raised_from_the_dead():
     [
         {"rank_first": 0},
         {"world_size": 2},
-        {"group_world_size": 9, "world_size": 60},
-        {"group_world_size": 1, "world_size": 6},
+        {"group_world_size": 9, "world_size": 5},
     ],
 )
 def test_a_claim_of_what_can_not_be_changes_nothing(wrong: dict[str, Any]):
@@ -300,6 +299,44 @@ def test_a_round_of_which_only_a_leaver_has_told_may_still_be_claimed():
     assert job.round.number == 7
     assert job.membership.next_round == 8
     assert job.round.live
+
+
+@pytest.mark.parametrize(("nodes", "scaled"), [(3, None), (5, (2, 5)), (1, (1, 3))])
+def test_a_round_outside_the_launched_bounds_was_scaled(
+    nodes: int, scaled: tuple[int, int] | None
+) -> None:
+    """That an operator gave it other bounds is not known; that it has them is plain."""
+    job = Job()
+    job.do(resume(0, group_world_size=nodes, world_size=2 * nodes))
+    assert job.membership.scaled == scaled
+    assert len(job.round.participants) == nodes
+
+
+def test_a_run_that_others_may_still_run_forms_no_round_before_they_had_time_to_say_so():
+    """A spare is the first to speak to a server without memory."""
+    job = Job(Settings(1, 3, last_call_timeout_ms=0))
+    job.join("n9", run=FORMER)
+    job.pass_until(29_999)
+    assert job.membership.round is None
+    job.pass_until(30_000)
+    assert job.round.number == 0
+
+
+def test_who_runs_it_after_all_goes_on_while_the_spare_waits():
+    job = Job(Settings(1, 3, last_call_timeout_ms=0))
+    job.join("n9", run=FORMER)
+    job.pass_until(5_000)
+    for group_rank in range(3):
+        job.do(resume(group_rank))
+    job.pass_until(100_000)
+    assert job.round.number == 7
+    assert job.round.live
+
+
+def test_a_fresh_job_waits_for_nobody():
+    job = Job(Settings(1, 3, last_call_timeout_ms=0))
+    job.join("n9")
+    assert job.round.number == 0
 
 
 def test_a_place_is_claimed_once():

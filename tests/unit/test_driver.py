@@ -793,6 +793,7 @@ def every_event() -> list[events.Event]:
         events.NodeAdopted("n1", 0, 0),
         events.RoundEnded(0, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
         events.RoundSettled(0, Cause.NODE_LOST, "n2 was lost", 0, 3),
+        events.JobScaled(1, 2, "scaled by root at head"),
         events.RunEnded("run-1", ended),
     ]
 

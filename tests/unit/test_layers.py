@@ -97,8 +97,8 @@ RULES = (
         "**/*.py",
         never=of("torch"),
         but=of(
-            *("agent/store_host.py", "agent/zygote.py", "torchrun.py", "torchrun/*.py"),
-            "c10d/store_server.py",
+            *("agent/store_host.py", "agent/torch_side.py", "agent/zygote.py"),
+            *("torchrun.py", "torchrun/*.py", "c10d/store_server.py"),
         ),
     ),
     Rule(

@@ -65,7 +65,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
     """Count the workers of this node that the agent has ended, by how they took it."""
     by_end: dict[str, list[int]] = {}
     for fate in workers:
-        if fate.stopped is not None:
+        if fate.stopped is not None and fate.pid is not None:
             by_end.setdefault(_end(fate, fate.stopped), []).append(fate.local_rank)
     if not by_end:
         return []

@@ -87,6 +87,8 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     STORE_HOST: _Cause.ValueType  # 5
     START_FAILED: _Cause.ValueType  # 6
     STOPPED: _Cause.ValueType  # 7
+    OPERATOR: _Cause.ValueType  # 8
+    """An operator asked for it."""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper): ...
 
@@ -98,6 +100,8 @@ NODES_JOINED: Cause.ValueType  # 4
 STORE_HOST: Cause.ValueType  # 5
 START_FAILED: Cause.ValueType  # 6
 STOPPED: Cause.ValueType  # 7
+OPERATOR: Cause.ValueType  # 8
+"""An operator asked for it."""
 global___Cause = Cause
 
 class _Result:
@@ -1342,6 +1346,81 @@ class Event(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Event = Event
+
+@typing.final
+class StopJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    """The run that is meant, so that the next one is not ended by a repetition."""
+    reason: builtins.str
+    """Who wants it and why, for everyone who asks later."""
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
+
+global___StopJobRequest = StopJobRequest
+
+@typing.final
+class RestartJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    """The round that is meant."""
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run"]) -> None: ...
+
+global___RestartJobRequest = RestartJobRequest
+
+@typing.final
+class ScaleJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    MIN_NODES_FIELD_NUMBER: builtins.int
+    MAX_NODES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    min_nodes: builtins.int
+    max_nodes: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        min_nodes: builtins.int = ...,
+        max_nodes: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
+
+global___ScaleJobRequest = ScaleJobRequest
 
 @typing.final
 class ListServersRequest(google.protobuf.message.Message):

@@ -115,6 +115,11 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.WatchJob = channel.unary_stream(
+                '/rdzv.v1.Control/WatchJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/rdzv.v1.Control/ListJobs',
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListJobsRequest.SerializeToString,
@@ -130,6 +135,21 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.FromString,
                 _registered_method=True)
+        self.StopJob = channel.unary_unary(
+                '/rdzv.v1.Control/StopJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.StopJobRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.RestartJob = channel.unary_unary(
+                '/rdzv.v1.Control/RestartJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.RestartJobRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.ScaleJob = channel.unary_unary(
+                '/rdzv.v1.Control/ScaleJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
         self.Backup = channel.unary_stream(
                 '/rdzv.v1.Control/Backup',
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.SerializeToString,
@@ -142,6 +162,13 @@ class ControlServicer(object):
 
     def GetStatus(self, request, context):
         """What a job is doing, and why. NOT_FOUND if no run of it is known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchJob(self, request, context):
+        """The same, at once and then whenever it changes, until the caller has enough.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +196,28 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StopJob(self, request, context):
+        """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
+        if another has begun. The answer of this and the next two is the job as it then is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartJob(self, request, context):
+        """Ends a round, and has another form; no restart is spent. A round that has ended is left alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleJob(self, request, context):
+        """Gives a run other bounds than it was launched with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Backup(self, request, context):
         """All that the store holds, as lines of one file that `rdzvd --restore` reads.
         """
@@ -181,6 +230,11 @@ def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
+            ),
+            'WatchJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchJob,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
             ),
@@ -198,6 +252,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListServers,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.SerializeToString,
+            ),
+            'StopJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopJob,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.StopJobRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
+            ),
+            'RestartJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartJob,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.RestartJobRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
+            ),
+            'ScaleJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleJob,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
             ),
             'Backup': grpc.unary_stream_rpc_method_handler(
                     servicer.Backup,
@@ -230,6 +299,33 @@ class Control(object):
             request,
             target,
             '/rdzv.v1.Control/GetStatus',
+            rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rdzv.v1.Control/WatchJob',
             rdzv_dot_v1_dot_rdzv__pb2.GetStatusRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
             options,
@@ -313,6 +409,87 @@ class Control(object):
             '/rdzv.v1.Control/ListServers',
             rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.ListServersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/StopJob',
+            rdzv_dot_v1_dot_rdzv__pb2.StopJobRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/RestartJob',
+            rdzv_dot_v1_dot_rdzv__pb2.RestartJobRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ScaleJob',
+            rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,6 +75,12 @@ class ControlStub:
     ]
     """What a job is doing, and why. NOT_FOUND if no run of it is known."""
 
+    WatchJob: grpc.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.GetStatusRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """The same, at once and then whenever it changes, until the caller has enough."""
+
     ListJobs: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
         rdzv.v1.rdzv_pb2.ListJobsResponse,
@@ -95,6 +101,26 @@ class ControlStub:
     one of them answers.
     """
 
+    StopJob: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.StopJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
+    if another has begun. The answer of this and the next two is the job as it then is.
+    """
+
+    RestartJob: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.RestartJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+
+    ScaleJob: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ScaleJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Gives a run other bounds than it was launched with."""
+
     Backup: grpc.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
         rdzv.v1.rdzv_pb2.BackupChunk,
@@ -107,6 +133,12 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
     """What a job is doing, and why. NOT_FOUND if no run of it is known."""
+
+    WatchJob: grpc.aio.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.GetStatusRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """The same, at once and then whenever it changes, until the caller has enough."""
 
     ListJobs: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
@@ -128,6 +160,26 @@ class ControlAsyncStub:
     one of them answers.
     """
 
+    StopJob: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.StopJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
+    if another has begun. The answer of this and the next two is the job as it then is.
+    """
+
+    RestartJob: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.RestartJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+
+    ScaleJob: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ScaleJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Gives a run other bounds than it was launched with."""
+
     Backup: grpc.aio.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
         rdzv.v1.rdzv_pb2.BackupChunk,
@@ -142,6 +194,14 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
         """What a job is doing, and why. NOT_FOUND if no run of it is known."""
+
+    @abc.abstractmethod
+    def WatchJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.JobStatus], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.JobStatus]]:
+        """The same, at once and then whenever it changes, until the caller has enough."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -168,6 +228,32 @@ class ControlServicer(metaclass=abc.ABCMeta):
         """The servers that share one store: which of them leads, and where the others listen. Every
         one of them answers.
         """
+
+    @abc.abstractmethod
+    def StopJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.StopJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
+        """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
+        if another has begun. The answer of this and the next two is the job as it then is.
+        """
+
+    @abc.abstractmethod
+    def RestartJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.RestartJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
+        """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+
+    @abc.abstractmethod
+    def ScaleJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.ScaleJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
+        """Gives a run other bounds than it was launched with."""
 
     @abc.abstractmethod
     def Backup(

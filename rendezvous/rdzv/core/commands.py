@@ -148,6 +148,37 @@ class MarkLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """An operator ends this run; every node of it stops its workers and leaves."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """An operator has this round end and another form. No restart is spent."""
+
+    run: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator gives this run other bounds than it was launched with.
+
+    A round with more than `max_nodes` ends at once, and the highest GROUP_RANKs become spares; one
+    with fewer than `min_nodes` runs on until it ends by itself.
+    """
+
+    run: str
+    min_nodes: int
+    max_nodes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Let time pass; does nothing before the state's own `wake_at_ms`."""
 
@@ -163,5 +194,8 @@ Command = (
     | MarkAway
     | MarkBack
     | MarkLost
+    | Stop
+    | Restart
+    | Scale
     | Tick
 )

@@ -153,6 +153,15 @@ class RoundSettled:
 
 
 @dataclass(frozen=True, slots=True)
+class JobScaled:
+    """An operator gave the run other bounds."""
+
+    min_nodes: int
+    max_nodes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """The run is closed and forms no more rounds."""
 
@@ -178,5 +187,6 @@ Event = (
     | NodeAdopted
     | RoundEnded
     | RoundSettled
+    | JobScaled
     | RunEnded
 )

@@ -140,14 +140,14 @@ def _why_ended(end: RoundEnd) -> str:
 
 
 def _explain_joining(state: State, now_ms: int) -> str:
-    settings, ready = state.membership.settings, state.ready
-    bounds = f"{settings.min_nodes}:{settings.max_nodes}"
+    ready = state.ready
+    bounds = f"{state.membership.min_nodes}:{state.membership.max_nodes}"
     due_ms = completion_due_ms(state)
     if due_ms is not None:
         left = _seconds(due_ms - now_ms)
         text = f"have {ready} of {bounds} nodes; {_waits_for(state)}, {left} left"
         return text + _missing(state, now_ms)
-    missing = max(settings.min_nodes - ready, 0)
+    missing = max(state.membership.min_nodes - ready, 0)
     if not missing:
         away = [node_id for node_id in state.waiting if node_id in state.away]
         text = f"have {ready} of {bounds} nodes; waiting for {_names(away)} to come back"
@@ -160,7 +160,8 @@ def _waits_for(state: State) -> str:
     """Say what time is given to before the next round, when enough nodes are there."""
     failures = state.membership.store_failures
     if state.membership.round is None:
-        return "last call"
+        resumed = state.membership.resumed_at_ms is not None
+        return "others may run it still, and have time to say so" if resumed else "last call"
     if failures:
         times = "once" if failures == 1 else f"{failures} times in a row"
         return f"backing off, for the store host failed {times}"
@@ -212,7 +213,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
             f"{_seconds(held_ms - now_ms)}"
         )
     if _all_seats_taken(state):
-        return f"spare: all {state.membership.settings.max_nodes} seats are taken"
+        return f"spare: all {state.membership.max_nodes} seats are taken"
     if job_state(state) is JobState.RUNNING:
         return f"{_why_not_let_in(state)}; {explain(state, now_ms)}"
     return explain(state, now_ms)
@@ -230,7 +231,7 @@ def _why_not_let_in(state: State) -> str:
 
 
 def _all_seats_taken(state: State) -> bool:
-    return len(state.seats) >= state.membership.settings.max_nodes
+    return len(state.seats) >= state.membership.max_nodes
 
 
 def view(state: State, now_ms: int) -> JobView:
@@ -244,8 +245,8 @@ def view(state: State, now_ms: int) -> JobView:
         state=job_state(state),
         reason=explain(state, now_ms),
         round=round_.number if round_ else None,
-        min_nodes=membership.settings.min_nodes,
-        max_nodes=membership.settings.max_nodes,
+        min_nodes=membership.min_nodes,
+        max_nodes=membership.max_nodes,
         world_size=round_.world_size if round_ else 0,
         restarts=_restarts(membership, now_ms),
         max_restarts=membership.settings.max_restarts,

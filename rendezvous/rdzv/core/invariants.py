@@ -91,9 +91,10 @@ def _new_round(before: State, after: State) -> list[str]:
     if before.membership.run == after.membership.run and after.membership.run == "":
         return ["consistency: a round without a run"]
     found = []
-    settings, nodes = after.membership.settings, len(round_.participants)
-    if not settings.min_nodes <= nodes <= settings.max_nodes:
-        found.append(f"barrier: {nodes} nodes, {settings.min_nodes}:{settings.max_nodes} asked")
+    least, most = after.membership.min_nodes, after.membership.max_nodes
+    nodes = len(round_.participants)
+    if not least <= nodes <= most:
+        found.append(f"barrier: {nodes} nodes, {least}:{most} asked")
     if len({p.node_id for p in round_.participants}) != nodes:
         found.append("consistency: a node takes part twice")
     rank_first = 0

@@ -32,6 +32,7 @@ class Cause(StrEnum):
     NODES_JOINED = "nodes joined"
     STORE_HOST = "store host"
     START_FAILED = "start failed"
+    OPERATOR = "operator"
 
 
 class LeaveCause(StrEnum):
@@ -283,6 +284,25 @@ class Membership:
     ended: Ended | None = None
     earlier: tuple[EndedRun, ...] = ()
     """The latest runs before this one, oldest first; bounded."""
+    resumed_at_ms: int | None = None
+    """When a node brought this run to a server that did not know it. Others may have workers."""
+    scaled: tuple[int, int] | None = None
+    """The bounds that an operator has given this run in place of those it was launched with."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """How many nodes a round needs now, and how many it may have."""
+        return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)
+
+    @property
+    def min_nodes(self) -> int:
+        """How many nodes a round needs now."""
+        return self.bounds[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """How many nodes a round may have now."""
+        return self.bounds[1]
 
 
 @dataclass(frozen=True, slots=True)

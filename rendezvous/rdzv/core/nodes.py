@@ -380,9 +380,11 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     if old.fence_after_ms:
         until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
     firm = announced or old.fence_after_ms > 0
-    if _deaf_until_ms(nodes, now_ms) > until_ms:
-        # It was given up by a ping that nobody could answer, not ended by the node.
-        until_ms, firm = _deaf_until_ms(nodes, now_ms), True
+    # While nobody is heard, or was just now, the end of a stream is no word of the node: a ping
+    # that nobody could answer has ended it, or the news of an earlier end comes late.
+    excused_until_ms = max(_deaf_until_ms(nodes, now_ms), old.excused_until_ms)
+    if excused_until_ms > until_ms:
+        until_ms, firm = excused_until_ms, True
     record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)
     return NodesTransition(_put(nodes, record), (_away(record),))
 

@@ -26,12 +26,16 @@ from rdzv.core.commands import (
     MarkLost,
     ReportStoreHost,
     ReportStuck,
+    Restart,
     Resume,
+    Scale,
+    Stop,
     Succeed,
     Tick,
 )
 from rdzv.core.events import (
     Event,
+    JobScaled,
     LastCallBegan,
     NodeAdopted,
     NodeCameBack,
@@ -231,6 +235,8 @@ def _apply(work: _Step, command: Command) -> None:
             _join(work, command)
         case Resume():
             _resume(work, command)
+        case Stop() | Restart() | Scale():
+            _obey_operator(work, command)
         case Tick():
             pass
         case _:
@@ -356,6 +362,8 @@ def _begin_run(work: _Step, command: Join) -> None:
         )
     run = command.run or command.new_run
     membership = _next_run(old, run, command.settings, work.now_ms)
+    if command.run:
+        membership = replace(membership, resumed_at_ms=work.now_ms)
     reason = "the first of this job"
     if old.ended:
         reason = f"the last one has {old.ended.result}: {old.ended.reason}"
@@ -513,11 +521,10 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
         work.put(seats=_without(work.state.seats, held), away=_without(work.state.away, held))
     else:
         round_ = first_claim(node_id, incarnation, claim, work.now_ms)
-        settings = claim.settings
-        if round_ is None or not settings.min_nodes <= claim.group_world_size <= settings.max_nodes:
+        if round_ is None:
             return
         if command.run != work.membership.run:
-            _adopt_run(work, command.run, settings)
+            _adopt_run(work, command.run, claim.settings)
         _adopt_round(work, round_)
     work.put(
         seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
@@ -550,9 +557,18 @@ def _adopt_round(work: _Step, round_: Round) -> None:
         seats={node_id: Seat(0, work.now_ms) for node_id in others},
         away=away | {node_id: Away(work.now_ms, until_ms, firm=True) for node_id in others},
     )
-    restarts = restarts_known(work.membership, round_.restarts, work.now_ms)
-    next_round = max(work.membership.next_round, round_.number + 1)
-    work.store(replace(work.membership, round=round_, next_round=next_round, restarts=restarts))
+    membership, nodes = work.membership, len(round_.participants)
+    bounds = (min(membership.min_nodes, nodes), max(membership.max_nodes, nodes))
+    work.store(
+        replace(
+            membership,
+            round=round_,
+            next_round=max(membership.next_round, round_.number + 1),
+            restarts=restarts_known(membership, round_.restarts, work.now_ms),
+            # What is outside the bounds was scaled by an operator; how far is not known.
+            scaled=membership.scaled if bounds == membership.bounds else bounds,
+        )
+    )
     work.state = replace(work.state, stop_deadline_ms=None, last_leave=None)
     work.events.append(RoundAdopted(round_))
 
@@ -679,6 +695,40 @@ def _report_store_host(work: _Step, command: ReportStoreHost) -> None:
         reason = f"on {command.node_id}: {command.reason}"
         _end_round(work, Cause.STORE_HOST, reason, broken=True)
         _charge_instead(work, Cause.STORE_HOST, reason)
+
+
+def _obey_operator(work: _Step, command: Stop | Restart | Scale) -> None:
+    """Do what an operator asks of the run that was looked at; of another one, it is refused."""
+    membership, round_ = work.membership, work.membership.round
+    if command.run != membership.run or membership.ended is not None:
+        what = membership.ended.result if membership.ended else "been followed by another"
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} has {what} meanwhile; nothing was changed"
+        )
+    match command:
+        case Stop():
+            _close(work, Result.STOPPED, command.reason)
+        case Restart():
+            if round_ is None or command.round > round_.number:
+                raise InvalidRequestError(
+                    f"{membership.rdzv_id} has had no round {command.round}; nothing was changed"
+                )
+            if command.round == round_.number:
+                _end_round(work, Cause.OPERATOR, command.reason, broken=False)
+        case Scale():
+            _scale(work, command)
+
+
+def _scale(work: _Step, command: Scale) -> None:
+    bounds = (command.min_nodes, command.max_nodes)
+    membership = work.membership
+    if bounds == membership.bounds:
+        return
+    work.store(replace(membership, scaled=bounds))
+    work.events.append(JobScaled(*bounds, command.reason))
+    round_ = membership.round
+    if round_ is not None and len(work.state.seats) > command.max_nodes:
+        _end_round(work, Cause.OPERATOR, command.reason, broken=False)
 
 
 def _mark_away(work: _Step, command: MarkAway) -> None:
@@ -932,14 +982,14 @@ def _count_ready(work: _Step) -> bool:
         work.state = replace(state, enough_since_ms=None, short_since_ms=None, regained=False)
         return True
     ready = state.ready
-    enough = ready >= settings.min_nodes
-    short = ready + len(state.seats) < settings.min_nodes
+    enough = ready >= work.membership.min_nodes
+    short = ready + len(state.seats) < work.membership.min_nodes
     if enough and state.enough_since_ms is None:
         regained = state.short_since_ms is not None and work.membership.round is not None
         work.state = replace(
             state, enough_since_ms=work.now_ms, short_since_ms=None, regained=regained
         )
-        if work.membership.round is None and ready < settings.max_nodes:
+        if work.membership.round is None and ready < work.membership.max_nodes:
             work.events.append(LastCallBegan(ready, settings.last_call_timeout_ms))
         return True
     if not enough and state.enough_since_ms is not None:
@@ -965,7 +1015,7 @@ def _complete_round(work: _Step) -> bool:
     state, membership = work.state, work.membership
     ready = {n: w for n, w in state.waiting.items() if n not in state.away}
     prior = membership.round.participants if membership.round else ()
-    participants = assign_seats(prior, ready, membership.settings.max_nodes)
+    participants = assign_seats(prior, ready, membership.max_nodes)
     first = participants[0].offer
     round_ = Round(
         number=membership.next_round,
@@ -996,10 +1046,12 @@ def completion_due_ms(state: State) -> int | None:
     if membership.store_failures and round_ and round_.end:
         backoff_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
         earliest_ms = round_.end.at_ms + min(backoff_ms, tuning.store_backoff_max_ms)
-    if state.ready >= settings.max_nodes:
+    if round_ is None and membership.resumed_at_ms is not None:
+        earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
+    if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
     if round_ is None:
-        return enough_ms + settings.last_call_timeout_ms
+        return max(enough_ms + settings.last_call_timeout_ms, earliest_ms)
     if state.regained:
         quiet_ms = state.newest_ms + tuning.gather_quiet_ms
         gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
@@ -1041,7 +1093,7 @@ def _free_seats(state: State) -> int:
         return 0
     if not state.waiting or some_succeeded(state) or some_seat_away(state):
         return 0
-    return settings.max_nodes - len(state.seats)
+    return state.membership.max_nodes - len(state.seats)
 
 
 def some_succeeded(state: State) -> bool:
@@ -1106,7 +1158,8 @@ def _time_out_joining(work: _Step) -> bool:
     here = ", ".join(work.state.waiting) or "nobody"
     reason = (
         f"join timeout: {settings.join_timeout_ms / 1000:g} s passed with {work.state.ready} of "
-        f"{settings.min_nodes}:{settings.max_nodes} nodes; there: {here}{_missing(work.state)}"
+        f"{work.membership.min_nodes}:{work.membership.max_nodes} nodes; there: "
+        f"{here}{_missing(work.state)}"
     )
     _close(work, Result.FAILED, reason, retry_sensible=True)
     return True

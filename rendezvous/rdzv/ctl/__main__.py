@@ -184,11 +184,24 @@ def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None)
 @rdzvctl.command("status")
 @click.argument("job")
 @click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
+@click.option(
+    "-w",
+    "--watch",
+    "watched",
+    is_flag=True,
+    help="Show it anew whenever it changes, until it has ended or Ctrl-C; with -o json, one "
+    "document a line.",
+)
 @_output_option
 @_connection_options
 def _status(
-    job: str, everything: bool, output: str, server: str | None, timeout_s: float | None
-) -> str:
+    job: str,
+    everything: bool,
+    watched: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | None:
     """Show what JOB does, and why.
 
     JOB is its rdzv_id. Of a job that has ended, the last run is shown. Nodes beyond 40 and long
@@ -198,6 +211,11 @@ def _status(
     from rdzv.ctl.layout import page_for
 
     with _client(server, timeout_s) as client:
+        if watched:
+            from rdzv.ctl.watch import show
+
+            show(client, job, as_documents=output == "json", everything=everything)
+            return None
         found = client.status(job)
     if output == "json":
         return as_json.status(found)
@@ -245,6 +263,132 @@ def _events(
     if output == "json":
         return as_json.events(job, found)
     return as_text.events(job, found, page_for(sys.stdout))
+
+
+@rdzvctl.command("wait")
+@click.argument("job")
+@click.option(
+    "--for",
+    "wait_s",
+    type=click.FloatRange(min=0, min_open=True, max=30 * 86_400),
+    metavar="SECONDS",
+    help="Give up after so long; without it, never.",
+)
+@_connection_options
+@click.pass_context
+def _wait(
+    context: click.Context,
+    job: str,
+    wait_s: float | None,
+    server: str | None,
+    timeout_s: float | None,
+) -> None:
+    """Wait until JOB has ended.
+
+    \b
+    Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
+    4 it goes on after --for SECONDS.
+    """
+    from rdzv.ctl.watch import wait
+
+    with _client(server, timeout_s) as client:
+        text, code = wait(client, job, wait_s)
+    click.echo(text)
+    context.exit(code)
+
+
+_reason_option = click.option(
+    "--reason", metavar="TEXT", help="Why, for those who ask later; who asks is added."
+)
+
+
+@rdzvctl.command("stop")
+@click.argument("job")
+@_reason_option
+@_connection_options
+def _stop(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
+    """End JOB: its workers get SIGTERM and time to save, and every node of it leaves."""
+    with _client(server, timeout_s) as client:
+        run = client.status(job).run or ""
+        found = client.stop(job, run, _by_whom("stopped", reason))
+    return f"{job} is {found.state}"
+
+
+@rdzvctl.command("restart")
+@click.argument("job")
+@_reason_option
+@_connection_options
+def _restart(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
+    """Have JOB stop its workers, which get time to save, and form a new round.
+
+    No restart is spent.
+    """
+    with _client(server, timeout_s) as client:
+        before = client.status(job)
+        if before.round is None or before.state != "running":
+            raise InvalidRequestError(f"{job} is {before.state}, and has no workers to restart")
+        client.restart(job, before.run or "", before.round, _by_whom("restarted", reason))
+    return f"{job}: round {before.round} ends, and another forms"
+
+
+@rdzvctl.command("scale")
+@click.argument("job")
+@click.argument("bounds", metavar="MIN:MAX")
+@_reason_option
+@_connection_options
+def _scale(
+    job: str, bounds: str, reason: str | None, server: str | None, timeout_s: float | None
+) -> str:
+    """Let JOB have MIN to MAX nodes, whatever it was launched with.
+
+    If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. Fewer
+    than MIN run on until their round ends by itself.
+    """
+    least, colon, most = bounds.partition(":")
+    if not (least.isdigit() and (most if colon else least).isdigit()):
+        raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
+    with _client(server, timeout_s) as client:
+        run = client.status(job).run or ""
+        why = _by_whom("scaled", reason)
+        found = client.scale(job, run, int(least), int(most if colon else least), why)
+    return f"{job} may have {found.min_nodes}:{found.max_nodes} nodes"
+
+
+def _by_whom(what: str, reason: str | None) -> str:
+    """Say who asks: at night nobody remembers."""
+    import getpass
+    import socket
+
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):
+        who = f"uid {os.getuid()}"
+    return f"{what} by {who} at {socket.gethostname()}" + (f": {reason}" if reason else "")
+
+
+@rdzvctl.command("version")
+def _version() -> str:
+    """Show the version of rdzvctl."""
+    from importlib import metadata
+
+    return f"{_PROGRAM} {metadata.version('rdzv')}"
+
+
+@rdzvctl.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def _completion(shell: str) -> str:
+    """Print what completes rdzvctl's commands and options in SHELL.
+
+    \b
+    bash: eval "$(rdzvctl completion bash)"
+    zsh:  eval "$(rdzvctl completion zsh)"
+    fish: rdzvctl completion fish | source
+    """
+    from click.shell_completion import get_completion_class
+
+    completion = get_completion_class(shell)
+    assert completion is not None, "click knows all three"
+    return completion(rdzvctl, {}, _PROGRAM, "_RDZVCTL_COMPLETE").source()
 
 
 @rdzvctl.command("servers")

@@ -37,6 +37,11 @@ def servers(found: Sequence[Server]) -> str:
     return _document({"servers": [asdict(server) for server in found]})
 
 
+def one_line(document: str) -> str:
+    """Return a document as one line, for those that follow each other."""
+    return json.dumps(json.loads(document))
+
+
 def _document(fields: Mapping[str, object]) -> str:
     # Pure ASCII, so that nothing in it can harm a terminal either.
     return json.dumps({"version": VERSION, **fields}, indent=2)

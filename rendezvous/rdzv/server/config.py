@@ -83,6 +83,8 @@ class Limits:
     """Messages that wait for one slow reader before its stream is closed."""
     inbox: int = 1_024
     """Messages of one node that wait while the store is away, before its stream is closed."""
+    watchers: int = 1_000
+    """Callers that watch a job, each of which costs a message for every change."""
     history_rows: int = HISTORY_ROWS
     """Rows of history of one job; see `stores.base`."""
     history_default: int = 200

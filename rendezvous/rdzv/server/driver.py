@@ -19,7 +19,8 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -87,6 +88,9 @@ class Driver:
         self._alone = asyncio.Event()
         """Set while no stream is open."""
         self._alone.set()
+        self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
+        """By rdzv_id: what those wait for who watch a job."""
+        self._watchers = 0
         self._numbers = itertools.count(1)
         self._stopping = False
 
@@ -158,6 +162,8 @@ class Driver:
         self._stopping = True
         for stream in self._streams.values():
             stream.close(error)
+        for changed in self._changes.values():
+            changed.set()
 
     # ---------------------------------------------------------------- what jobs publish
 
@@ -172,6 +178,8 @@ class Driver:
             self._admitted(job, news.command.node_id, now_ms)
         elif isinstance(news.command, Resume):
             self._present(job, news.command.node_id)
+        if (changed := self._changes.pop(job.rdzv_id, None)) is not None:
+            changed.set()
         for node_id, message in told.news(news.before, news.after, news.events, now_ms):
             self._send(node_id, message)
         if any(isinstance(event, RunEnded) for event in news.events):
@@ -480,6 +488,41 @@ class Driver:
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
         return view(state, self._clock.now_ms())
+
+    async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
+        """Show one job, at once and then whenever it has changed. Who is slow misses some.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            LimitExceededError: too many are watching.
+            RendezvousConnectionError: this server does not serve any more.
+
+        """
+        if self._watchers >= self._limits.watchers:
+            raise LimitExceededError(
+                f"{self._watchers} callers watch jobs here, and no more may; try again later, or "
+                "raise the limit `watchers`"
+            )
+        self._watchers += 1
+        try:
+            while not self._stopping:
+                changed = self._changes.setdefault(rdzv_id, asyncio.Event())
+                yield await self.status(rdzv_id)
+                await changed.wait()
+            raise RendezvousConnectionError("this server does not serve any more; ask again")
+        finally:
+            self._watchers -= 1
+
+    async def obey(self, rdzv_id: str, command: Command) -> JobView:
+        """Do what an operator asks of a job, and show it as it then is.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            RendezvousClosedError: the run that is meant has ended.
+
+        """
+        await self.status(rdzv_id)
+        return view(await self.submit(rdzv_id, command), self._clock.now_ms())
 
     async def list(self) -> tuple[JobView, ...]:
         """Show every job that can be read, by name."""

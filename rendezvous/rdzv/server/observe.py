@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from rdzv.core.events import (
     Event,
+    JobScaled,
     LastCallBegan,
     NodeAdopted,
     NodeCameBack,
@@ -90,6 +91,8 @@ def _describe(event: Event) -> str:
             return f"round {event.round} is charged to {event.cause}: {event.reason}" + _budget(
                 event
             )
+        case JobScaled():
+            return f"scaled to {event.min_nodes}:{event.max_nodes} nodes: {event.reason}"
         case RunEnded():
             return f"run {event.run} {event.ended.result}: {event.ended.reason}"
 

@@ -11,11 +11,11 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
 Inbox = asyncio.Queue[tuple[str, Command] | None]
+
+Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
 log = logging.getLogger("rdzv.service")
 
@@ -271,6 +273,18 @@ class ControlService(pb_grpc.ControlServicer):
             await _abort(context, error)
         return wire.job_status(view, self._clock.now_ms())
 
+    async def WatchJob(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: AnyContext
+    ) -> AsyncIterator[pb.JobStatus]:
+        """Show one job whenever it changes."""
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            async with aclosing(self._replica.driver.watch(rdzv_id)) as views:
+                async for view in views:
+                    yield wire.job_status(view, self._clock.now_ms())
+        except RendezvousError as error:
+            await _abort(context, error)
+
     async def ListJobs(  # noqa: N802
         self, request: pb.ListJobsRequest, context: AnyContext
     ) -> pb.ListJobsResponse:
@@ -293,6 +307,34 @@ class ControlService(pb_grpc.ControlServicer):
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
+
+    async def StopJob(  # noqa: N802
+        self, request: pb.StopJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """End a run."""
+        return await self._obey(request, wire.stop_of, context)
+
+    async def RestartJob(  # noqa: N802
+        self, request: pb.RestartJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """End a round, and have another form."""
+        return await self._obey(request, wire.restart_of, context)
+
+    async def ScaleJob(  # noqa: N802
+        self, request: pb.ScaleJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Give a run other bounds."""
+        return await self._obey(request, wire.scale_of, context)
+
+    async def _obey(
+        self, request: Wish, read: Callable[[Wish, Limits], Command], context: AnyContext
+    ) -> pb.JobStatus:
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            view = await self._replica.driver.obey(rdzv_id, read(request, self._limits))
+        except RendezvousError as error:
+            await _abort(context, error)
+        return wire.job_status(view, self._clock.now_ms())
 
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: AnyContext

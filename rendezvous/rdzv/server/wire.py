@@ -21,7 +21,10 @@ from rdzv.core.commands import (
     Leave,
     ReportStoreHost,
     ReportStuck,
+    Restart,
     Resume,
+    Scale,
+    Stop,
     Succeed,
 )
 from rdzv.core.explain import JobView, NodeView
@@ -167,14 +170,17 @@ def _traceback(text: str, limits: Limits) -> str:
     return text if cut <= 0 else "..." + text[cut + 3 :]
 
 
-def _settings(message: pb.Settings, limits: Limits) -> Settings:
+def _bounds(message: pb.Settings | pb.ScaleJobRequest, limits: Limits) -> tuple[int, int]:
     most = limits.nodes_per_job
     min_nodes = _within("min_nodes", message.min_nodes, 1, most)
     max_nodes = _within("max_nodes", message.max_nodes, 1, most)
     if min_nodes > max_nodes:
-        raise _refuse(
-            "min_nodes", min_nodes, f"is above max_nodes {max_nodes}", "give --nnodes=MIN:MAX"
-        )
+        raise _refuse("min_nodes", min_nodes, f"is above max_nodes {max_nodes}", "give MIN:MAX")
+    return min_nodes, max_nodes
+
+
+def _settings(message: pb.Settings, limits: Limits) -> Settings:
+    min_nodes, max_nodes = _bounds(message, limits)
     return Settings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -420,6 +426,30 @@ def _store_host(message: pb.StoreHostFailed, speaker: Speaker, limits: Limits) -
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
     """Read for how long an agent will be away."""
     return _within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
+
+
+# ------------------------------------------------------------------ what operators ask
+
+
+def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
+    """Read which run is to end."""
+    return Stop(_uid("run", message.run, limits), _wish(message.reason, limits))
+
+
+def restart_of(message: pb.RestartJobRequest, limits: Limits) -> Restart:
+    """Read which round is to end."""
+    run = _uid("run", message.run, limits)
+    return Restart(run, message.round, _wish(message.reason, limits))
+
+
+def scale_of(message: pb.ScaleJobRequest, limits: Limits) -> Scale:
+    """Read a run's new bounds."""
+    run = _uid("run", message.run, limits)
+    return Scale(run, *_bounds(message, limits), _wish(message.reason, limits))
+
+
+def _wish(reason: str, limits: Limits) -> str:
+    return _sentence(reason, limits) or "an operator asked for it"
 
 
 # ------------------------------------------------------------------ what nodes are told

@@ -1,0 +1,101 @@
+"""An operator's commands do what they say to a job that runs for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import BIN, JOB, Cluster, cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def ctl(c: Cluster, *args: str) -> tuple[int, str]:
+    done = c.run("rdzvctl", *args, environ={"RDZV_SERVER": c.endpoint})
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def test_restart_scale_wait_and_stop(c: Cluster) -> None:
+    nodes = [c.start_node(f"n{i}", nnodes="1:2") for i in (1, 2)]
+    c.wait_for_round(0, workers=2)
+    waiting = subprocess.Popen(
+        [BIN / "rdzvctl", "--server", c.endpoint, "wait", JOB],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=c.environ(),
+    )
+    try:
+        assert ctl(c, "restart", JOB) == (0, f"{JOB}: round 0 ends, and another forms")
+        after = c.wait_for_round(1, workers=2)
+        assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
+        assert ctl(c, "scale", JOB, "1:1", "--reason", "night rate")[0] == 0
+        assert c.wait_for_round(2, workers=1)[0]["WORLD_SIZE"] == "1"
+        status = c.status()
+        assert (status.min_nodes, status.max_nodes, status.restarts) == (1, 1, 0)
+        assert [node.state for node in status.nodes] == ["seated", "spare"]
+        assert ctl(c, "wait", JOB, "--for=0.2") == (4, f"{JOB} is running after 0.2 s")
+        assert ctl(c, "stop", JOB)[0] == 0
+        said, _ = waiting.communicate(timeout=60)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert waiting.returncode == 3
+    assert said.startswith(f"{JOB} has stopped: stopped by ")
+    assert [node.wait() != 0 for node in nodes] == [True, True]
+    code, text = ctl(c, "events", JOB)
+    assert code == 0
+    assert "night rate" in text
+    code, text = ctl(c, "stop", JOB)
+    assert code == 1
+    assert "has stopped meanwhile; nothing was changed" in text
+    assert ctl(c, "restart", JOB)[0] == 1
+
+
+def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server(
+    c: Cluster,
+) -> None:
+    node = c.start_node("n1", nnodes="1")
+    c.wait_for_round(0, workers=1)
+    watching = subprocess.Popen(
+        [BIN / "rdzvctl", "--server", c.endpoint, "status", JOB, "--watch", "-o", "json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=c.environ(),
+    )
+    assert watching.stdout is not None
+    try:
+        assert json.loads(watching.stdout.readline())["state"] == "running"
+        c.kill_server()
+        c.start_server()
+        c.finish()
+        rest, _ = watching.communicate(timeout=60)
+    finally:
+        watching.kill()
+        watching.wait()
+    assert json.loads(rest.splitlines()[-1])["state"] == "succeeded"
+    assert watching.returncode == 0
+    assert node.wait() == 0
+
+
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_a_job_that_is_not_known_is_named(c: Cluster, command: str) -> None:
+    code, text = ctl(c, command, "nobody")
+    assert code == 1
+    assert "no job nobody is known here" in text
+
+
+def test_one_server_alone_leads(c: Cluster) -> None:
+    code, text = ctl(c, "servers", "-o", "json")
+    assert code == 0
+    (server,) = json.loads(text)["servers"]
+    assert (server["address"], server["leads"]) == (c.endpoint, True)
+    assert server["store"].endswith("(sqlite)")
