@@ -138,6 +138,8 @@ class NodeMessage(google.protobuf.message.Message):
     STUCK_FIELD_NUMBER: builtins.int
     STORE_HOST_FAILED_FIELD_NUMBER: builtins.int
     AWAY_FIELD_NUMBER: builtins.int
+    LOG_PIECE_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -156,6 +158,10 @@ class NodeMessage(google.protobuf.message.Message):
     def store_host_failed(self) -> global___StoreHostFailed: ...
     @property
     def away(self) -> global___Away: ...
+    @property
+    def log_piece(self) -> global___LogPiece: ...
+    @property
+    def progress(self) -> global___Progress: ...
     def __init__(
         self,
         *,
@@ -168,10 +174,12 @@ class NodeMessage(google.protobuf.message.Message):
         stuck: global___Stuck | None = ...,
         store_host_failed: global___StoreHostFailed | None = ...,
         away: global___Away | None = ...,
+        log_piece: global___LogPiece | None = ...,
+        progress: global___Progress | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away"] | None: ...
+    def HasField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -698,6 +706,100 @@ class Away(google.protobuf.message.Message):
 global___Away = Away
 
 @typing.final
+class LogPiece(google.protobuf.message.Message):
+    """A piece of a log that the server has asked for with `ReadLog`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    local_rank: builtins.int
+    stderr: builtins.bool
+    """Standard error, otherwise standard output."""
+    round: builtins.int
+    data: builtins.bytes
+    last: builtins.bool
+    """No more comes, because there is no more, or for this reason."""
+    error: builtins.str
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        local_rank: builtins.int = ...,
+        stderr: builtins.bool = ...,
+        round: builtins.int = ...,
+        data: builtins.bytes = ...,
+        last: builtins.bool = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "last", b"last", "local_rank", b"local_rank", "request", b"request", "round", b"round", "stderr", b"stderr"]) -> None: ...
+
+global___LogPiece = LogPiece
+
+@typing.final
+class Progress(google.protobuf.message.Message):
+    """How far the workers of `round` on this node are; said at most once a second, and only if it has
+    changed. Ranks that have not said anything are left out.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankProgress]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        ranks: collections.abc.Iterable[global___RankProgress] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run"]) -> None: ...
+
+global___Progress = Progress
+
+@typing.final
+class RankProgress(google.protobuf.message.Message):
+    """What one worker has said of itself in its RDZV_PROGRESS_FILE."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    RATE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    step: builtins.int
+    age_ms: builtins.int
+    """How long ago it has said so."""
+    rate: builtins.float
+    """Steps a second over the last while; 0 if it is not known."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        step: builtins.int = ...,
+        age_ms: builtins.int = ...,
+        rate: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "rank", b"rank", "rate", b"rate", "step", b"step"]) -> None: ...
+
+global___RankProgress = RankProgress
+
+@typing.final
 class ServerMessage(google.protobuf.message.Message):
     """---------------------------------------------------------------- server -> node"""
 
@@ -712,6 +814,8 @@ class ServerMessage(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     HEARD_FIELD_NUMBER: builtins.int
+    READ_LOG_FIELD_NUMBER: builtins.int
+    LOG_CREDIT_FIELD_NUMBER: builtins.int
     leadership: builtins.int
     """Grows with every server that takes over; a node ignores lower ones than it has heard."""
     @property
@@ -730,6 +834,10 @@ class ServerMessage(google.protobuf.message.Message):
     def waiting(self) -> global___Waiting: ...
     @property
     def heard(self) -> global___Heard: ...
+    @property
+    def read_log(self) -> global___ReadLog: ...
+    @property
+    def log_credit(self) -> global___LogCredit: ...
     def __init__(
         self,
         *,
@@ -742,10 +850,12 @@ class ServerMessage(google.protobuf.message.Message):
         refused: global___Refused | None = ...,
         waiting: global___Waiting | None = ...,
         heard: global___Heard | None = ...,
+        read_log: global___ReadLog | None = ...,
+        log_credit: global___LogCredit | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "log_credit", b"log_credit", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "log_credit", b"log_credit", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -792,6 +902,78 @@ class Heard(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
 
 global___Heard = Heard
+
+@typing.final
+class ReadLog(google.protobuf.message.Message):
+    """Asks the node for what its workers have written; answered by `LogPiece`s with the same request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    STDOUT_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
+    TAIL_BYTES_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    rdzv_id: builtins.str
+    round: builtins.int
+    """Unset: the last round on this node."""
+    local_rank: builtins.int
+    """Unset: all of them."""
+    stdout: builtins.bool
+    stderr: builtins.bool
+    follow: builtins.bool
+    """Go on with what is yet to be written, also in later rounds, until the job ends."""
+    tail_bytes: builtins.int
+    """Only so much of the end of each file; 0: all of it."""
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        rdzv_id: builtins.str = ...,
+        round: builtins.int | None = ...,
+        local_rank: builtins.int | None = ...,
+        stdout: builtins.bool = ...,
+        stderr: builtins.bool = ...,
+        follow: builtins.bool = ...,
+        tail_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_round", b"_round", "local_rank", b"local_rank", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_round", b"_round", "follow", b"follow", "local_rank", b"local_rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_local_rank", b"_local_rank"]) -> typing.Literal["local_rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
+
+global___ReadLog = ReadLog
+
+@typing.final
+class LogCredit(google.protobuf.message.Message):
+    """The node may send so many more bytes for this request; the first are granted by `ReadLog` itself.
+    With `cancel` nobody wants them any more.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    bytes: builtins.int
+    cancel: builtins.bool
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        bytes: builtins.int = ...,
+        cancel: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cancel", b"cancel", "request", b"request"]) -> None: ...
+
+global___LogCredit = LogCredit
 
 @typing.final
 class Joined(google.protobuf.message.Message):
@@ -1073,6 +1255,7 @@ class JobStatus(google.protobuf.message.Message):
     LAST_FAILURE_AGE_MS_FIELD_NUMBER: builtins.int
     LAST_END_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -1108,6 +1291,10 @@ class JobStatus(google.protobuf.message.Message):
     def last_failure(self) -> global___RootCause:
         """The last failure, if there was one in this run."""
 
+    @property
+    def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankProgress]:
+        """What workers have said of their progress in this round, by RANK."""
+
     def __init__(
         self,
         *,
@@ -1131,9 +1318,10 @@ class JobStatus(google.protobuf.message.Message):
         last_failure_age_ms: builtins.int | None = ...,
         last_end: builtins.str | None = ...,
         backend: builtins.str = ...,
+        progress: collections.abc.Iterable[global___RankProgress] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -1346,6 +1534,104 @@ class Event(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Event = Event
+
+@typing.final
+class ForgetJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id"]) -> None: ...
+
+global___ForgetJobRequest = ForgetJobRequest
+
+@typing.final
+class ForgetJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ForgetJobResponse = ForgetJobResponse
+
+@typing.final
+class ReadLogsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    STDOUT_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
+    TAIL_BYTES_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    rank: builtins.int
+    """Unset: all ranks."""
+    round: builtins.int
+    """Unset: the last round."""
+    stdout: builtins.bool
+    """Neither: both."""
+    stderr: builtins.bool
+    follow: builtins.bool
+    tail_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        rank: builtins.int | None = ...,
+        round: builtins.int | None = ...,
+        stdout: builtins.bool = ...,
+        stderr: builtins.bool = ...,
+        follow: builtins.bool = ...,
+        tail_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "follow", b"follow", "rank", b"rank", "rdzv_id", b"rdzv_id", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
+
+global___ReadLogsRequest = ReadLogsRequest
+
+@typing.final
+class LogLines(google.protobuf.message.Message):
+    """What one worker has written, in order; pieces of several workers come as they are read."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    rank: builtins.int
+    local_rank: builtins.int
+    stderr: builtins.bool
+    round: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        rank: builtins.int = ...,
+        local_rank: builtins.int = ...,
+        stderr: builtins.bool = ...,
+        round: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "local_rank", b"local_rank", "node_id", b"node_id", "rank", b"rank", "round", b"round", "stderr", b"stderr"]) -> None: ...
+
+global___LogLines = LogLines
 
 @typing.final
 class StopJobRequest(google.protobuf.message.Message):

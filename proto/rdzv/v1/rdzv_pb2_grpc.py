@@ -130,6 +130,16 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
                 _registered_method=True)
+        self.ForgetJob = channel.unary_unary(
+                '/rdzv.v1.Control/ForgetJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ForgetJobRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ForgetJobResponse.FromString,
+                _registered_method=True)
+        self.ReadLogs = channel.unary_stream(
+                '/rdzv.v1.Control/ReadLogs',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.LogLines.FromString,
+                _registered_method=True)
         self.ListServers = channel.unary_unary(
                 '/rdzv.v1.Control/ListServers',
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
@@ -183,6 +193,21 @@ class ControlServicer(object):
 
     def ListEvents(self, request, context):
         """A job's history, oldest first. NOT_FOUND if the job is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetJob(self, request, context):
+        """Forgets a job that has ended, and its history.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLogs(self, request, context):
+        """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
+        when the job has ended. UNAVAILABLE if a node that has some is not connected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,6 +272,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListEvents,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'ForgetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetJob,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ForgetJobRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ForgetJobResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ReadLogsRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.LogLines.SerializeToString,
             ),
             'ListServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServers,
@@ -382,6 +417,60 @@ class Control(object):
             '/rdzv.v1.Control/ListEvents',
             rdzv_dot_v1_dot_rdzv__pb2.ListEventsRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ForgetJob',
+            rdzv_dot_v1_dot_rdzv__pb2.ForgetJobRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ForgetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rdzv.v1.Control/ReadLogs',
+            rdzv_dot_v1_dot_rdzv__pb2.ReadLogsRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.LogLines.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,6 +93,20 @@ class ControlStub:
     ]
     """A job's history, oldest first. NOT_FOUND if the job is not known."""
 
+    ForgetJob: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ForgetJobRequest,
+        rdzv.v1.rdzv_pb2.ForgetJobResponse,
+    ]
+    """Forgets a job that has ended, and its history."""
+
+    ReadLogs: grpc.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.ReadLogsRequest,
+        rdzv.v1.rdzv_pb2.LogLines,
+    ]
+    """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
+    when the job has ended. UNAVAILABLE if a node that has some is not connected.
+    """
+
     ListServers: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListServersRequest,
         rdzv.v1.rdzv_pb2.ListServersResponse,
@@ -151,6 +165,20 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
     """A job's history, oldest first. NOT_FOUND if the job is not known."""
+
+    ForgetJob: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ForgetJobRequest,
+        rdzv.v1.rdzv_pb2.ForgetJobResponse,
+    ]
+    """Forgets a job that has ended, and its history."""
+
+    ReadLogs: grpc.aio.UnaryStreamMultiCallable[
+        rdzv.v1.rdzv_pb2.ReadLogsRequest,
+        rdzv.v1.rdzv_pb2.LogLines,
+    ]
+    """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
+    when the job has ended. UNAVAILABLE if a node that has some is not connected.
+    """
 
     ListServers: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListServersRequest,
@@ -218,6 +246,24 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListEventsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListEventsResponse]]:
         """A job's history, oldest first. NOT_FOUND if the job is not known."""
+
+    @abc.abstractmethod
+    def ForgetJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.ForgetJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ForgetJobResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ForgetJobResponse]]:
+        """Forgets a job that has ended, and its history."""
+
+    @abc.abstractmethod
+    def ReadLogs(
+        self,
+        request: rdzv.v1.rdzv_pb2.ReadLogsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.LogLines], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.LogLines]]:
+        """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
+        when the job has ended. UNAVAILABLE if a node that has some is not connected.
+        """
 
     @abc.abstractmethod
     def ListServers(
