@@ -7,6 +7,7 @@ from rdzv.agent.fates import LocalRound, NodeOutcome, Stop, WorkerFate
 from rdzv.agent.summary import ranges, summary
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
+LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
 TERM = Stop(signal.SIGTERM, 5_000)
 
 
@@ -100,6 +101,11 @@ def test_a_broken_connection_as_the_first_failure_points_to_its_other_end() -> N
     assert "Failed because of it, as their connections broke:\n  rank 1" in told
 
 
+def test_workers_that_were_never_started_were_not_ended_either() -> None:
+    never = LocalRound.begin(LINE, 2).told_to_end({0, 1}, TERM).workers
+    assert ended(workers=never) == "job-7: the job has failed: no restart is left"
+
+
 def test_success_says_nothing_of_single_workers() -> None:
     told = summary("job-7", NodeOutcome(0, "the job has succeeded", workers=(fate(0),)))
     assert told == "job-7: the job has succeeded"
@@ -112,9 +118,6 @@ def test_numbers_in_a_row_are_written_as_a_range() -> None:
 
 
 # ------------------------------------------------------------------ what became of each worker
-
-
-LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
 
 
 def test_a_worker_that_failed_before_it_was_told_to_end_has_failed() -> None:

@@ -1,10 +1,10 @@
 """What was once said keeps its meaning, so programs of different versions understand each other.
 
 `protocol/v1.jsonl` has messages as the programs of protocol 1 wrote them, byte for byte, with what
-they mean; `protocol/v1.fields.json` has the number and type of every field. A file is recorded
-once, when its protocol is new, and never changed: a change that breaks it needs a new protocol.
+they mean; `protocol/v1.fields.json` has the number and type of every field. What is recorded is
+never changed, only added to: a change that breaks it needs a new protocol.
 
-    python -m tests.unit.test_versions     # record the present protocol, if it is not yet
+    python -m tests.unit.test_versions     # record what was added
 """
 
 from __future__ import annotations
@@ -324,22 +324,23 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
 
 
 def record() -> None:
-    """Write the files of the present protocol, unless it has them."""
+    """Add to the files of the present protocol what they lack; what they have is never changed."""
     version = config.PROTOCOL_VERSION
     messages, fields = FOLDER / f"v{version}.jsonl", FOLDER / f"v{version}.fields.json"
-    if not messages.exists():
-        rows = [
-            {
+    lines = messages.read_text().splitlines() if messages.exists() else []
+    known = {json.loads(line)["name"] for line in lines}
+    for name, message in (*samples_of_nodes(), *samples_of_servers()):
+        if name not in known:
+            row = {
                 "name": name,
                 "kind": message.DESCRIPTOR.name,
                 "bytes": message.SerializeToString(deterministic=True).hex(),
                 "means": meaning(message),
             }
-            for name, message in (*samples_of_nodes(), *samples_of_servers())
-        ]
-        messages.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if not fields.exists():
-        fields.write_text(json.dumps(fields_of_all(), indent=0, sort_keys=True) + "\n")
+            lines.append(json.dumps(row))
+    messages.write_text("".join(f"{line}\n" for line in lines))
+    old = json.loads(fields.read_text()) if fields.exists() else {}
+    fields.write_text(json.dumps({**fields_of_all(), **old}, indent=0, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rdzv.agent.hosting import serving_if_elected, serving_itself, serving_other
 from rdzv.agent.launch import Launch, local_address
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
+from rdzv.concurrency import single_error
 from rdzv.stores.etcd_client import EtcdConfig
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -41,28 +42,29 @@ async def take_part(
     does, which they elect; without an endpoint this one serves itself.
     """
     drivers: list[JobDriver] = []
-    async with contextlib.AsyncExitStack() as stack:
-        signals = {signum for launch in launches for signum in launch.signals}
-        early = stack.enter_context(_signals_to(drivers, signals))
-        if host_at is not None:
-            await stack.enter_async_context(serving_others(host_at))
-        elif not endpoints:
-            endpoints = [await stack.enter_async_context(serving_itself())]
-        servers = endpoints
-        if elect_by is not None:
-            elected = serving_if_elected(elect_by, launches[0].local_addr)
-            servers = [await stack.enter_async_context(elected)]
-        link = ServerLink(servers, await _identity(node_id, endpoints[0]))
-        drivers += [JobDriver(launch, link) for launch in launches]
-        for signum in early:
-            _post(signum, drivers)
-        try:
-            for driver in drivers:
-                await driver.prepare(endpoints[0])
-            return await _talk(link, drivers)
-        finally:
-            for driver in drivers:
-                await driver.close()
+    with single_error():
+        async with contextlib.AsyncExitStack() as stack:
+            signals = {signum for launch in launches for signum in launch.signals}
+            early = stack.enter_context(_signals_to(drivers, signals))
+            if host_at is not None:
+                await stack.enter_async_context(serving_others(host_at))
+            elif not endpoints:
+                endpoints = [await stack.enter_async_context(serving_itself())]
+            servers = endpoints
+            if elect_by is not None:
+                elected = serving_if_elected(elect_by, launches[0].local_addr)
+                servers = [await stack.enter_async_context(elected)]
+            link = ServerLink(servers, await _identity(node_id, endpoints[0]))
+            drivers += [JobDriver(launch, link) for launch in launches]
+            for signum in early:
+                _post(signum, drivers)
+            try:
+                for driver in drivers:
+                    await driver.prepare(endpoints[0])
+                return await _talk(link, drivers)
+            finally:
+                for driver in drivers:
+                    await driver.close()
 
 
 async def _identity(node_id: str, endpoint: Endpoint) -> Identity:

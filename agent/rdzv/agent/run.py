@@ -56,11 +56,8 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
                 launch.job.node_id, meeting.endpoints, [launch], meeting.host_at, meeting.elect_by
             )
         )
-    except (RendezvousError, OSError, ExceptionGroup) as error:
-        found = _single(error)
-        if not isinstance(found, RendezvousError | OSError):
-            raise
-        _fail(found, EXIT_USAGE if isinstance(found, InvalidRequestError) else EXIT_FAILED)
+    except (RendezvousError, OSError) as error:
+        _fail(error, EXIT_USAGE if isinstance(error, InvalidRequestError) else EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
     log.log(level, "%s", summary(launch.job.rdzv_id, outcome))
     if outcome.failures and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
@@ -69,13 +66,6 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
         except OSError as error:
             log.warning("TORCHELASTIC_ERROR_FILE can not be written: %s", error)
     sys.exit(outcome.exit_code)
-
-
-def _single(error: Exception) -> Exception:
-    """Take an error out of the groups of tasks that it has come through."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:

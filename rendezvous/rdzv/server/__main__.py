@@ -297,6 +297,7 @@ async def _run_replica(
     stop: asyncio.Event,
 ) -> None:
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
+    from rdzv.concurrency import single_error
     from rdzv.server.replica import Replica
     from rdzv.server.service import server_version, serving
     from rdzv.stores.election import Election
@@ -304,17 +305,18 @@ async def _run_replica(
 
     version = server_version()
     replica = Replica(clock, etcd.place, version)
-    async with (
-        EtcdClient.connected(etcd) as client,
-        serving(replica, clock, config, facade) as bound,
-        _http(replica, config) as http,
-        Election.running(client, str(config.advertise or bound), version) as election,
-        asyncio.TaskGroup() as tasks,
-    ):
-        campaign = tasks.create_task(replica.campaign(client, election, config))
-        _say_ready(bound, f"data in {etcd.place}", facade, http)
-        await stop.wait()
-        campaign.cancel()
+    with single_error():
+        async with (
+            EtcdClient.connected(etcd) as client,
+            serving(replica, clock, config, facade) as bound,
+            _http(replica, config) as http,
+            Election.running(client, str(config.advertise or bound), version) as election,
+            asyncio.TaskGroup() as tasks,
+        ):
+            campaign = tasks.create_task(replica.campaign(client, election, config))
+            _say_ready(bound, f"data in {etcd.place}", facade, http)
+            await stop.wait()
+            campaign.cancel()
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from rdzv.concurrency import single_error
 from rdzv.core import nodes
 from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Tick
 from rdzv.core.events import RunEnded
@@ -107,7 +108,7 @@ class Driver:
 
         The store remains open; it belongs to the caller.
         """
-        try:
+        with single_error():
             async with asyncio.TaskGroup() as group:
                 driver = cls(store, clock, config, Tasks(group), new_uid)
                 await driver._start()
@@ -115,11 +116,6 @@ class Driver:
                     yield driver
                 finally:
                     await driver._stop()
-        except BaseExceptionGroup as errors:
-            # The group is our affair: a caller that raises one error is to see that one.
-            if len(errors.exceptions) == 1:
-                raise errors.exceptions[0] from errors.exceptions[0].__cause__
-            raise
 
     @property
     def leadership(self) -> int:

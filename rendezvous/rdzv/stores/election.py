@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from rdzv.concurrency import single_error
 from rdzv.errors import RendezvousConnectionError
 from rdzv.stores.etcd_client import Created, EtcdClient, Get, KeyValue, Put
 
@@ -128,21 +129,17 @@ class Election:
         """
         election = cls(client, address, version)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = (
-                    group.create_task(election._hold_sessions()),
-                    group.create_task(election._follow()),
-                )
-                try:
-                    yield election
-                finally:
-                    for task in tasks:
-                        task.cancel()
-        except BaseExceptionGroup as errors:
-            # The group is our affair: a caller that raises one error is to see that one.
-            if len(errors.exceptions) == 1:
-                raise errors.exceptions[0] from errors.exceptions[0].__cause__
-            raise
+            with single_error():
+                async with asyncio.TaskGroup() as group:
+                    tasks = (
+                        group.create_task(election._hold_sessions()),
+                        group.create_task(election._follow()),
+                    )
+                    try:
+                        yield election
+                    finally:
+                        for task in tasks:
+                            task.cancel()
         finally:
             await election._end_session("this server stops")
 
