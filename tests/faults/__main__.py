@@ -1,0 +1,264 @@
+"""`python -m tests.faults`: real processes, real faults, and a verdict.
+
+    python -m tests.faults                               every fault five times
+    python -m tests.faults --faults kill-server,cut-host --times 20
+    python -m tests.faults --quick                       a few minutes: all but the longest once
+    python -m tests.faults --check FILE                  judge a history that was kept
+
+Needs root and iproute2, for its hosts are network namespaces. Exit codes: 0 no promise was broken,
+1 some were, 2 usage, 77 this machine lacks something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rdzv.errors import RendezvousError
+from tests.faults import checker, etcd, history
+from tests.faults.catalogue import CATALOGUE, Fault
+from tests.faults.errors import StuckError
+from tests.faults.lane import Lane
+
+LIVENESS_S = 90.0
+"""Within this all hosts train again once a fault has healed: TCP's backoff after an outage, the
+last seconds of a take-over's grace, and `import torch` on a busy machine are all in it."""
+FINISH_S = 60.0
+LEASE_S = 5.0
+QUICK_BELOW_S = 35.0
+TORCH_S = 20.0
+STORES = ("sqlite", "etcd")
+EXIT_LACKS = 77
+BROKEN, WHOLE = 1, 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if options.check:
+        return verdict({options.check: history.read(options.check)})
+    if lacking := what_is_lacking():
+        print(f"SKIPPED: {lacking}")
+        return EXIT_LACKS
+    names = options.faults or [n for n, f in CATALOGUE.items() if is_quick(f) or not options.quick]
+    plan = [CATALOGUE[name] for name in names for _ in range(options.times)]
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="rdzv-faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"seed {options.seed}, {len(plan)} faults on {options.lanes} lanes; kept in {folder}")
+    histories = run(plan, options.lanes, options.seed, folder)
+    return verdict(histories)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=str(__doc__).partition("\n")[0]
+    )
+    parser.add_argument("--faults", type=names_of_faults, help="which, separated by commas")
+    parser.add_argument("--times", type=positive, help="how often each (default: 5; quick: 1)")
+    parser.add_argument("--lanes", type=positive, default=4, help="how many run beside each other")
+    parser.add_argument("--quick", action="store_true", help="all but the longest, once")
+    parser.add_argument("--seed", type=int, default=None, help="the order and the victims")
+    parser.add_argument("--keep", type=Path, help="a folder for histories and logs")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="judge a kept history again")
+    options = parser.parse_args(argv)
+    options.times = options.times or (1 if options.quick else 5)
+    options.seed = random.randrange(10**6) if options.seed is None else options.seed
+    return options
+
+
+def names_of_faults(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := sorted(set(names) - CATALOGUE.keys()):
+        known = ", ".join(CATALOGUE)
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are: {known}")
+    return names
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def is_quick(fault: Fault) -> bool:
+    return fault.usual_s < QUICK_BELOW_S
+
+
+def what_is_lacking() -> str:
+    """Say what keeps this machine from running faults; empty if nothing does."""
+    if os.geteuid() != 0:
+        return "faults need root, for network namespaces; run as root"
+    for program in ("ip", "nsenter", "mount"):
+        if shutil.which(program) is None:
+            return f"faults need {program}; install iproute2 and util-linux"
+    if etcd.binary("etcd") is None:
+        return "faults need etcd's binaries; `make setup` installs them"
+    if not Path("/dev/net/tun").exists():
+        return "faults need /dev/net/tun; load the kernel module tun"
+    return ""
+
+
+# ------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one lane does, and with what."""
+
+    worker: str
+    store: str
+    faults: list[Fault]
+
+
+def share(plan: Sequence[Fault], lanes: int, rng: random.Random) -> list[Share]:
+    """Share the plan among lanes, so that all take about as long.
+
+    Lanes take turns with the stores; of each store, the first lane has torch. A lane for which
+    nothing is left is not made.
+    """
+    kinds = [("gloo" if lane < 2 else "light", STORES[lane % 2]) for lane in range(max(lanes, 2))]
+    shares = [Share(worker, store, []) for worker, store in kinds]
+    loads = [0.0] * len(shares)
+    for fault in sorted(plan, key=lambda fault: (not fault.needs, -fault.usual_s)):
+        fit = [lane for lane, each in enumerate(shares) if serves(each, fault)]
+        lane = min(fit, key=lambda lane: loads[lane])
+        shares[lane].faults.append(fault)
+        # Restarts take longer where torch is imported.
+        loads[lane] += fault.usual_s + (TORCH_S if shares[lane].worker == "gloo" else 0.0)
+    for each in shares:
+        rng.shuffle(each.faults)
+    return [each for each in shares if each.faults]
+
+
+def serves(lane: Share, fault: Fault) -> bool:
+    """Say whether a lane has what a fault needs."""
+    return fault.needs in ("", lane.store) or (fault.needs == "torch" and lane.worker == "gloo")
+
+
+def run(
+    plan: Sequence[Fault], lanes: int, seed: int, folder: Path
+) -> dict[Path, tuple[history.Record, ...]]:
+    """Run a plan, and return the history of each lane by the file that it is kept in."""
+    mark = uuid.uuid4().hex[:8]
+    shares = share(plan, lanes, random.Random(seed))
+    give_up = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: give_up.set())
+    with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
+        running = [
+            pool.submit(run_lane, number, mark, folder / f"lane-{number}", each, seed, give_up)
+            for number, each in enumerate(shares)
+        ]
+        return dict(future.result() for future in running)
+
+
+def run_lane(
+    number: int, mark: str, folder: Path, job: Share, seed: int, give_up: threading.Event
+) -> tuple[Path, tuple[history.Record, ...]]:
+    """Let one lane's faults happen one after the other; keep and return its history."""
+    kept = folder / "history.jsonl"
+    rng = random.Random(f"{seed} {number}")
+    records: list[history.Record] = []
+    try:
+        with Lane(
+            number, mark, folder, worker=job.worker, store=job.store, seed=seed + number
+        ) as lane:
+            try:
+                lane.wait_group(LIVENESS_S)
+                for place, fault in enumerate(job.faults):
+                    if give_up.is_set():
+                        break
+                    episode(lane, number * 1000 + place, fault, rng)
+                lane.finish(FINISH_S)
+            finally:
+                records += lane.collect()
+    except (StuckError, RendezvousError) as error:
+        print(f"[lane {number}] ENDS HERE: {error}", flush=True)
+        # What no fault is to blame for: the beginning, the end, or what is between faults.
+        if not any(isinstance(record, history.NotRecovered) for record in records):
+            records.append(history.NotRecovered(time.monotonic(), -1, str(error)))
+    history.write(kept, records)
+    return kept, tuple(records)
+
+
+def episode(lane: Lane, number: int, fault: Fault, rng: random.Random) -> None:
+    """Let one fault happen, and wait until all train again.
+
+    Raises:
+        StuckError: they did not.
+
+    """
+    before = lane.wait_group(LIVENESS_S)
+    victim = fault.choose(lane, rng)
+    began = history.FaultBegan(
+        time.monotonic(), number, fault.name, fault.promise, victim.hosts, victim.unseen,
+        tuple(before.pids.values()), before.round, before.restarts,
+    )  # fmt: skip
+    lane.note(began)
+    try:
+        harmed = fault.harm(lane, victim)
+        healed = history.FaultHealed(time.monotonic(), number, harmed)
+        lane.note(healed)
+        after = lane.wait_group(LIVENESS_S, changed_from=before if must_change(fault) else None)
+        healed_s = time.monotonic() - healed.at_s
+        if harmed is not None:
+            # Connections that limp from loss and backoff end late, and not always well.
+            time.sleep(LEASE_S + 1)
+            after = lane.wait_group(LIVENESS_S)
+        while lane.renew_lost():
+            after = lane.wait_group(LIVENESS_S)
+    except StuckError as error:
+        lane.note(history.NotRecovered(time.monotonic(), number, str(error)))
+        raise
+    now = time.monotonic()
+    lane.note(
+        history.Recovered(now, number, after.round, after.restarts, tuple(after.pids.values()))
+    )
+    lasted_s = now - began.at_s
+    text = f"{fault.name} on {', '.join(victim.hosts)}: {lasted_s:.1f} s, {healed_s:.1f} s to heal"
+    say(lane, text)
+
+
+def must_change(fault: Fault) -> bool:
+    """Whether a group from before the fault can not be the one from after it."""
+    return fault.promise is history.Promise.ONE_RESTART
+
+
+def say(lane: Lane, text: str) -> None:
+    print(f"[lane {lane.number} {lane.worker} {lane.store}] {text}", flush=True)
+
+
+# ------------------------------------------------------------------ the verdict
+
+
+def verdict(histories: dict[Path, tuple[history.Record, ...]]) -> int:
+    """Print what was done, and every promise that was broken; return the exit code."""
+    done: Counter[str] = Counter()
+    broken = 0
+    for path, records in histories.items():
+        done.update(r.name for r in records if isinstance(r, history.FaultBegan))
+        violations = checker.check(records)
+        broken += len(violations)
+        workers = sum(isinstance(record, history.Started) for record in records)
+        print(f"{path}: {len(records)} records, {workers} workers, {len(violations)} violations")
+        for violation in violations:
+            print(f"  VIOLATION {violation}")
+    print("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(done.items())))
+    print(f"verdict: {'BROKEN, ' + str(broken) + ' violations' if broken else 'OK'}")
+    return BROKEN if broken else WHOLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""What was seen in one lane of a run: one record a line, in JSON.
+
+Three sources tell of the same rounds, so that they can be held against each other: what the server
+announced (`Announced`, `Settled`, ... from its event history), what each agent was told (`Told`,
+from its log), and what each worker found in its environment and then did (`Started`, `Stepped`,
+`Exited`). The harness adds what it did to them. Times are CLOCK_MONOTONIC of the one machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Promise(StrEnum):
+    """What a fault may cost."""
+
+    NOTHING = "nothing"
+    """No worker ends or starts, the round stays."""
+    NO_RESTART = "no restart"
+    """The group may be formed anew, but no restart is spent."""
+    ONE_RESTART = "one restart"
+    """A worker was killed, and exactly one restart is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One node's place in an announced round."""
+
+    node_id: str
+    rank_first: int
+    rank_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The server announced a complete round."""
+
+    run: str
+    round: int
+    places: tuple[Place, ...]
+    world_size: int
+    master: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The server settled what the end of a round is charged to."""
+
+    run: str
+    round: int
+    cause: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """A run began."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A run was closed."""
+
+    run: str
+    result: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An agent was told of its place in a round."""
+
+    host: str
+    node_id: str
+    round: int
+    group_rank: int
+    group_world_size: int
+    rank_first: int
+    rank_last: int
+    world_size: int
+    master: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker started."""
+
+    at_s: float
+    host: str
+    pid: int
+    round: int
+    rank: int
+    node_id: str
+    rdzv_id: str
+    group_rank: int
+    world_size: int
+    group_world_size: int
+    local_world_size: int
+    master: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A worker was alive, and this far; -1 before its first step."""
+
+    at_s: float
+    host: str
+    pid: int
+    round: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A worker ended of its own accord."""
+
+    at_s: float
+    host: str
+    pid: int
+    round: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetStranger:
+    """RANK 0's worker met somebody who does not belong to its round."""
+
+    at_s: float
+    host: str
+    pid: int
+    round: int
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultBegan:
+    """The harness is about to do harm.
+
+    `unseen` are hosts that the server can not reach, or whose agent can not act, from now until
+    the fault has `Recovered`: their workers may go on for a while.
+    """
+
+    at_s: float
+    number: int
+    name: str
+    promise: Promise
+    hosts: tuple[str, ...]
+    unseen: tuple[str, ...]
+    pids: tuple[int, ...]
+    round: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultHealed:
+    """The harm is over.
+
+    `harmed` counts the frames that it has lost or delayed; None if the network was left alone.
+    """
+
+    at_s: float
+    number: int
+    harmed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """All hosts train again in one round."""
+
+    at_s: float
+    number: int
+    round: int
+    restarts: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotRecovered:
+    """The deadline passed before all hosts trained again; the lane ends here."""
+
+    at_s: float
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """How the job ended once its workers were told to: the server's word, and each exit code."""
+
+    at_s: float
+    state: str
+    restarts: int
+    exit_codes: tuple[int, ...]
+
+
+Record = (
+    Announced
+    | Settled
+    | RunBegan
+    | RunEnded
+    | Told
+    | Started
+    | Stepped
+    | Exited
+    | MetStranger
+    | FaultBegan
+    | FaultHealed
+    | Recovered
+    | NotRecovered
+    | JobEnded
+)
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Announced, Settled, RunBegan, RunEnded, Told, Started, Stepped, Exited, MetStranger,
+        FaultBegan, FaultHealed, Recovered, NotRecovered, JobEnded,
+    )
+}  # fmt: skip
+
+
+def encode(record: Record) -> str:
+    """Write one record as one line."""
+    return json.dumps({"kind": type(record).__name__, **asdict(record)})
+
+
+def decode(line: str) -> Record:
+    """Read one line.
+
+    >>> decode(encode(RunEnded("r1", "succeeded", "all did")))
+    RunEnded(run='r1', result='succeeded', reason='all did')
+    """
+    values = json.loads(line)
+    kind = _KINDS[values.pop("kind")]
+    known = {field.name for field in fields(kind)}
+    if values.keys() != known:
+        raise ValueError(f"{kind.__name__} has {sorted(values)}, not {sorted(known)}")
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(Place(**v) if isinstance(v, dict) else v for v in value)
+    if "promise" in values:
+        values["promise"] = Promise(values["promise"])
+    record: Record = kind(**values)
+    return record
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Keep a history."""
+    path.write_text("".join(encode(record) + "\n" for record in records))
+
+
+def read(path: Path) -> tuple[Record, ...]:
+    """Read a history that was kept."""
+    return tuple(decode(line) for line in path.read_text().splitlines())

@@ -1,0 +1,130 @@
+"""Where a history comes from: workers' diaries, agents' logs, the server's event history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rdzv.client import Event
+from tests.faults.history import (
+    Announced,
+    Place,
+    Record,
+    RunBegan,
+    RunEnded,
+    Settled,
+    Started,
+    Stepped,
+    Told,
+    decode,
+)
+
+_TOLD = re.compile(
+    r": round (\d+): GROUP_RANK (\d+) of (\d+), RANK (\d+)\.\.(\d+) of (\d+), "
+    r"MASTER (\S+), restarts (\d+) of \S+$"
+)
+_COMPLETE = re.compile(r"round (\d+) complete: (.*), world_size (\d+), MASTER (\S+)")
+_PLACE = re.compile(r"(\S+)=(\d+)(?:\.\.(\d+))?")
+_SETTLED = re.compile(r"round (\d+) is charged to ([a-z ]+): .*; restarts spent: (\d+) of \d+")
+_ENDED = re.compile(r"run \S+ (\w+): (.*)")
+
+
+class Diaries:
+    """The diaries of all workers of a lane, read as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self.records: list[Record] = []
+        self.started: dict[int, Started] = {}
+        """The start of each worker, by pid."""
+        self.latest: dict[int, Stepped] = {}
+        """How far each worker was when it last wrote, by pid."""
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def poll(self) -> None:
+        """Read what was written since the last time; a line that is not whole yet waits."""
+        for path in self._folder.glob("*.jsonl"):
+            at = self._read.get(path, 0)
+            if path.stat().st_size == at:
+                continue
+            with path.open("rb") as diary:
+                diary.seek(at)
+                whole = diary.read().rpartition(b"\n")[0]
+            if whole:
+                self._read[path] = at + len(whole) + 1
+                for line in whole.decode().splitlines():
+                    self._take(decode(line))
+
+    def _take(self, record: Record) -> None:
+        self.records.append(record)
+        match record:
+            case Started():
+                self.started[record.pid] = record
+            case Stepped():
+                self.latest[record.pid] = record
+
+    def in_round(self, number: int) -> dict[str, list[int]]:
+        """Return the workers of a round by host."""
+        found: dict[str, list[int]] = {}
+        for started in self.started.values():
+            if started.round == number:
+                found.setdefault(started.host, []).append(started.pid)
+        return found
+
+    @property
+    def newest_round(self) -> int:
+        return max((started.round for started in self.started.values()), default=-1)
+
+
+def told(host: str, node_id: str, log: str) -> Iterator[Told]:
+    """Find in the log of one agent what it was told."""
+    for line in log.splitlines():
+        if match := _TOLD.search(line):
+            round_, group_rank, nodes, first, last, world_size = map(int, match.groups()[:6])
+            yield Told(
+                host, node_id, round_, group_rank, nodes, first, last, world_size,
+                match[7], int(match[8]),
+            )  # fmt: skip
+
+
+def announced(events: Iterable[Event]) -> Iterator[Record]:
+    """Find in the history of the server what it announced and settled.
+
+    Raises:
+        ValueError: an event that matters can not be read; its words must have changed.
+
+    """
+    for event in events:
+        match event.name:
+            case "RoundCompleted":
+                yield _announced(event)
+            case "RoundSettled":
+                found = _matched(_SETTLED, event)
+                yield Settled(event.run or "", int(found[1]), found[2], int(found[3]))
+            case "RunBegan":
+                yield RunBegan(event.run or "")
+            case "RunEnded":
+                found = _matched(_ENDED, event)
+                yield RunEnded(event.run or "", found[1], found[2])
+
+
+def _announced(event: Event) -> Announced:
+    found = _matched(_COMPLETE, event)
+    places = tuple(
+        Place(node_id, int(first), int(last or first))
+        for node_id, first, last in _PLACE.findall(found[2])
+    )
+    return Announced(event.run or "", int(found[1]), places, int(found[3]), found[4])
+
+
+def _matched(pattern: re.Pattern[str], event: Event) -> re.Match[str]:
+    found = pattern.fullmatch(event.text)
+    if found is None:
+        raise ValueError(f"{event.name} can not be read: {event.text!r}")
+    return found
+
+
+def lost_nodes(events: Iterable[Event]) -> frozenset[str]:
+    """Return the ids of all nodes that the server has given up."""
+    return frozenset(event.text.split()[0] for event in events if event.name == "NodeLost")

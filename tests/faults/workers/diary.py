@@ -1,0 +1,75 @@
+"""What a worker writes down: its start, ten times a second how far it is, and its end.
+
+Each worker has a file of its own below `RDZV_FAULTS_HISTORY`; times are CLOCK_MONOTONIC, which all
+processes of a machine share, in whichever network namespace they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+EVERY_S = 0.1
+
+
+class Diary:
+    """Writes for one worker; a thread tells that the worker is alive, even if it hangs."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._file = (Path(os.environ["RDZV_FAULTS_HISTORY"]) / f"{os.getpid()}.jsonl").open("a")
+        self._lock = threading.Lock()
+        self._about = {
+            "host": os.environ["RDZV_FAULTS_HOST"],
+            "pid": os.getpid(),
+            "round": int(os.environ["RDZV_ROUND"]),
+            "rank": int(os.environ["RANK"]),
+        }
+        self._write(
+            "Started",
+            node_id=os.environ["RDZV_FAULTS_NODE"],
+            rdzv_id=os.environ["TORCHELASTIC_RUN_ID"],
+            group_rank=int(os.environ["GROUP_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            group_world_size=int(os.environ["GROUP_WORLD_SIZE"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            master=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        )
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def met_stranger(self, text: str) -> None:
+        """Tell that a peer of another round, or of none, came to this one's meeting place."""
+        self._write("MetStranger", text=text)
+
+    def end(self, reason: str) -> None:
+        """Tell that the worker ends of its own accord."""
+        self._write("Exited", reason=reason)
+
+    def _beat(self) -> None:
+        while True:
+            self._write("Stepped", step=self.step)
+            time.sleep(EVERY_S)
+
+    def _write(self, kind: str, **more: object) -> None:
+        with self._lock:
+            line = {"kind": kind, "at_s": time.monotonic(), **self._about, **more}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def load_step() -> int:
+    """Return the step that was saved last."""
+    snapshot = Path(os.environ["RDZV_FAULTS_SNAPSHOT"])
+    return int(snapshot.read_text()) if snapshot.exists() else 0
+
+
+def save_step(step: int) -> None:
+    """Save a step, whole or not at all."""
+    snapshot = Path(os.environ["RDZV_FAULTS_SNAPSHOT"])
+    temporary = snapshot.with_name(f"{snapshot.name}.{os.getpid()}")
+    temporary.write_text(str(step))
+    temporary.rename(snapshot)
