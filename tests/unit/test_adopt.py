@@ -200,6 +200,19 @@ def test_a_restored_backup_continues_above_the_highest_round_heard():
     assert job.membership.run == run
 
 
+def test_a_round_may_be_adopted_and_followed_by_the_next_in_one_step():
+    """The only node of a later round has stopped; the server still holds seats of an older one."""
+    settings = Settings(1, 3)
+    job = Job(settings)
+    job.join("n1", "n2", "n3")
+    run = job.membership.run
+    job.crash()
+    alone = {"group_world_size": 1, "world_size": SIZES[0], "settings": settings}
+    job.do(replace(rejoin(0, run, **alone), settings=settings))
+    assert job.round.number == 8
+    assert job.seated == ["n0"]
+
+
 def test_the_highest_round_wins():
     """A spare that was left out of the last rounds speaks first."""
     job = Job()

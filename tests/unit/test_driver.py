@@ -600,6 +600,36 @@ async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_sam
         assert isinstance(read(n2)[0], RoundOver)
 
 
+async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
+    """Another one that has just connected would start workers in its former self's place."""
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, former = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1)
+        store.gate = asyncio.Event()
+        completing = asyncio.ensure_future(s.driver.hear(former, "job-7", join(former)))
+        await settle()
+        s.driver.detach(former)
+        later = s.attach("n2", instance="two")
+        store.gate.set()
+        await completing
+        await settle()
+        assert any(isinstance(message, Line) for message in read(n1))
+        assert not any(isinstance(message, Line) for message in read(later))
+
+
+async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
+    """It joins again from an older round, and is seated already."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        await s.driver.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
+        await s.driver.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
+        (line,) = [message for message in read(n1) if isinstance(message, Line)]
+        assert line.round == 1
+        await s.driver.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
+        assert line in read(n1)
+
+
 async def test_a_planned_absence_is_waited_for() -> None:
     async with server() as s:
         n1, n2 = await s.pair()

@@ -320,6 +320,19 @@ def test_who_is_not_heard_within_a_lease_of_the_others_is_lost() -> None:
     assert fleet.lost == ["n2"]
 
 
+def test_who_is_heard_again_has_its_lease_and_no_more() -> None:
+    """All who were excused are heard; the timer is that of their leases again."""
+    fleet = Fleet()
+    for name in ("n1", "n2", "n3"):
+        fleet.connect(name)
+    fleet.pass_until(10_000)
+    fleet.do(Hear(frozenset({"n1", "n2", "n3"})))
+    fleet.pass_until(13_000)
+    fleet.do(Hear(frozenset({"n1", "n2"})))
+    fleet.pass_until(15_000)
+    assert fleet.lost == ["n3"]
+
+
 def test_a_new_stream_is_heard_as_well() -> None:
     fleet = Fleet()
     for name in ("n1", "n2"):

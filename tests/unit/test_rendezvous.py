@@ -183,6 +183,18 @@ def test_the_backoff_after_failed_store_hosts_is_bounded() -> None:
         job.pass_until(job.wake_at_ms)
 
 
+def test_the_clock_of_another_server_does_not_lengthen_the_backoff() -> None:
+    """The round was ended by a server whose clock was an hour ahead of the one that took over."""
+    job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=2), strict=False)
+    job.pass_until(3_700_000)
+    job.report_store_host("n1")
+    job.now_ms -= 3_600_000
+    job.crash()
+    job.stopped("n1", "n2")
+    assert job.wake_at_ms is not None
+    assert job.wake_at_ms - job.now_ms <= job.tuning.store_backoff_ms
+
+
 def test_a_participant_that_hangs_holds_the_others_up_for_a_bounded_time() -> None:
     job = running("n1", "n2", "n3", settings=replace(SETTINGS, max_restarts=1))
     job.fail("n1")

@@ -348,11 +348,12 @@ def _who(record: NodeRecord) -> str:
 
 def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
     heard = {
-        node_id: replace(record, heard_ms=now_ms, excused_until_ms=0)
+        node_id: replace(record, heard_ms=now_ms)
         for node_id in command.node_ids
         if (record := nodes.records.get(node_id)) is not None and record.stream is not None
     }
-    return NodesTransition(_end_excuses(replace(nodes, records={**nodes.records, **heard}), now_ms))
+    heard_of = replace(nodes, records={**nodes.records, **heard})
+    return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes)
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:

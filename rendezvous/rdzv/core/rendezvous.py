@@ -1045,7 +1045,9 @@ def completion_due_ms(state: State) -> int | None:
     earliest_ms = 0
     if membership.store_failures and round_ and round_.end:
         backoff_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
-        earliest_ms = round_.end.at_ms + min(backoff_ms, tuning.store_backoff_max_ms)
+        # Another server's clock may have been ahead of this one's when it wrote down the end.
+        end_ms = min(round_.end.at_ms, enough_ms)
+        earliest_ms = end_ms + min(backoff_ms, tuning.store_backoff_max_ms)
     if round_ is None and membership.resumed_at_ms is not None:
         earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
     if state.ready >= membership.max_nodes:

@@ -31,9 +31,12 @@ class Stream:
         """Whether anything that is sent may still arrive."""
         return not self._ended.done()
 
-    def send(self, told: Told) -> None:
-        """Queue a message; after the stream's end, do nothing."""
-        if not self.open or self._repeats(told):
+    def send(self, told: Told, *, again: bool = False) -> None:
+        """Queue a message; after the stream's end, do nothing.
+
+        What only repeats the last message about a job is left out, unless it is said `again`.
+        """
+        if not self.open or (self._repeats(told) and not again):
             return
         try:
             self._outbox.put_nowait(told)

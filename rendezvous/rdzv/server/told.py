@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rdzv.core.adopt import adoptable
+from rdzv.core.commands import Join
 from rdzv.core.events import (
     Event,
     LastCallBegan,
@@ -72,6 +73,27 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
     for node_id in before.seats:
         if not is_stand_in(node_id):
             yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
+
+
+def concerns(state: State, node_id: str, incarnation: int, message: Told) -> bool:
+    """Whether a message is for this incarnation: a line is only for the one that has the seat.
+
+    Another that has just connected would start workers in the place of its former self, and then
+    be given a place of its own.
+    """
+    return not isinstance(message, Line) or state.incarnation(node_id) == incarnation
+
+
+def unheard_line(before: State, command: Join) -> Line | None:
+    """Return the line of a seat whose node asks for one: it has not taken in what it was told."""
+    seat, round_ = before.seats.get(command.node_id), before.membership.round
+    if seat is None or seat.incarnation != command.incarnation or round_ is None:
+        return None
+    if not round_.live or command.left_round is None or command.left_round >= round_.number:
+        return None
+    told = _about_its_seat(before.membership, command.node_id)
+    assert isinstance(told, Line), "the round is live"
+    return told
 
 
 def lines(membership: Membership, round_: Round) -> Iterator[tuple[str, Line]]:
