@@ -11,7 +11,7 @@ The highest round wins, for it was complete only when those before it had ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rdzv.core.model import (
@@ -44,13 +44,14 @@ def adoptable(state: State, run: str, number: int) -> bool:
     round_ = membership.round
     if round_ is None or number > round_.number:
         return True
-    return number == round_.number and any(map(is_stand_in, state.seats))
+    return number == round_.number and any(map(is_stand_in, state.away))
 
 
 def first_claim(node_id: str, incarnation: int, claim: Claim, now_ms: int) -> Round | None:
     """Return the round of which this is the first claim; None if no such round can be."""
-    places = {claim.group_rank: _participant(node_id, incarnation, claim)}
-    participants = _with_stand_ins(places, claim.group_world_size, claim.world_size)
+    participant = _participant(node_id, incarnation, claim)
+    whole = range(claim.group_world_size)
+    participants = _filled(whole, range(claim.world_size), claim.group_rank, participant)
     if participants is None:
         return None
     return Round(
@@ -66,21 +67,66 @@ def first_claim(node_id: str, incarnation: int, claim: Claim, now_ms: int) -> Ro
 
 
 def further_claim(round_: Round, node_id: str, incarnation: int, claim: Claim) -> Round | None:
-    """Return the round with one stand-in less; None if the claim does not fit into it."""
-    places = {
-        group_rank: participant
-        for group_rank, participant in enumerate(round_.participants)
-        if not is_stand_in(participant.node_id)
-    }
-    size = len(round_.participants)
+    """Return the round with one stand-in less; None if the claim does not fit into it.
+
+    The node must not have a place in the round already.
+    """
+    seats, place = round_.participants, claim.group_rank
+    known = (len(seats), _ranks(seats[-1]).stop, round_.master_addr, round_.master_port)
     told = (claim.group_world_size, claim.world_size, claim.master_addr, claim.master_port)
-    if told != (size, round_.world_size, round_.master_addr, round_.master_port):
+    if known != told or not is_stand_in(seats[place].node_id):
         return None
-    if claim.group_rank in places or any(p.node_id == node_id for p in places.values()):
+    participant = _participant(node_id, incarnation, claim)
+    gap = _gap(seats, place, _ranks(participant))
+    ranks = range(_ranks(seats[gap.start]).start, _ranks(seats[gap.stop - 1]).stop)
+    filled = _filled(gap, ranks, place, participant)
+    if filled is None:
         return None
-    places[claim.group_rank] = _participant(node_id, incarnation, claim)
-    participants = _with_stand_ins(places, size, claim.world_size)
-    return None if participants is None else replace(round_, participants=participants)
+    return replace(round_, participants=(*seats[: gap.start], *filled, *seats[gap.stop :]))
+
+
+def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
+    """Return the places that a claim of these RANKs changes: its own, if what was guessed is true.
+
+    Where nodes bring different numbers of workers it may not be; then all stand-ins around it.
+    """
+    first, end = place, place + 1
+    if _ranks(seats[place]) != ranks:
+        while first and is_stand_in(seats[first - 1].node_id):
+            first -= 1
+        while end < len(seats) and is_stand_in(seats[end].node_id):
+            end += 1
+    return range(first, end)
+
+
+def _filled(
+    places: range, ranks: range, place: int, participant: Participant
+) -> tuple[Participant, ...] | None:
+    """Put stand-ins around a participant, so that these places have these RANKs; None if not so."""
+    own = _ranks(participant)
+    before = _stand_ins(range(places.start, place), range(ranks.start, own.start))
+    behind = _stand_ins(range(place + 1, places.stop), range(own.stop, ranks.stop))
+    if before is None or behind is None or own.start < ranks.start or own.stop > ranks.stop:
+        return None
+    return (*before, participant, *behind)
+
+
+def _stand_ins(places: range, ranks: range) -> tuple[Participant, ...] | None:
+    """Divide RANKs among places as evenly as can be; None if there are too few, or too many."""
+    if len(ranks) < len(places) or (ranks and not places):
+        return None
+    stand_ins: list[Participant] = []
+    first = ranks.start
+    for count, group_rank in zip(range(len(places), 0, -1), places, strict=True):
+        offer = Offer(address="", local_world_size=(ranks.stop - first) // count)
+        stand_ins.append(Participant(stand_in(group_rank), 0, offer, first, 0, 0))
+        first += offer.local_world_size
+    return tuple(stand_ins)
+
+
+def _ranks(participant: Participant) -> range:
+    first = participant.rank_first
+    return range(first, first + participant.offer.local_world_size)
 
 
 def _participant(node_id: str, incarnation: int, claim: Claim) -> Participant:
@@ -94,31 +140,6 @@ def _participant(node_id: str, incarnation: int, claim: Claim) -> Participant:
     )
 
 
-def _with_stand_ins(
-    places: Mapping[int, Participant], size: int, world_size: int
-) -> tuple[Participant, ...] | None:
-    """Fill a round's gaps so that RANKs tile; None if they can not."""
-    participants: list[Participant] = []
-    rank_first = 0
-    for group_rank in range(size):
-        if (participant := places.get(group_rank)) is None:
-            later = [n for n in places if n > group_rank]
-            heard = min(later, default=size)
-            until = places[heard].rank_first if later else world_size
-            workers = (until - rank_first) // (heard - group_rank)
-            participant = _stand_in(group_rank, rank_first, workers)
-        if participant.rank_first != rank_first or participant.offer.local_world_size < 1:
-            return None
-        participants.append(participant)
-        rank_first += participant.offer.local_world_size
-    return tuple(participants) if rank_first == world_size else None
-
-
-def _stand_in(group_rank: int, rank_first: int, local_world_size: int) -> Participant:
-    offer = Offer(address="", local_world_size=local_world_size)
-    return Participant(stand_in(group_rank), 0, offer, rank_first, 0, 0)
-
-
 def same_participants(before: Round, after: Round) -> bool:
     """Whether a round has the participants that it had, but for claimed stand-ins."""
     if before.participants == after.participants:
@@ -126,7 +147,7 @@ def same_participants(before: Round, after: Round) -> bool:
     if not before.adopted or len(before.participants) != len(after.participants):
         return False
     pairs = zip(before.participants, after.participants, strict=True)
-    return all(old == new or is_stand_in(old.node_id) for old, new in pairs)
+    return all(old is new or old == new or is_stand_in(old.node_id) for old, new in pairs)
 
 
 def restarts_known(membership: Membership, restarts: int, now_ms: int) -> tuple[int, ...]:

@@ -104,6 +104,8 @@ class Tuning:
     """How long a seat is kept for a node whose stream ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
     """After a start of the server: how long nobody is given up unheard."""
+    claims_quiet_ms: int = 5_000
+    """How long no place of an adopted round has to be claimed before the others are given up."""
     stop_margin_ms: int = 20_000
     """What a node may take to stop its workers, beyond its own shutdown_timeout."""
     flap_window_ms: int = 600_000
@@ -386,6 +388,8 @@ class State:
     """When a participant was last back from being away."""
     loopback_machine: str | None = None
     """The machine that everyone is on, if there may be a node that only it can reach."""
+    claimed_ms: int = 0
+    """When a place of an adopted round was last claimed."""
     stop_deadline_ms: int | None = None
     """When a participant that has not stopped is given up."""
     last_leave: LeaveCause | None = None

@@ -514,8 +514,10 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
     known = work.membership.round if command.run == work.membership.run else None
     if known is not None and known.number == claim.round:
         held = stand_in(claim.group_rank)
+        if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
+            return
         filled = further_claim(known, node_id, incarnation, claim)
-        if filled is None or held not in work.state.seats:
+        if filled is None:
             return
         work.store_round(filled)
         work.put(seats=_without(work.state.seats, held), away=_without(work.state.away, held))
@@ -534,6 +536,7 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
     )
     if _only_local(claim.offer):
         work.state = replace(work.state, loopback_machine=claim.offer.machine)
+    work.state = replace(work.state, claimed_ms=work.now_ms)
     work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
 
 
@@ -872,7 +875,10 @@ def _away_seats_due(state: State) -> Iterable[tuple[str, int]]:
 
 
 def _release_unclaimed_seats(work: _Step) -> bool:
-    """A place in an adopted round that nobody claims in time is given up."""
+    """A place in an adopted round that nobody claims in time is given up.
+
+    Not while claims still come in: those of a large job take their time.
+    """
     for node_id, due_ms in _unclaimed_seats_due(work.state):
         if work.now_ms >= due_ms:
             waited_s = work.state.tuning.takeover_grace_ms / 1000
@@ -887,9 +893,10 @@ def _unclaimed_seats_due(state: State) -> Iterable[tuple[str, int]]:
     """Name the stand-ins, of whom no stream tells anything, and when each is given up."""
     round_ = state.membership.round
     if round_ is not None and round_.adopted:
-        for node_id in state.seats:
+        quiet_ms = state.claimed_ms + state.tuning.claims_quiet_ms
+        for node_id, away in state.away.items():
             if is_stand_in(node_id):
-                yield node_id, state.away[node_id].until_ms
+                yield node_id, max(away.until_ms, quiet_ms)
 
 
 def _release_unstopped_seats(work: _Step) -> bool:

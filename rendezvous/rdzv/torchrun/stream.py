@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, Rota, error_from_status
-from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
@@ -25,6 +25,8 @@ log = logging.getLogger("rdzv.torchrun")
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
+TAKEOVER_BACKOFF_S = 0.5
+"""While servers stand by, and the one that they name does not answer: for a few seconds."""
 STEADY_S = 5.0
 """A stream that stood for so long was a good one: the next attempt follows its end at once."""
 WELCOME_TIMEOUT_S = 10.0
@@ -64,6 +66,8 @@ class NodeStream:
         self._failed_attempts = 0
         self._welcomed_at_s: float | None = None
         self._told_lost = False
+        self._taking_over = False
+        """A server that stands by has answered since the last good stream: another will lead."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
@@ -97,6 +101,7 @@ class NodeStream:
             trouble = self._converse(self._rota.present)
             if self._closing.is_set():
                 return
+            self._taking_over |= isinstance(trouble, NotLeaderError)
             if self._rota.failed(trouble):
                 continue
             self._note_lost(str(trouble))
@@ -128,6 +133,8 @@ class NodeStream:
         delay_s = 0.0
         if self._failed_attempts > 0:
             longest_s = min(BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 10), BACKOFF_MAX_S)
+            if self._taking_over:
+                longest_s = min(longest_s, TAKEOVER_BACKOFF_S)
             delay_s = random.uniform(longest_s / 2, longest_s)
         self._failed_attempts += 1
         return delay_s
@@ -182,6 +189,9 @@ class NodeStream:
             self._hello.leadership = message.leadership
             if message.HasField("welcome"):
                 self._greet(endpoint, message.welcome)
+            elif message.HasField("read_log"):
+                with self._lock:
+                    self.say(_no_logs(message.read_log.request))
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 return f"the server can not do it now: {message.refused.message}"
             else:
@@ -190,6 +200,7 @@ class NodeStream:
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._welcomed_at_s = time.monotonic()
+        self._taking_over = False
         self._hello.incarnation = welcome.incarnation
         self._heartbeat_interval_s = max(welcome.heartbeat_interval_ms, 100) / 1000
         if self._told_lost:
@@ -218,3 +229,9 @@ class NodeStream:
             refused = pb.Refused(code=failure.code, message=str(failure))
             self._deliver(pb.ServerMessage(refused=refused))
         return failure
+
+
+def _no_logs(request: int) -> pb.NodeMessage:
+    """Say that torchrun's logs are not sent from here: its agent alone knows where they are."""
+    error = "its workers are torchrun's, which sends no logs; read them there, in its --log-dir"
+    return pb.NodeMessage(log_piece=pb.LogPiece(request=request, last=True, error=error))

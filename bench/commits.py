@@ -1,0 +1,395 @@
+"""How many commits, bytes and how much CPU each thing costs that a job does with its server.
+
+Counted: what one `Driver` writes to a store in memory, while all nodes of one job say, one after
+another, what real nodes say. Counts depend on no clock and no machine. CPU is that of the
+whole process: the decision, the encoding, what is told to every node; no gRPC. `encode` is the part
+of it that the store has taken.
+
+* form: all nodes join.
+* fail: one worker fails, everyone stops and joins again.
+* fail-all: the same, and a worker of every node fails of it, as in a broken collective.
+* lose: a rack of nodes is lost at once, the others stop and join again.
+* adopt: a server that has forgotten everything hears from all nodes of a running round.
+* succeed: all nodes succeed.
+
+The peer, in the same run: torchrun's c10d rendezvous, in which every join writes the whole state.
+Its nodes join one after another here, so none of them has to try again: the least that it can cost.
+
+Heartbeats write nothing here; torchrun's, not counted, write the whole state each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from measure import emit, end_on_sigterm, load, say_conditions
+from peer import Peer
+from simulated import until
+
+from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
+from rdzv.core.model import Claim, Membership, Offer, Settings
+from rdzv.core.nodes import AgentKind
+from rdzv.server.clock import MonotonicClock
+from rdzv.server.config import Config, Listen
+from rdzv.server.driver import Driver
+from rdzv.server.messages import Belief, Closed, Hello, Line
+from rdzv.server.streams import Stream
+from rdzv.stores.base import Record
+from rdzv.stores.memory import MemoryStore
+
+JOB = "bench"
+CASES = ("form", "fail", "fail-all", "lose", "adopt", "succeed")
+NODES = (100, 1_000)
+RACK = 32
+HEARTBEAT_S = 0.5
+TIMEOUT_S = 300.0
+MOST_OF_PEER = 2_000
+"""Its cost grows with the square of the nodes: at 10,000 it writes some 15 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What was written, and the CPU time that it took."""
+
+    commits: int = 0
+    appends: int = 0
+    """Commits of history alone."""
+    rows: int = 0
+    membership_bytes: int = 0
+    encode_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def since(self, before: Cost) -> Cost:
+        """Return what has come since."""
+        return Cost(
+            self.commits - before.commits,
+            self.appends - before.appends,
+            self.rows - before.rows,
+            self.membership_bytes - before.membership_bytes,
+            self.encode_s - before.encode_s,
+            self.cpu_s - before.cpu_s,
+        )
+
+
+class CountingStore(MemoryStore):
+    """A store in memory that knows what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._commits = self._appends = self._rows = self._bytes = 0
+        self._encode_s = 0.0
+
+    @property
+    def cost(self) -> Cost:
+        """All that it has taken so far."""
+        return Cost(
+            self._commits,
+            self._appends,
+            self._rows,
+            self._bytes,
+            self._encode_s,
+            time.process_time(),
+        )
+
+    async def compare_and_swap(
+        self,
+        rdzv_id: str,
+        membership: Membership,
+        revision: int,
+        records: Sequence[Record] = (),
+    ) -> int:
+        """Write a membership and its records; count them."""
+        began = time.process_time()
+        revision = await super().compare_and_swap(rdzv_id, membership, revision, records)
+        self._encode_s += time.process_time() - began
+        self._commits += 1
+        self._rows += len(records)
+        self._bytes += len(self._jobs[rdzv_id][0])
+        return revision
+
+    async def append(self, records: Sequence[Record]) -> None:
+        """Write records; count them."""
+        await super().append(records)
+        self._appends += 1
+        self._rows += len(records)
+
+
+class Node:
+    """One node: its stream, and the last that it has heard."""
+
+    def __init__(self, driver: Driver, number: int, settings: Settings) -> None:
+        self._driver = driver
+        self._settings = settings
+        self._offer = Offer(
+            address=f"10.0.{number >> 8}.{number & 255}",
+            local_world_size=8,
+            topology=f"rack-{number // RACK}",
+            machine=f"{number:032x}",
+            store_port=20_000 + number,
+            can_host_store=True,
+        )
+        self.node_id = f"node-{number:05d}"
+        self.line: Line | None = None
+        self.closed = False
+        self.attach(driver)
+
+    def attach(self, driver: Driver) -> None:
+        """Open a stream to a server."""
+        self._driver = driver
+        hello = Hello(self.node_id, "one", AgentKind.FOREGROUND, self._offer.address, 1, 0, 0)
+        self.stream: Stream = driver.attach(hello)
+
+    async def read(self) -> None:
+        """Take in what is told, for ever."""
+        stream = self.stream
+        while True:
+            told = await stream.next()
+            if isinstance(told, Line):
+                self.line = told
+            elif isinstance(told, Closed):
+                self.closed = True
+
+    @property
+    def round(self) -> int:
+        """The latest round that was announced to it."""
+        return self.line.round if self.line else -1
+
+    def beat(self) -> None:
+        """Let a heartbeat be heard: while nobody is heard at all, nobody is given up."""
+        self._driver.heard(self.stream)
+
+    async def join(self) -> None:
+        """Join; after a round, say that its workers are gone."""
+        left = self.line.round if self.line else None
+        await self._driver.hear(self.stream, JOB, self._join(left))
+
+    def _join(self, left: int | None) -> Join:
+        run = self.line.run if self.line else ""
+        speaker = (self.node_id, self.stream.incarnation)
+        return Join(*speaker, run, self._settings, self._offer, left_round=left)
+
+    async def fail(self) -> None:
+        """Report that one worker has failed."""
+        assert self.line is not None
+        report = FailureReport(0, self.line.rank_first, 4711, None, 9, "Signal 9 (SIGKILL)", "", 0)
+        speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
+        await self._driver.hear(self.stream, JOB, Fail(*speaker, (report,)))
+
+    async def succeed(self) -> None:
+        """Report that all workers have ended well."""
+        assert self.line is not None
+        speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
+        await self._driver.hear(self.stream, JOB, Succeed(*speaker))
+
+    async def say_what_it_runs(self) -> None:
+        """Greet a server that may not know the round."""
+        line = self.line
+        assert line is not None
+        claim = Claim(
+            round=line.round,
+            group_rank=line.group_rank,
+            group_world_size=line.group_world_size,
+            rank_first=line.rank_first,
+            world_size=line.world_size,
+            role_rank_first=line.role_rank_first,
+            role_world_size=line.role_world_size,
+            master_addr=line.master_addr,
+            master_port=line.master_port,
+            use_agent_store=line.use_agent_store,
+            restarts=line.restarts,
+            settings=self._settings,
+            offer=self._offer,
+        )
+        resume = Resume(self.node_id, self.stream.incarnation, line.run, line.round, claim)
+        belief = Belief(JOB, line.run, line.round, has_workers=True, commands=(resume,))
+        await self._driver.greet(self.stream, (belief,))
+
+
+class Group:
+    """All nodes of the job, and what they do. Made by `running`."""
+
+    def __init__(self, nodes: list[Node], tasks: asyncio.TaskGroup) -> None:
+        self.nodes = nodes
+        self._tasks = tasks
+        self._readers: list[asyncio.Task[None]] = []
+        self._listen()
+
+    def _listen(self) -> None:
+        self.stop()
+        self._readers = [self._tasks.create_task(node.read()) for node in self.nodes]
+        self._readers.append(self._tasks.create_task(self._beat()))
+
+    async def _beat(self) -> None:
+        while True:
+            for node in self.nodes:
+                node.beat()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def stop(self) -> None:
+        """Read no more, and be heard no more."""
+        for reader in self._readers:
+            reader.cancel()
+
+    async def form(self) -> None:
+        """Join, all of them."""
+        round_ = max(node.round for node in self.nodes) + 1
+        for node in self.nodes:
+            await node.join()
+        every = self.nodes
+        await until("all have a line", lambda: all(n.round == round_ for n in every), TIMEOUT_S)
+
+    async def fail(self) -> None:
+        """One worker fails."""
+        await self.nodes[0].fail()
+        await self.form()
+
+    async def fail_all(self) -> None:
+        """One worker fails, and so do others on all nodes."""
+        for node in self.nodes:
+            await node.fail()
+        await self.form()
+
+    async def lose(self, driver: Driver) -> None:
+        """A rack is lost."""
+        lost, self.nodes = self.nodes[:RACK], self.nodes[RACK:]
+        for node in lost:
+            driver.detach(node.stream)
+        names = {node.node_id for node in lost}
+        end = time.monotonic() + TIMEOUT_S
+        while not names <= {
+            n.node_id for n in (await driver.status(JOB)).nodes if n.state == "lost"
+        }:
+            if time.monotonic() > end:
+                raise TimeoutError("the rack is not lost")
+            await asyncio.sleep(0.2)
+        await self.form()
+
+    async def adopt(self, driver: Driver) -> None:
+        """Find a server that knows nothing."""
+        for node in self.nodes:
+            node.attach(driver)
+        self._listen()
+        for node in self.nodes:
+            await node.say_what_it_runs()
+
+    async def succeed(self) -> None:
+        """Every worker ends well."""
+        for node in self.nodes:
+            await node.succeed()
+        every = self.nodes
+        await until("all hear the end", lambda: all(node.closed for node in every), TIMEOUT_S)
+
+
+@asynccontextmanager
+async def serving(store: CountingStore) -> AsyncIterator[Driver]:
+    """Run a server without gRPC."""
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+    async with Driver.running(store, MonotonicClock(), config) as driver:
+        yield driver
+
+
+async def measure_job(count: int, peer: Peer, cases: Sequence[str]) -> None:
+    """Print what each thing costs that a job of so many nodes does."""
+    settings = Settings(max(count - RACK, 1), count, max_restarts=1_000)
+    store, empty = CountingStore(), CountingStore()
+    async with (
+        serving(store) as driver,
+        serving(empty) as other,
+        asyncio.TaskGroup() as tasks,
+    ):
+        group = Group([Node(driver, number, settings) for number in range(count)], tasks)
+        theirs = peer.ask("formation", nodes=count) if count <= MOST_OF_PEER else None
+
+        async def cost(name: str, act: Callable[[], Awaitable[None]], at: CountingStore) -> None:
+            if name not in cases:
+                return
+            before = at.cost
+            await act()
+            say_cost(name, count, at.cost.since(before), theirs if name == "form" else None)
+
+        await cost("form", group.form, store)
+        await cost("fail", group.fail, store)
+        await cost("fail-all", group.fail_all, store)
+        if count > RACK:
+            await cost("lose", lambda: group.lose(driver), store)
+        await cost("adopt", lambda: group.adopt(other), empty)
+        adopted = "adopt" in cases
+        await cost("succeed", group.succeed, empty if adopted else store)
+        group.stop()
+
+
+def say_cost(what: str, nodes: int, cost: Cost, theirs: dict[str, float] | None) -> None:
+    """Print one thing that a job does."""
+    line = (
+        f"commits {what:<8} nodes={nodes:<5}  {cost.commits:>5} of membership, "
+        f"{cost.membership_bytes / 1e6:8.2f} MB, {cost.appends:>3} of history alone, "
+        f"{cost.rows:>5} rows   cpu {1e3 * cost.cpu_s:7.0f} ms, "
+        f"{1e6 * cost.cpu_s / nodes:6.0f} us/node, encode {1e3 * cost.encode_s:6.0f} ms"
+    )
+    if theirs is not None:
+        bytes_ratio = cost.membership_bytes / theirs["bytes"]
+        line += (
+            f"   c10d at the least: {theirs['commits']} commits, {theirs['bytes'] / 1e6:.0f} MB, "
+            f"cpu {1e3 * theirs['cpu_s']:.0f} ms; "
+            f"commits x{cost.commits / theirs['commits']:.2g}, bytes x{bytes_ratio:.2g}, "
+            f"cpu x{cost.cpu_s / theirs['cpu_s']:.2g}"
+        )
+    emit(
+        line,
+        bench="commits",
+        case=what,
+        nodes=nodes,
+        commits=cost.commits,
+        appends=cost.appends,
+        rows=cost.rows,
+        membership_bytes=cost.membership_bytes,
+        cpu_s=round(cost.cpu_s, 4),
+        encode_s=round(cost.encode_s, 4),
+        peer=dict(theirs) if theirs else None,
+        load=load(),
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="100 nodes only")
+    add("--nodes", default="", help=f"sizes of the job, with commas (default: {NODES})")
+    add("--cases", default=",".join(CASES), help="which, with commas; `form` is always first")
+    chosen = parser.parse_args()
+    chosen.cases = ("form", *chosen.cases.split(","))
+    if unknown := set(chosen.cases) - set(CASES):
+        parser.error(f"--cases: no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    try:
+        sizes = tuple(int(part) for part in chosen.nodes.split(",") if part)
+    except ValueError:
+        parser.error(f"--nodes {chosen.nodes} are no numbers; give, for example, 100,1000")
+    if any(not 1 <= size <= 10_000 for size in sizes):
+        parser.error(f"--nodes {chosen.nodes}: a job has 1 to 10000 nodes")
+    chosen.nodes = sizes or (NODES[:1] if chosen.quick else NODES)
+    return chosen
+
+
+def main() -> None:
+    """Count."""
+    chosen = arguments()
+    end_on_sigterm()
+    logging.disable(logging.ERROR)
+    say_conditions("commits", Path("/tmp"))
+    with Peer.running() as peer:
+        for count in chosen.nodes:
+            asyncio.run(measure_job(count, peer, chosen.cases))
+
+
+if __name__ == "__main__":
+    main()

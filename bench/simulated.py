@@ -1,0 +1,180 @@
+"""Nodes without processes: the real stream, the real agent core, and workers that are numbers.
+
+Fifty rdzvruns and their workers would measure this machine. What a take-over asks of a node is
+kept: its one gRPC stream, how it looks for a server again, what it believes, and what it decides.
+Its workers start, and are gone once they are to stop, in no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from rdzv.agent import wire
+from rdzv.agent.core import begin, commands, events, step
+from rdzv.agent.core.model import Job, Phase
+from rdzv.agent.server_link import Identity, ServerLink
+from rdzv.client import Endpoint
+from rdzv.core.model import Offer, Settings
+from rdzv.v1 import rdzv_pb2 as pb
+
+_store_ports = itertools.cycle(range(20_000, 30_000))
+"""Ports that nobody listens on: no worker looks for a store there."""
+
+
+class SimulatedNode:
+    """One node of one job. Made by `simulated`."""
+
+    fence_after_ms = 0
+
+    def __init__(self, node_id: str, endpoints: Sequence[Endpoint], job: Job) -> None:
+        self.rdzv_id = job.rdzv_id
+        self.node_id = node_id
+        self.started_s: dict[int, float] = {}
+        """By round: when this node was told to start its workers (`time.monotonic`)."""
+        self._state = begin(job, _now_ms())
+        self._offer = Offer("127.0.0.1", machine="here", can_host_store=True)
+        self._store_port = next(_store_ports)
+        self._inbox: deque[events.Event] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        identity = Identity(
+            node_id=node_id,
+            instance=uuid.uuid4().hex,
+            kind=pb.AGENT_KIND_FOREGROUND,
+            address="127.0.0.1",
+            pid=os.getpid(),
+            version="bench",
+        )
+        self.link = ServerLink(endpoints, identity)
+        self.link.add(self)
+
+    @property
+    def round(self) -> int:
+        """The round whose workers run; -1 if none do."""
+        line = self._state.assignment
+        return line.round if line is not None and self._state.phase is Phase.RUNNING else -1
+
+    @property
+    def outcome(self) -> str:
+        """How the job has ended for this node; empty while it has not."""
+        return self._state.outcome.text if self._state.outcome else ""
+
+    def kill_worker(self) -> None:
+        """Let its worker die of SIGKILL, as its runner would report it."""
+        message = "Signal 9 (SIGKILL)"
+        self.post(events.WorkerExited(self.round, 0, 4711, None, 9, message, "", 0))
+
+    def close(self) -> None:
+        """Decide nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.link.close()
+
+    # ---------------------------------------------------------------- what the link asks of a job
+
+    def belief(self) -> pb.Belief | None:
+        """Say all that is believed; None once the job has ended for this node."""
+        if self._state.phase is Phase.ENDED:
+            return None
+        return wire.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
+
+    def renew_fence(self, heard_at_ms: int) -> None:
+        """Workers are not fenced."""
+
+    def note(self, reason: str) -> None:
+        """Why there are no workers interests nobody here."""
+
+    def post(self, event: events.Event) -> None:
+        """Take note of an event, after those that came before it."""
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def _handle(self, event: events.Event) -> None:
+        transition = step(self._state, event, _now_ms())
+        self._state = transition.state
+        for command in transition.commands:
+            self._do(command)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if transition.wake_at_ms is not None:
+            delay_s = max(transition.wake_at_ms - _now_ms(), 0) / 1000
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self.post, events.Ticked())
+
+    def _do(self, command: commands.Command) -> None:
+        match command:
+            case commands.SayJoin():
+                offer = self._current_offer()
+                join = wire.join(command, self._state, offer, _now_ms(), refuse_reuse=False)
+                self.link.say(pb.NodeMessage(join=join))
+            case commands.StartWorkers():
+                self._store_port = next(_store_ports)
+                self.started_s[command.assignment.round] = time.monotonic()
+                self.post(events.StoreHostReady(command.assignment.round))
+            case commands.StopWorkers():
+                self.post(events.WorkersGone(command.round))
+            case commands.StopStoreHost() | commands.Exit():
+                pass
+            case _:
+                self.link.say(wire.report(command, self.rdzv_id, _now_ms()))
+
+    def _current_offer(self) -> Offer:
+        if self._state.phase is not Phase.JOINING:
+            return self._offer
+        return replace(self._offer, store_port=self._store_port)
+
+
+@asynccontextmanager
+async def simulated(
+    count: int, endpoints: Sequence[Endpoint], rdzv_id: str
+) -> AsyncIterator[list[SimulatedNode]]:
+    """Run so many nodes of one job, which needs all of them, until the body ends."""
+    settings = Settings(count, count, max_restarts=1_000_000)
+    names = [f"node-{number:03d}" for number in range(count)]
+    nodes = [SimulatedNode(n, endpoints, Job(rdzv_id, n, settings, 1)) for n in names]
+    tasks = [asyncio.create_task(node.link.run()) for node in nodes]
+    for node in nodes:
+        node.post(events.Ticked())
+    try:
+        yield nodes
+    finally:
+        for node, task in zip(nodes, tasks, strict=True):
+            node.close()
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def until(what: str, holds: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until something holds.
+
+    Raises:
+        TimeoutError: it does not within the time.
+
+    """
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"waited {timeout_s:g} s until {what}")
+        await asyncio.sleep(0.005)
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,415 @@
+"""How long a job has no server when the one that serves it dies, and until all is as before.
+
+Each repetition has two outages of the same kind. In the first nothing else happens:
+
+* leads: from the signal to the next server that leads: for sqlite and memory the same rdzvd,
+  started again at once on its port, says that it is ready; for etcd one of the other two says that
+  it leads;
+* seated: from the signal until `rdzvctl status` shows every node seated again;
+* decided: then a worker is killed: from its death until every node has started the next round.
+
+In the second a worker is killed at the same moment as the server:
+
+* recovered: from the signal until every node has started the next round; the job stands still from
+  the one to the other.
+
+Before each outage all streams have stood for long enough that nodes take it for the first of its
+kind: they look for a server at once, and then less and less often.
+
+Nodes are simulated, all in this process: real streams and decisions, no worker processes. Training
+itself goes on meanwhile and is not measured; tests/integration does that with real workers.
+
+The peer, in the same run: torchrun with its c10d back-end, two real nodes, and SIGKILL of the one
+torchrun that hosts the store. Its job does not come back, so there is no time to compare with: the
+line says with which exit codes it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
+from simulated import SimulatedNode, simulated, until
+
+from rdzv.agent.server_link import STEADY_S
+from rdzv.client import ControlClient, Endpoint, Server, parse_endpoint
+from rdzv.errors import RendezvousError
+
+BIN = Path(sys.executable).parent
+JOB = "bench"
+CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")
+NODES = (2, 50)
+TIMEOUT_S = 90.0
+POLL_S = 0.01
+
+
+class Rdzvd:
+    """One server; it can be killed and started again where it was."""
+
+    def __init__(self, address: str, options: Sequence[str], log: Path) -> None:
+        self.endpoint = parse_endpoint(address)
+        self._command = [str(BIN / "rdzvd"), f"--listen={address}", *options]
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it; return when it says that it is ready."""
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline().startswith("rdzvd ready"):
+            raise RuntimeError(f"rdzvd did not start:\n{self._log.read_text()[-2_000:]}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def gone(self) -> None:
+        """Wait for its end, after a signal."""
+        assert self._process is not None
+        self._process.wait(TIMEOUT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
+
+    def kill(self) -> None:
+        """End it, if it is there."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self.gone()
+
+
+class Servers:
+    """The servers of one case, and what `rdzvctl` would see of them."""
+
+    def __init__(self, rdzvds: Sequence[Rdzvd], number: signal.Signals) -> None:
+        self.rdzvds = rdzvds
+        self._number = number
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where nodes and operators look for them."""
+        return [each.endpoint for each in self.rdzvds]
+
+    def leader(self, above: int = 0) -> Server | None:
+        """Return the server that leads, if its leadership is above another's."""
+        for endpoint in self.endpoints:
+            # Afresh each time: a channel that was refused once waits before it tries again.
+            with contextlib.suppress(RendezvousError), ControlClient(endpoint) as client:
+                for server in client.servers():
+                    if (server.leadership or 0) > above:
+                        return server
+        return None
+
+    def seated(self) -> int:
+        """Return how many nodes the leader sees seated."""
+        with contextlib.suppress(RendezvousError), ControlClient(self.endpoints) as client:
+            return [node.state for node in client.status(JOB).nodes].count("seated")
+        return 0
+
+    def end_leader(self, leader: Server) -> Rdzvd:
+        """Send the signal of this case to the server that leads; return it."""
+        ended = next(r for r in self.rdzvds if str(r.endpoint) == leader.address)
+        ended.signal(self._number)
+        return ended
+
+
+@dataclass
+class Times:
+    """Seconds of each repetition; see the module."""
+
+    leads: list[float] = field(default_factory=list)
+    seated: list[float] = field(default_factory=list)
+    decided: list[float] = field(default_factory=list)
+    recovered: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+class Outages:
+    """Ends the leader of one case again and again."""
+
+    def __init__(self, servers: Servers, nodes: Sequence[SimulatedNode]) -> None:
+        self._servers = servers
+        self._nodes = nodes
+        self.times = Times()
+
+    async def repeat(self, times: int) -> None:
+        """Measure so many repetitions; one that fails is told of and not counted."""
+        await self._started(0)
+        await self._whole()
+        for _ in range(times):
+            try:
+                await self._quiet_outage()
+                await self._outage_with_failure()
+            except TimeoutError as error:
+                self.times.failed.append(str(error))
+                return
+
+    async def _calm(self) -> Server:
+        """Wait until streams are old enough; return who leads."""
+        await asyncio.sleep(STEADY_S + 0.5)
+        return await self._leader(0)
+
+    async def _quiet_outage(self) -> None:
+        before = await self._calm()
+        began = time.monotonic()
+        ended = self._servers.end_leader(before)
+        await self._next_leads(ended, before)
+        self.times.leads.append(time.monotonic() - began)
+        await self._all_seated()
+        self.times.seated.append(time.monotonic() - began)
+        self.times.decided.append(await self._kill_worker())
+        await self._whole(ended)
+
+    async def _outage_with_failure(self) -> None:
+        before = await self._calm()
+        began = time.monotonic()
+        ended = self._servers.end_leader(before)
+        recovery = asyncio.create_task(self._kill_worker())
+        await self._next_leads(ended, before)
+        await recovery
+        self.times.recovered.append(self._last_start() - began)
+        await self._whole(ended)
+
+    async def _next_leads(self, ended: Rdzvd, before: Server) -> None:
+        if len(self._servers.rdzvds) == 1:
+            await asyncio.to_thread(ended.gone)
+            await asyncio.to_thread(ended.start)
+        else:
+            await self._leader(before.leadership or 0)
+
+    async def _leader(self, above: int) -> Server:
+        end = time.monotonic() + TIMEOUT_S
+        while (found := await asyncio.to_thread(self._servers.leader, above)) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"waited {TIMEOUT_S:g} s until a server leads")
+            await asyncio.sleep(POLL_S)
+        return found
+
+    async def _all_seated(self) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while (seated := await asyncio.to_thread(self._servers.seated)) < len(self._nodes):
+            if time.monotonic() > end:
+                raise TimeoutError(f"waited {TIMEOUT_S:g} s; {seated} nodes are seated")
+            await asyncio.sleep(POLL_S)
+
+    async def _kill_worker(self) -> float:
+        """Kill a worker of the middle node; return how long until all have the next round."""
+        round_ = self._nodes[0].round
+        began = time.monotonic()
+        self._nodes[len(self._nodes) // 2].kill_worker()
+        await self._started(round_ + 1)
+        return self._last_start() - began
+
+    async def _started(self, round_: int) -> None:
+        await until(
+            f"round {round_} runs on all nodes",
+            lambda: all(node.round == round_ for node in self._nodes),
+            TIMEOUT_S,
+        )
+
+    def _last_start(self) -> float:
+        return max(node.started_s[node.round] for node in self._nodes)
+
+    async def _whole(self, ended: Rdzvd | None = None) -> None:
+        """Start the server that was ended again, beside those that took over; await all nodes."""
+        if ended is not None and len(self._servers.rdzvds) > 1:
+            await asyncio.to_thread(ended.gone)
+            await asyncio.to_thread(ended.start)
+        await self._all_seated()
+
+
+@contextmanager
+def servers_of(case: str, directory: Path) -> Iterator[Servers]:
+    """Run the servers of one case, and the etcd that they need."""
+    from etcd_cluster import EtcdCluster, free_ports
+
+    log = directory / "rdzvd.log"
+    with contextlib.ExitStack() as stack:
+        if case.startswith("etcd"):
+            below = directory / "etcd"
+            below.mkdir()
+            etcd = stack.enter_context(EtcdCluster.running(below, 1, fsync=True))
+            at = ",".join(str(member.endpoint) for member in etcd.members)
+            options, count = ["--store=etcd", f"--etcd-endpoints={at}"], 3
+        else:
+            options, count = [f"--store={case}", f"--data-dir={directory / 'data'}"], 1
+        rdzvds = [Rdzvd(f"127.0.0.1:{port}", options, log) for port in free_ports(count)]
+        number = signal.SIGTERM if case.endswith("stopped") else signal.SIGKILL
+        for each in rdzvds:
+            stack.callback(each.kill)
+            each.start()
+        yield Servers(rdzvds, number)
+
+
+async def measure_case(case: str, count: int, repetitions: int, directory: Path) -> None:
+    """Print one case."""
+    with servers_of(case, directory) as servers:
+        async with simulated(count, servers.endpoints, JOB) as nodes:
+            outages = Outages(servers, nodes)
+            await outages.repeat(repetitions)
+            say_case(case, count, outages.times)
+            if ends := {node.outcome for node in nodes} - {""}:
+                raise RuntimeError(f"the job has ended: {'; '.join(sorted(ends))}")
+
+
+def say_case(case: str, nodes: int, times: Times) -> None:
+    """Print the times of one case."""
+    kinds = {
+        "leads": times.leads,
+        "seated": times.seated,
+        "decided": times.decided,
+        "recovered": times.recovered,
+    }
+    emit(
+        f"takeover {case:<12} nodes={nodes:<3} "
+        + "  ".join(f"{name} {span(samples)}" for name, samples in kinds.items())
+        + f"  n={len(times.leads)} load {load():.0f}"
+        + "".join(f"  FAILED: {why}" for why in times.failed),
+        bench="takeover",
+        case=case,
+        nodes=nodes,
+        failed=list(times.failed),
+        load=load(),
+        **{f"{k}_s": Spread.of(s).as_json() if s else None for k, s in kinds.items()},
+    )
+
+
+# ------------------------------------------------------------------------------------ the peer
+
+
+def torchrun_without_its_store(directory: Path) -> tuple[list[int | None], float]:
+    """Kill the torchrun that hosts the c10d store; return both exit codes, and after how long.
+
+    None for a torchrun that still runs when the wait for it is over.
+    """
+    from cluster import WORKERS, Cluster, alive
+    from etcd_cluster import free_ports
+
+    c = Cluster(directory)
+    (port,) = free_ports(1)
+    try:
+        nodes = [
+            c.start(
+                f"torchrun-{index}",
+                [
+                    str(BIN / "torchrun"),
+                    "--rdzv-backend=c10d",
+                    f"--rdzv-endpoint=127.0.0.1:{port}",
+                    f"--rdzv-id={JOB}",
+                    f"--rdzv-conf=is_host={1 - index}",
+                    "--nnodes=2",
+                    "--max-restarts=3",
+                    str(WORKERS / "all_reduce_c10d.py"),
+                ],
+                # Else the workers of all attempts share one store, which is flaky by itself.
+                environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            )
+            for index in range(2)
+        ]
+        c.wait_until("both train", lambda: len(c.all_reports()) == 2, TIMEOUT_S)
+        assert all(alive(report["pid"]) for report in c.all_reports())
+        began = time.monotonic()
+        nodes[0].process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            nodes[1].process.wait(TIMEOUT_S)
+        return [
+            node.process.wait(TIMEOUT_S) if node is nodes[0] else node.process.poll()
+            for node in nodes
+        ], time.monotonic() - began
+    finally:
+        # The workers of a killed torchrun train on without it.
+        for pid in c.marked():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        c.stop()
+
+
+def say_peer(repetitions: int, directory: Path) -> None:
+    """Print what becomes of torchrun's job."""
+    ends: list[tuple[list[int | None], float]] = []
+    for number in range(repetitions):
+        below = directory / f"torchrun-{number}"
+        below.mkdir()
+        ends.append(torchrun_without_its_store(below))
+    over = sum(1 for codes, _ in ends if None not in codes and codes != [0, 0])
+    codes = sorted({f"{host} and {other}" for (host, other), _ in ends})
+    emit(
+        f"takeover torchrun c10d nodes=2   job over, {over} of {len(ends)}: exit codes "
+        f"{', '.join(codes)} (host of the store and other node), "
+        f"the last {span([seconds for _, seconds in ends])} after SIGKILL  load {load():.0f}",
+        bench="takeover",
+        case="torchrun c10d",
+        nodes=2,
+        over=over,
+        of=len(ends),
+        exit_codes=[list(codes) for codes, _ in ends],
+        load=load(),
+    )
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two repetitions with two nodes")
+    add("--cases", default=",".join(CASES), help=f"with commas, of {', '.join(CASES)}")
+    add("--nodes", default="", help=f"sizes of the job, with commas (default: {NODES})")
+    add("--repetitions", type=int, default=0, help="for each case (default 5; --quick 2)")
+    add("--no-peer", action="store_true", help="without torchrun")
+    add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.cases.split(",")) - set(CASES):
+        parser.error(f"--cases: no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    try:
+        sizes = tuple(int(part) for part in chosen.nodes.split(",") if part)
+    except ValueError:
+        parser.error(f"--nodes {chosen.nodes} are no numbers; give, for example, 2,50")
+    if any(size < 1 for size in sizes) or chosen.repetitions < 0:
+        parser.error("--nodes and --repetitions are at least 1")
+    chosen.nodes = sizes or (NODES[:1] if chosen.quick else NODES)
+    chosen.repetitions = chosen.repetitions or (2 if chosen.quick else 5)
+    return chosen
+
+
+def main() -> None:
+    """Measure, and leave nothing behind."""
+    chosen = arguments()
+    end_on_sigterm()
+    # That a server is lost is what is measured; fifty nodes need not say so.
+    logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary:
+        directory = Path(temporary)
+        say_conditions("takeover", directory)
+        for nodes in chosen.nodes:
+            for case in chosen.cases.split(","):
+                below = directory / f"{case}-{nodes}"
+                below.mkdir()
+                asyncio.run(measure_case(case, nodes, chosen.repetitions, below))
+        if not chosen.no_peer:
+            say_peer(min(chosen.repetitions, 3), directory)
+
+
+if __name__ == "__main__":
+    main()
