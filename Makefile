@@ -105,3 +105,12 @@ clean:  ## remove everything that was made here
 faults: $(READY)  ## real faults on a real training: kills, stops, partitions, loss, full disks; root
 	@$(BIN)/python -m tests.faults $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(TIMES),--times $(TIMES)) $(if $(QUICK),--quick)
+
+.PHONY: bench-store
+bench-store: $(READY)  ## what a commit costs, beside torchrun's; QUICK=1: half a minute
+	@$(BIN)/python bench/store.py $(if $(QUICK),--quick)
+	@$(BIN)/python bench/commits.py $(if $(QUICK),--quick)
+
+.PHONY: bench-takeover
+bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1: three minutes
+	@$(BIN)/python bench/takeover.py $(if $(QUICK),--quick)

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from toy import ToyData, evaluate, loss_function, make_model, make_optimizer
+from toy import ToyData, evaluate, loss_function, make_model, make_optimizer, report_step
 
 
 def ddp_setup() -> torch.device:
@@ -143,6 +143,7 @@ class Trainer:
                 self._stop_if_requested()
                 raise
             self.step += 1
+            report_step(self.step)
             self.samples_done += len(inputs) * self.world_size
             time.sleep(self.step_seconds)
         self.epoch += 1

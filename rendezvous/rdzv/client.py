@@ -56,6 +56,9 @@ WATCH_TIMEOUT_S = 60.0
 """For how long a watcher looks for a server that answers, when it has lost the one that did."""
 WATCH_RETRY_S = 0.5
 
+LOG_POSITIONS = 65_536
+"""In how many files a reader of logs can go on after its stream was cut."""
+
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
 
@@ -280,10 +283,21 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RankProgress:
+    """How far one worker is, as it has said itself so long ago. `rate` is in steps a second."""
+
+    rank: int
+    step: int
+    age_ms: int
+    rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """What a job is doing, and why. `round` and `world_size` are those of the last complete one.
 
-    `backend` is who forms its group: `rdzv`, or `c10d`, which the server only watches.
+    `backend` is who forms its group: `rdzv`, or `c10d`, which the server only watches. `progress`
+    has those workers of the round that runs which have said how far they are, by RANK.
     """
 
     rdzv_id: str
@@ -305,6 +319,7 @@ class JobStatus:
     last_end: str | None
     last_failure: LastFailure | None
     backend: str
+    progress: tuple[RankProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +351,22 @@ class Server:
     store: str
     version: str
     state_age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogLines:
+    """A piece of what one worker has written, or a `note` why something of its node is missing.
+
+    A piece may end anywhere in a line; those of one worker, round and stream are in order.
+    """
+
+    node_id: str
+    rank: int
+    local_rank: int
+    stderr: bool
+    round: int
+    data: bytes
+    note: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +473,68 @@ class ControlClient:
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
         return tuple(map(_event, self._call(lambda stub: stub.ListEvents, request).events))
 
+    def forget(self, rdzv_id: str) -> None:
+        """Delete a job that has ended, with its history."""
+        request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id))
+        self._call(lambda stub: stub.ForgetJob, request)
+
+    def logs(
+        self,
+        rdzv_id: str,
+        *,
+        rank: int | None = None,
+        number: int | None = None,
+        stdout: bool = True,
+        stderr: bool = True,
+        follow: bool = False,
+        tail_bytes: int = 0,
+        tail_lines: int = 0,
+    ) -> Iterator[LogLines]:
+        """Yield what a job's workers have written: of one RANK or all, in a round or the last.
+
+        With `follow` it goes on into later rounds, until the run ends. Of each file of the first
+        round only the tail is read, if one is given. If the stream is cut it goes on where it was,
+        at whichever server leads; it raises when none has answered for a while.
+        """
+        request = pb.ReadLogsRequest(
+            rdzv_id=_checked_name(rdzv_id),
+            rank=rank,
+            round=number,
+            stdout=stdout,
+            stderr=stderr,
+            follow=follow,
+            tail_bytes=tail_bytes,
+            tail_lines=tail_lines,
+        )
+        # With a deadline, which the stream has not: is there a server, and does it know the job?
+        self.status(rdzv_id)
+        places, cut_at_s = _Places(), math.inf
+        while True:
+            # As a node's: a server that is stopped, or cut off, is noticed by unanswered pings.
+            with grpc.insecure_channel(self.server.target, options=STREAM_OPTIONS) as channel:
+                call = ControlStub(channel).ReadLogs(request)
+                try:
+                    for lines in call:
+                        cut_at_s = math.inf
+                        places.note(lines, request)
+                        if lines.data or lines.note:
+                            yield _log_lines(lines)
+                    return
+                except grpc.RpcError as failure:
+                    error = self._error(failure)
+                    older = call.code() is grpc.StatusCode.UNIMPLEMENTED
+                    if older or not isinstance(error, RendezvousConnectionError):
+                        raise error from failure
+                    cut_at_s = min(cut_at_s, time.monotonic())
+                    if time.monotonic() - cut_at_s > WATCH_TIMEOUT_S:
+                        raise error from failure
+                finally:
+                    call.cancel()
+            if not self._rota.failed(error):
+                time.sleep(WATCH_RETRY_S)
+            del request.positions[:]
+            request.positions.extend(places.positions())
+
     def backup(self, file: BinaryIO) -> Summary:
         """Write all that the server's store holds into a file; return what has come.
 
@@ -535,6 +628,46 @@ class ControlClient:
             self.server,
             self._timeout_s,
         )
+
+
+class _Places:
+    """How far each node's logs have been read, so that a reader can go on there."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, int] = {}
+        self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
+
+    def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
+        """Note what has come, and from now on ask for the run and the round that it is of."""
+        request.run = lines.run
+        if lines.note:
+            return
+        if not request.HasField("round"):
+            request.round = lines.round
+        if self._rounds.get(lines.node_id) != lines.round:
+            self._rounds[lines.node_id] = lines.round
+            self._offsets[lines.node_id] = {}
+        if lines.data:
+            at = lines.offset + len(lines.data)
+            self._offsets[lines.node_id][lines.local_rank, lines.stderr] = at
+
+    def positions(self) -> list[pb.LogPosition]:
+        """Return where to go on; what is beyond `LOG_POSITIONS` is read from the beginning."""
+        found = []
+        for node_id, number in self._rounds.items():
+            # A node of which nothing has come yet is in its round all the same.
+            offsets = self._offsets[node_id] or {(0, False): 0}
+            found += [
+                pb.LogPosition(
+                    node_id=node_id,
+                    round=number,
+                    local_rank=local_rank,
+                    stderr=stderr,
+                    offset=offset,
+                )
+                for (local_rank, stderr), offset in offsets.items()
+            ]
+        return found[:LOG_POSITIONS]
 
 
 def _checked_name(rdzv_id: str) -> str:
@@ -659,6 +792,10 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         last_end=status.last_end or None,
         last_failure=_last_failure(status),
         backend=status.backend or OWN_BACKEND,
+        progress=tuple(
+            RankProgress(one.rank, one.step, one.age_ms, one.rate or None)
+            for one in status.progress
+        ),
     )
 
 
@@ -713,6 +850,18 @@ def _job_summary(job: pb.JobSummary) -> JobSummary:
         restarts=_optional(job, "restarts"),
         max_restarts=_optional(job, "max_restarts"),
         backend=job.backend or OWN_BACKEND,
+    )
+
+
+def _log_lines(lines: pb.LogLines) -> LogLines:
+    return LogLines(
+        node_id=lines.node_id,
+        rank=lines.rank,
+        local_rank=lines.local_rank,
+        stderr=lines.stderr,
+        round=lines.round,
+        data=lines.data,
+        note=lines.note or None,
     )
 
 

@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 EVERYWHERE = {
     # The restart count does not tell two rounds apart where nodes come and go for free.
     "env RDZV_ROUND",
+    # Where a worker may say how far it is; under torchrun nobody would read it.
+    "env RDZV_PROGRESS_FILE",
     # How torchrun's command tells torchrun's agent which signals to handle; no worker reads it.
     "env TORCHELASTIC_SIGNALS_TO_HANDLE",
 }

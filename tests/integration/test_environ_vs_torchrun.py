@@ -42,6 +42,8 @@ ONLY_TORCHRUN = {
 ONLY_HERE = {
     # The restart count does not tell two rounds apart where nodes come and go for free.
     "RDZV_ROUND",
+    # Where a worker may say how far it is.
+    "RDZV_PROGRESS_FILE",
 }
 DIFFERENT_VALUES = {
     "MASTER_PORT",
@@ -78,6 +80,7 @@ def test_workers_get_the_variables_that_torchrun_exports(tmp_path: Path) -> None
             local_rank=local_rank,
             local_world_size=2,
             error_file="/logs/error.json",
+            progress_file="/tmp/progress",
         )
         assert theirs.keys() - ours.keys() == ONLY_TORCHRUN
         assert ours.keys() - theirs.keys() == ONLY_HERE

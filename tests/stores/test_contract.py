@@ -7,7 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,21 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
 )
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
 from rdzv.stores import codec, sqlite
-from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
+from rdzv.stores.base import (
+    DOCUMENT_BYTES,
+    DeposedError,
+    Record,
+    RevisionConflictError,
+    Store,
+    StoreRefusedError,
+)
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
@@ -203,6 +215,132 @@ async def test_history_is_bounded_for_each_job(store: Store) -> None:
     assert len(await store.history("job-8", 1_000)) == 1
 
 
+# ---------------------------------------------------------------- forgetting
+
+
+async def test_a_deleted_job_is_gone_with_its_history(store: Store) -> None:
+    revision = await store.compare_and_swap("job-7", membership(), 0, [record("one")])
+    for beside in ("job-7/0", "job-70", "job-"):
+        await store.compare_and_swap(beside, membership(beside), 0, [record("kept", beside)])
+    await store.append([record(str(number)) for number in range(HISTORY_ROWS)])
+    await store.delete("job-7", revision)
+    assert await store.load("job-7") is None
+    assert await store.history("job-7", 1_000) == ()
+    assert await store.list() == ("job-", "job-7/0", "job-70")
+    for beside in ("job-7/0", "job-70", "job-"):
+        assert await store.load(beside) is not None
+        assert await store.history(beside, 10) == (record("kept", beside),)
+
+
+async def test_a_job_of_a_deleted_name_begins_anew(store: Store) -> None:
+    first = await store.compare_and_swap("job-7", membership(), 0, [record("of before")])
+    await store.append([record("else", "job-8")])
+    await store.delete("job-7", first)
+    with pytest.raises(RevisionConflictError):
+        await store.compare_and_swap("job-7", membership(), first)
+    await store.compare_and_swap("job-7", membership(), 0, [record("one")])
+    for number in range(100):
+        await store.append([record(str(number))])
+    texts = [r.text for r in await store.history("job-7", 1_000)]
+    assert texts == [str(number) for number in range(80, 100)]
+    assert await store.history("job-8", 10) == (record("else", "job-8"),)
+
+
+@pytest.mark.parametrize("named", ["none", "the first", "one to come"])
+async def test_a_job_written_since_is_not_deleted(store: Store, named: str) -> None:
+    first = await store.compare_and_swap("job-7", membership(), 0, [record("one")])
+    second = await store.compare_and_swap("job-7", membership(), first)
+    revision = {"none": 0, "the first": first, "one to come": second + 1}[named]
+    with pytest.raises(RevisionConflictError, match=f"job job-7 .*has revision {second}, not"):
+        await store.delete("job-7", revision)
+    stored = await store.load("job-7")
+    assert stored is not None
+    assert stored.revision == second
+    assert await store.history("job-7", 10) == (record("one"),)
+
+
+async def test_deleting_what_is_not_there_changes_nothing(store: Store) -> None:
+    await store.append([record("one")])
+    await store.delete("job-7", 0)
+    with pytest.raises(RevisionConflictError, match="has revision 0, not 1"):
+        await store.delete("job-7", 1)
+    assert await store.list() == ()
+    assert await store.history("job-7", 10) == (record("one"),)
+
+
+# ---------------------------------------------------------------- documents
+
+
+async def test_a_document_is_read_back_with_its_revision(store: Store) -> None:
+    assert await store.load_document("cordoned") is None
+    first = await store.swap_document("cordoned", b"", 0)
+    assert first > 0
+    assert await store.load_document("cordoned") == (b"", first)
+    data = bytes(range(256))
+    second = await store.swap_document("cordoned", data, first)
+    assert second > first
+    assert await store.load_document("cordoned") == (data, second)
+    assert await store.load_document("cordon") is None
+
+
+async def test_documents_are_listed_in_order_and_are_no_jobs(store: Store) -> None:
+    for name in ("b", "a-b", "a"):
+        await store.swap_document(name, name.encode(), 0)
+    await store.compare_and_swap("a", membership("a"), 0)
+    assert await store.list_documents() == ("a", "a-b", "b")
+    assert await store.list() == ("a",)
+    stored = await store.load("a")
+    assert stored is not None
+    await store.delete("a", stored.revision)
+    assert await store.list_documents() == ("a", "a-b", "b")
+
+
+@pytest.mark.parametrize("named", ["none", "the first", "one to come"])
+async def test_a_document_written_since_is_not_overwritten(store: Store, named: str) -> None:
+    first = await store.swap_document("cordoned", b"1", 0)
+    second = await store.swap_document("cordoned", b"2", first)
+    revision = {"none": 0, "the first": first, "one to come": second + 1}[named]
+    with pytest.raises(RevisionConflictError, match="document cordoned") as refused:
+        await store.swap_document("cordoned", b"lost", revision)
+    assert refused.value.definite
+    assert await store.load_document("cordoned") == (b"2", second)
+    with pytest.raises(RevisionConflictError):
+        await store.swap_document("other", b"lost", second)
+    assert await store.list_documents() == ("cordoned",)
+
+
+async def test_of_many_first_documents_exactly_one_wins(store: Store) -> None:
+    async def race(number: int) -> bool:
+        try:
+            await store.swap_document("cordoned", b"%d" % number, 0)
+        except RevisionConflictError:
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*(race(number) for number in range(8)))) == 1
+
+
+async def test_documents_are_bounded(store: Store) -> None:
+    large = os.urandom(DOCUMENT_BYTES)
+    revision = await store.swap_document("cordoned", large, 0)
+    with pytest.raises(
+        LimitExceededError, match="cordoned would have 1048577 bytes, and a store takes 1048576; "
+    ) as refused:
+        await store.swap_document("cordoned", large + b"x", revision)
+    assert refused.value.definite
+    assert await store.load_document("cordoned") == (large, revision)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "A", "a\n", "n1"])
+async def test_a_name_that_no_document_has_is_refused(store: Store, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="lower-case letters and -"):
+        await store.swap_document(name, b"", 0)
+    assert await store.list_documents() == ()
+
+
+# ---------------------------------------------------------------- leadership, and the end
+
+
 async def test_leadership_grows_with_every_take_over(store: Store) -> None:
     assert [await store.take_over() for _ in range(3)] == [1, 2, 3]
     assert await store.take_over(at_least=1_000) == 1_000
@@ -216,9 +354,52 @@ async def test_no_leadership_is_given_twice(store: Store) -> None:
 
 async def test_a_closed_store_refuses(store: Store) -> None:
     await store.close()
-    with pytest.raises(RendezvousConnectionError, match="closed") as refused:
-        await store.load("job-7")
-    assert refused.value.definite
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.load("job-7"),
+        lambda: store.delete("job-7", 0),
+        lambda: store.load_document("cordoned"),
+        lambda: store.swap_document("cordoned", b"", 0),
+        store.list_documents,
+    ]
+    for call in calls:
+        with pytest.raises(RendezvousConnectionError, match="closed") as refused:
+            await call()
+        assert refused.value.definite
+
+
+# ---------------------------------------------------------------- etcd alone
+
+
+async def test_nothing_is_deleted_nor_a_document_written_once_another_leads(
+    etcd: EtcdCluster, tmp_path: Path
+) -> None:
+    async with (
+        EtcdClient.connected(etcd.config(f"/{tmp_path.name}")) as client,
+        Election.running(client, "old:1") as election,
+        Election.running(client, "new:1") as other,
+    ):
+        old = EtcdStore(client, await election.campaign())
+        job = await old.compare_and_swap("job-7", membership(), 0, [record("kept")])
+        document = await old.swap_document("cordoned", b"kept", 0)
+        await election.resign()
+        new = EtcdStore(client, await other.campaign())
+        reader = EtcdStore(client)
+        calls: list[Callable[[EtcdStore], Awaitable[object]]] = [
+            lambda store: store.delete("job-7", job),
+            lambda store: store.delete("job-7", 0),
+            lambda store: store.delete("job-9", 0),
+            lambda store: store.swap_document("cordoned", b"lost", document),
+            lambda store: store.swap_document("other", b"lost", 0),
+        ]
+        for call in calls:
+            with pytest.raises(DeposedError, match="new:1 leads now; nothing was written"):
+                await call(old)
+            with pytest.raises(DeposedError, match="only reads"):
+                await call(reader)
+        assert await reader.load_document("cordoned") == (b"kept", document)
+        assert await new.history("job-7", 10) == (record("kept"),)
+        await new.delete("job-7", job)
+        assert await reader.list() == ()
 
 
 # ---------------------------------------------------------------- sqlite alone
@@ -227,6 +408,9 @@ async def test_a_closed_store_refuses(store: Store) -> None:
 async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("job-7", membership(), 0, [record("one")])
+    gone = await store.compare_and_swap("job-8", membership("job-8"), 0, [record("x", "job-8")])
+    await store.delete("job-8", gone)
+    await store.swap_document("cordoned", b"n1", 0)
     await store.take_over()
     await store.close()
 
@@ -235,6 +419,8 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert stored is not None
     assert (stored.membership, stored.revision) == (membership(), 1)
     assert [r.text for r in await store.history("job-7", 10)] == ["one"]
+    assert (await store.list(), await store.history("job-8", 10)) == (("job-7",), ())
+    assert await store.load_document("cordoned") == (b"n1", 1)
     assert await store.take_over() == 2
     await store.close()
 

@@ -20,7 +20,8 @@ from rdzv.stores import sqlite, sqlite_file
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 
-SCHEMA_1 = Path(__file__).with_name("data") / "schema_1.sql"
+DATA = Path(__file__).with_name("data")
+OLDER = range(1, sqlite_file.SCHEMA_VERSION)
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -28,12 +29,12 @@ def files(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "lock"}
 
 
-def old_file(directory: Path) -> Path:
-    """Make a file as an rdzvd of schema version 1 left it."""
+def old_file(directory: Path, schema: int = 1) -> Path:
+    """Make a file as an rdzvd of an older schema version left it."""
     directory.mkdir(exist_ok=True)
     path = directory / "rdzv.db"
     with closing(sqlite3.connect(path)) as db:
-        db.executescript(SCHEMA_1.read_text())
+        db.executescript((DATA / f"schema_{schema}.sql").read_text())
         db.execute("PRAGMA journal_mode = WAL")
     return path
 
@@ -281,6 +282,21 @@ async def test_no_server_starts_while_somebody_looks(tmp_path: Path) -> None:
     await opened_and_closed(tmp_path)
 
 
+@pytest.mark.parametrize("schema", OLDER)
+async def test_an_older_file_that_is_looked_at_is_read_as_it_is(
+    tmp_path: Path, schema: int
+) -> None:
+    old_file(tmp_path, schema)
+    before = files(tmp_path)
+    store = await SqliteStore.look(tmp_path)
+    assert (await store.survey()).schema_version == schema
+    assert await store.list() == ("job-7", "job-8")
+    assert await store.load_document("cordoned") is None
+    assert await store.list_documents() == ()
+    await store.close()
+    assert files(tmp_path) == before
+
+
 async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
     (tmp_path / ".look-4711").mkdir()
     (tmp_path / ".look-4711" / "rdzv.db").write_bytes(b"x")
@@ -291,8 +307,9 @@ async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- migration
 
 
-async def test_a_file_of_schema_1_is_brought_to_the_present_one(tmp_path: Path) -> None:
-    path = old_file(tmp_path)
+@pytest.mark.parametrize("schema", OLDER)
+async def test_an_older_file_is_brought_to_the_present_schema(tmp_path: Path, schema: int) -> None:
+    path = old_file(tmp_path, schema)
     # Also what is in the log alone.
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     store = await SqliteStore.open(tmp_path)
@@ -307,6 +324,7 @@ async def test_a_file_of_schema_1_is_brought_to_the_present_one(tmp_path: Path) 
     assert [row.text for row in await store.history("job-7", 10)] == ["one", "two", "three"]
     assert [row.text for row in await store.history("job-8", 10)] == ["eight"]
     assert await store.compare_and_swap("job-7", stored.membership, 2) == 3
+    assert await store.swap_document("cordoned", b"n1", 0) == 1
     assert await store.take_over() == 4712
     await store.close()
     assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
@@ -322,13 +340,15 @@ async def test_a_file_of_schema_1_is_brought_to_the_present_one(tmp_path: Path) 
         ]
 
 
-async def test_a_copy_from_before_the_migration_is_kept(tmp_path: Path) -> None:
-    path = old_file(tmp_path)
+@pytest.mark.parametrize("schema", OLDER)
+async def test_a_copy_from_before_the_migration_is_kept(tmp_path: Path, schema: int) -> None:
+    path = old_file(tmp_path, schema)
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     await opened_and_closed(tmp_path)
-    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db.schema-1"}
-    with closing(sqlite3.connect(tmp_path / "rdzv.db.schema-1")) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    former = f"rdzv.db.schema-{schema}"
+    assert files(tmp_path).keys() == {"rdzv.db", former}
+    with closing(sqlite3.connect(tmp_path / former)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (schema,)
         assert db.execute("SELECT number FROM leadership").fetchone() == (4711,)
         assert db.execute("SELECT count(*) FROM history").fetchone() == (4,)
 
@@ -358,9 +378,9 @@ async def test_a_migration_that_fails_half_way_changes_nothing(
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     before = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, "MIGRATIONS", {1: step})
+        patch.setattr(sqlite_file, "MIGRATIONS", {**sqlite_file.MIGRATIONS, 1: step})
         with pytest.raises(
-            RendezvousStateError, match=r"from schema version 1 to 2: .* left as it"
+            RendezvousStateError, match=r"from schema version 1 to \d+: .* left as it"
         ):
             await SqliteStore.open(tmp_path)
         assert files(tmp_path) == before

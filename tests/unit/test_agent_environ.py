@@ -45,7 +45,7 @@ EXPORTED_BY_TORCHRUN = {
 }
 """What torchrun 2.13 sets where nothing was set before, and no watchdog timer is on."""
 
-BEYOND_TORCHRUN = {"RDZV_ROUND": "5"}
+BEYOND_TORCHRUN = {"RDZV_ROUND": "5", "RDZV_PROGRESS_FILE": "/tmp/progress"}
 
 
 def environ(
@@ -59,6 +59,7 @@ def environ(
         local_rank=local_rank,
         local_world_size=local_world_size,
         error_file="/logs/error.json",
+        progress_file="/tmp/progress",
     )
 
 
@@ -106,6 +107,7 @@ def test_false_is_spelled_as_torch_reads_it() -> None:
         local_rank=0,
         local_world_size=1,
         error_file="/logs/error.json",
+        progress_file="/tmp/progress",
     )
     assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 

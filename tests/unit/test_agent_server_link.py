@@ -8,12 +8,15 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
-from rdzv.agent import server_link
+from rdzv.agent import server_link, wire
 from rdzv.agent.core import events
+from rdzv.agent.launch import NO_FILES
+from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.client import Endpoint
@@ -712,3 +715,120 @@ async def test_a_stream_that_is_too_slow_is_given_up_at_the_end(
         link.close()
         async with asyncio.timeout(PATIENCE_S):
             await task
+
+
+# ------------------------------------------------------------------ logs
+
+
+def written(folder: Path, text: str) -> Written:
+    """What a worker of RANK 4 has written in round 2, which goes on."""
+    path = folder / "stdout.log"
+    path.write_text(text)
+    found = Written()
+    output = WorkerOutput(path, None, error=NO_FILES)
+    line = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, rank_first=4)
+    completed = wire.event(pb.ServerMessage(round_completed=line))
+    assert isinstance(completed, events.RoundCompleted)
+    found.begin(completed.assignment, RoundOutput((output,), {}))
+    return found
+
+
+def read_log(request: int, credit: int, *, follow: bool = False) -> pb.ReadLog:
+    return pb.ReadLog(request=request, rdzv_id="job-7", stdout=True, credit=credit, follow=follow)
+
+
+async def pieces(talk: Talk, request: int) -> AsyncIterator[pb.LogPiece]:
+    """Yield what comes for a request until its last piece, passing over all else."""
+    while (message := await talk.hear()) is not None:
+        if message.HasField("log_piece") and message.log_piece.request == request:
+            yield message.log_piece
+            if message.log_piece.last:
+                return
+
+
+async def test_logs_are_sent_on_the_stream_as_far_as_there_is_credit(
+    server: Server, tmp_path: Path
+) -> None:
+    link = link_to(server.endpoint)
+    link.log_reading.serve("job-7", written(tmp_path, "x" * 100_000))
+    async with running(link):
+        talk, _ = await server.greet()
+        await talk.say(read_log=read_log(5, 64 * 1024))
+        size = 0
+        async for piece in pieces(talk, 5):
+            assert piece.rank == 4 or not piece.data
+            size += len(piece.data)
+            cost = len(piece.data) + 256
+            await talk.say(log_credit=pb.LogCredit(request=5, bytes=cost))
+        assert size == 100_000
+        await talk.say(read_log=pb.ReadLog(request=6, rdzv_id="job-8", credit=4_096))
+        (refusal,) = [piece async for piece in pieces(talk, 6)]
+        assert refusal.error == "this node takes no part in job-8"
+        link.log_reading.close()
+
+
+async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
+    server: Server, tmp_path: Path
+) -> None:
+    log = written(tmp_path, "x")
+    link = link_to(server.endpoint)
+    link.log_reading.serve("job-7", log)
+    async with running(link):
+        talk, _ = await server.greet()
+        for number in (5, 6):
+            await talk.say(read_log=read_log(number, 4_096, follow=True))
+            async for piece in pieces(talk, number):
+                if piece.data:
+                    break
+        assert len(log.listeners) == 2
+        await talk.say(log_credit=pb.LogCredit(request=5, cancel=True))
+        await talk.say(read_log=read_log(7, 4_096))
+        assert [piece.data async for piece in pieces(talk, 7)] == [b"", b"x", b""]
+        assert len(log.listeners) == 1
+        talk.end()
+        await server.greet()
+        assert not log.listeners
+        link.log_reading.close()
+
+
+async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
+    server: Server, tmp_path: Path
+) -> None:
+    """And they are answered, so that no worker is fenced because somebody reads its log."""
+    job = Job(fence_after_ms=FENCED_MS)
+    link = link_to(server.endpoint, jobs=(job,))
+    link.log_reading.serve("job-7", written(tmp_path, "x" * (64 << 20)))
+    async with running(link):
+        talk, _ = await server.greet(interval_ms=100)
+        await talk.heartbeat()
+        await talk.say(read_log=read_log(5, 1 << 40))
+        between = 0
+        heartbeats = 0
+        while heartbeats < 2:
+            message = await talk.hear()
+            assert message is not None
+            assert not message.log_piece.last, "no heartbeat while 64 MiB were sent"
+            between += message.HasField("log_piece")
+            heartbeats += message.HasField("heartbeat")
+        assert between
+        link.log_reading.close()
+
+
+async def test_heartbeats_go_out_though_something_always_waits_to_be_sent(server: Server) -> None:
+    job = Job(fence_after_ms=FENCED_MS)
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link):
+        talk, _ = await server.greet(interval_ms=100)
+        await talk.heartbeat()
+
+        async def chat() -> None:
+            while link._outbox is not None:
+                while link._outbox.qsize() < 100:
+                    link.say(success(0))
+                await asyncio.sleep(0)
+
+        chatting = asyncio.create_task(chat())
+        try:
+            await talk.heartbeat()
+        finally:
+            chatting.cancel()

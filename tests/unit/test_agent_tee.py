@@ -14,6 +14,7 @@ from select import PIPE_BUF
 import pytest
 
 from rdzv.agent import tee as tee_module
+from rdzv.agent import watches as watches_module
 from rdzv.agent.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.errors import InvalidRequestError
 
@@ -445,8 +446,8 @@ async def test_without_inotify_files_are_looked_at(
     def refuse() -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(tee_module, "_inotify_init", refuse)
-    monkeypatch.setattr(tee_module, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(watches_module, "_inotify_init", refuse)
+    monkeypatch.setattr(watches_module, "_FALLBACK_POLL_S", 0.001)
     console = Console()
     tee = Tee(console.writer, console.writer)
     tee.follow(tmp_path / "log", b"", Stream.OUT)
@@ -462,7 +463,7 @@ async def test_without_inotify_files_are_looked_at(
 async def test_what_can_not_be_watched_is_looked_at(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tee_module, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(watches_module, "_FALLBACK_POLL_S", 0.001)
     path = desk.follow("folder/that/is/made/later")
     path.parent.mkdir(parents=True)
     append(path, b"x\n")
@@ -474,14 +475,14 @@ async def test_a_file_that_appears_while_its_watch_is_set_is_watched(
 ) -> None:
     """It is there, and empty, when the watch of its folder is set: that would never fire."""
     path = desk.folder / "log"
-    add_watch = tee_module._inotify_add_watch
+    add_watch = watches_module._inotify_add_watch
 
     def create_late(fd: int, watched: Path, mask: int) -> int:
         if watched == desk.folder:
             path.touch()
         return add_watch(fd, watched, mask)
 
-    monkeypatch.setattr(tee_module, "_inotify_add_watch", create_late)
+    monkeypatch.setattr(watches_module, "_inotify_add_watch", create_late)
     desk.follow("log")
     append(desk.follow("other"), b"seen\n")
     await desk.out.expect(b"seen\n")
@@ -491,7 +492,7 @@ async def test_a_file_that_appears_while_its_watch_is_set_is_watched(
 
 async def test_lost_events_wake_everybody(desk: Desk) -> None:
     watches = desk.tee._watches
-    overflow = tee_module._EVENT.pack(-1, tee_module._IN_Q_OVERFLOW, 0, 0)
+    overflow = watches_module._EVENT.pack(-1, watches_module._IN_Q_OVERFLOW, 0, 0)
     watches._sources.update({7: set(), 9: set()})
     assert {7, 9} <= set(watches._fired(overflow))
 

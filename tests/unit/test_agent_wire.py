@@ -339,6 +339,8 @@ TOLD = {
     "waiting": (pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="why")), None),
     "welcome": (pb.ServerMessage(welcome=pb.Welcome(incarnation=1)), None),
     "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
+    "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
+    "log_credit": (pb.ServerMessage(log_credit=pb.LogCredit(request=5, bytes=7)), None),
 }
 
 
@@ -348,7 +350,7 @@ def test_what_the_server_says_becomes_an_event(
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
     assert wire.event(message) == expected
-    about_the_node = message.WhichOneof("body") in ("welcome", "heard")
+    about_the_node = message.WhichOneof("body") in ("welcome", "heard", "log_credit")
     assert wire.rdzv_id_of(message) == ("" if about_the_node else "job-7")
 
 

@@ -14,10 +14,12 @@ from rdzv.ctl.backup import new_file
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.server.service import CHUNK_BYTES, _in_chunks
 from rdzv.stores import backup
-from rdzv.stores.base import Record, Stored
+from rdzv.stores.base import DOCUMENT_BYTES, Record, Stored
 from rdzv.stores.memory import MemoryStore
 
 HEADER = backup.Header("memory", 4711, 1_763_700_000_000)
+DOCUMENTS = {"cordoned": b'["n1"]', "large": bytes(range(256)) * (DOCUMENT_BYTES // 256)}
+FORMAT_1 = Path(__file__).with_name("golden") / "format_1.backup"
 
 
 def membership(rdzv_id: str, number: int = 1) -> Membership:
@@ -36,6 +38,8 @@ async def filled() -> MemoryStore:
     hard = "b\n☠"
     await store.compare_and_swap(hard, membership(hard), 0, [record(hard, "one")])
     await store.compare_and_swap("c", membership("c"), 0)
+    for name, data in DOCUMENTS.items():
+        await store.swap_document(name, data, 0)
     return store
 
 
@@ -48,7 +52,10 @@ async def test_what_is_restored_is_what_was_saved() -> None:
     data = await data_of(store)
     other = MemoryStore()
     done = await backup.restore(other, io.BytesIO(data), "FILE")
-    assert (done.header, done.jobs, done.events) == (HEADER, 3, 251)
+    assert (done.header, done.jobs, done.events, done.documents) == (HEADER, 3, 251, 2)
+    assert await other.list_documents() == tuple(DOCUMENTS)
+    for name, written in DOCUMENTS.items():
+        assert await other.load_document(name) == (written, 1)
     assert await other.list() == await store.list()
     for rdzv_id in await store.list():
         before, after = await store.load(rdzv_id), await other.load(rdzv_id)
@@ -73,16 +80,26 @@ async def test_a_store_that_was_further_keeps_its_leadership() -> None:
 async def test_people_can_read_it() -> None:
     lines = (await data_of(await filled())).splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
-    assert kinds[:3] == ["backup", "job", "event"]
+    assert kinds[:5] == ["backup", "document", "document", "job", "event"]
     assert kinds[-3:] == ["event", "job", "end"]
     assert json.loads(lines[0]) == {
         "kind": "backup",
         "source": "memory",
         "leadership": 4711,
         "unix_ms": 1_763_700_000_000,
-        "format": 1,
+        "format": 2,
     }
-    assert json.loads(lines[1])["stored"]["membership"]["rdzv_id"] == "a"
+    assert json.loads(lines[3])["stored"]["membership"]["rdzv_id"] == "a"
+
+
+async def test_what_an_older_rdzvd_has_saved_is_restored() -> None:
+    data = FORMAT_1.read_bytes()
+    assert json.loads(data.splitlines()[0])["format"] == 1
+    store = MemoryStore()
+    done = await backup.restore(store, io.BytesIO(data), "FILE")
+    assert (done.jobs, done.events, done.documents) == (2, 2, 0)
+    assert await store.list() == ("a", "b")
+    assert [row.text for row in await store.history("a", 10)] == ["one", "two"]
 
 
 async def test_an_empty_store_has_a_backup() -> None:
@@ -99,6 +116,15 @@ async def test_a_store_that_is_not_empty_is_refused_and_unchanged() -> None:
         await backup.restore(other, io.BytesIO(await data_of(await filled())), "FILE")
     assert await other.list() == ("mine",)
     assert await other.take_over() == 1
+
+
+async def test_a_store_of_documents_alone_is_not_empty() -> None:
+    other = MemoryStore()
+    await other.swap_document("mine", b"", 0)
+    with pytest.raises(InvalidRequestError, match=r"holds 1 document\(s\) already, "):
+        await backup.restore(other, io.BytesIO(await data_of(await filled())), "FILE")
+    assert await other.list() == ()
+    assert await other.list_documents() == ("mine",)
 
 
 def _cut(data: bytes) -> bytes:
@@ -120,12 +146,12 @@ def _changed(data: bytes) -> bytes:
 
 def _a_line_less(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
-    return b"".join(lines[:5] + lines[6:])
+    return b"".join(lines[:9] + lines[10:])
 
 
 def _two_swapped(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
-    return b"".join([*lines[:4], lines[5], lines[4], *lines[6:]])
+    return b"".join([*lines[:7], lines[8], lines[7], *lines[9:]])
 
 
 def _without_header(data: bytes) -> bytes:
@@ -133,7 +159,7 @@ def _without_header(data: bytes) -> bytes:
 
 
 def _newer(data: bytes) -> bytes:
-    return data.replace(b'"format":1}', b'"format":2,"more":[]}', 1)
+    return data.replace(b'"format":2}', b'"format":3,"more":[]}', 1)
 
 
 def _with_more(data: bytes) -> bytes:
@@ -146,12 +172,25 @@ def _twice(data: bytes) -> bytes:
 
 def _job_twice(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
+    return b"".join([*lines[:4], *lines[3:]])
+
+
+def _document_twice(data: bytes) -> bytes:
+    lines = data.splitlines(keepends=True)
     return b"".join([*lines[:2], *lines[1:]])
+
+
+def _document_of_no_name(data: bytes) -> bytes:
+    return data.replace(b'"name":"cordoned"', b'"name":"../other"')
+
+
+def _document_too_large(data: bytes) -> bytes:
+    return data.replace(b'"name":"large","data":"', b'"name":"large","data":"AAAA')
 
 
 def _strange_history(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
-    return b"".join([lines[0], *lines[2:]])
+    return b"".join([*lines[:3], *lines[4:]])
 
 
 def _foreign_membership(data: bytes) -> bytes:
@@ -172,10 +211,17 @@ def _unreadable_membership(data: bytes) -> bytes:
         (_a_line_less, "it was changed"),
         (_two_swapped, "it was changed"),
         (_without_header, "it is no backup; give a file that `rdzvctl backup` has written"),
-        (_newer, "format 2, and this rdzvd reads format 1; use the rdzvd version that wrote it"),
+        (
+            _newer,
+            "format 3, and this rdzvd reads format 1 to 2; use the rdzvd version that wrote it",
+        ),
+        (lambda data: data.replace(b'"format":2}', b'"format":0}', 1), "it has format 0"),
         (_with_more, "there is something behind its last line"),
         (_twice, "it holds more than one backup"),
         (_job_twice, "job a is in it twice"),
+        (_document_twice, "document cordoned is in it twice"),
+        (_document_of_no_name, "'../other' is no name of a document"),
+        (_document_too_large, "document large would have 1048579 bytes"),
         (_strange_history, "history of job a is not below that job"),
         (_foreign_membership, "job c calls itself d"),
         (_unreadable_membership, "job c in FILE can not be read"),
@@ -196,7 +242,7 @@ async def test_a_file_that_is_not_whole_is_refused_and_nothing_written(
     with pytest.raises(RendezvousStateError, match="FILE") as refused:
         await backup.restore(other, io.BytesIO(spoilt), "FILE")
     assert says in str(refused.value)
-    assert await other.list() == ()
+    assert (await other.list(), await other.list_documents()) == ((), ())
     assert await other.take_over() == 1
 
 
@@ -260,6 +306,17 @@ async def test_a_job_that_never_rests_ends_the_backup() -> None:
     await store.write()
     with pytest.raises(RendezvousConnectionError, match="job a changes faster"):
         await data_of(store)
+
+
+async def test_a_job_that_is_deleted_meanwhile_is_not_in_the_backup() -> None:
+    store = await filled()
+    saving = backup.lines(store, HEADER)
+    saved = [await anext(saving) for _ in range(4)]
+    assert b'"rdzv_id":"a"' in saved[-1]
+    await store.delete("c", 1)
+    saved += [line async for line in saving]
+    done = backup.verify(io.BytesIO(b"".join(saved)), "FILE")
+    assert (done.jobs, done.documents) == (2, 2)
 
 
 class FailingStore(MemoryStore):

@@ -229,6 +229,7 @@ def test_status_for_programs(
         "last_end",
         "last_failure",
         "backend",
+        "progress",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)

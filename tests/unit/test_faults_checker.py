@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from rdzv.client import Event
+from tests.faults import __main__ as main
 from tests.faults import checker, history, sources
 from tests.faults.catalogue import CATALOGUE
 from tests.faults.history import (
@@ -238,3 +241,43 @@ def test_the_catalogues_table_names_every_fault() -> None:
     from tests.faults import catalogue
 
     assert [name for name in CATALOGUE if name not in str(catalogue.__doc__)] == []
+
+
+# ------------------------------------------------------------------ what is planned
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 6])
+def test_every_fault_is_done_by_one_lane_that_can_do_it(lanes: int) -> None:
+    plan = [fault for fault in CATALOGUE.values() for _ in range(2)]
+    shares = main.share(plan, lanes, random.Random(1))
+    assert Counter(fault.name for each in shares for fault in each.faults) == Counter(
+        fault.name for fault in plan
+    )
+    assert all(main.serves(each, fault) for each in shares for fault in each.faults)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--faults=kill-server,eat-server"], "unknown: eat-server; there are: kill-server"),
+        (["--times=0"], "'0' is not a number above 0"),
+        (["--lanes=two"], "'two' is not a number above 0"),
+    ],
+)
+def test_what_can_not_be_done_is_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main.parse(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_kept_history_is_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    history.write(good, GOOD)
+    history.write(bad, BAD["calm"])
+    assert main.main([f"--check={good}"]) == 0
+    assert "verdict: OK" in capsys.readouterr().out
+    assert main.main([f"--check={bad}"]) == 1
+    assert "VIOLATION calm: after fault 1" in capsys.readouterr().out

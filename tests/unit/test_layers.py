@@ -135,6 +135,12 @@ RULES = (
         never=of("rdzv.etcd"),
         but=of("stores/etcd_client.py", "etcd/*.py"),
     ),
+    Rule(
+        "a server that nobody can scrape loads no library for metrics",
+        "**/*.py",
+        never=of("prometheus_client"),
+        but=of("server/metrics.py"),
+    ),
 )
 
 

@@ -20,10 +20,12 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
+from rdzv.agent import log_reading
 from rdzv.agent import wire as agent_wire
+from rdzv.client import LOG_POSITIONS
 from rdzv.client import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.errors import InvalidRequestError
-from rdzv.server import config, wire
+from rdzv.server import config, log_relay, wire
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).with_name("protocol")
@@ -39,6 +41,8 @@ def meaning(message: Message) -> Any:
     """Say what a message is to its reader, in plain JSON."""
     if isinstance(message, pb.ServerMessage):
         body = message.WhichOneof("body")
+        if body == "read_log":
+            return _read_request(agent_wire.read_request(message.read_log))
         event = agent_wire.event(message)
         said = asdict(event) if event else _fields(getattr(message, str(body)))
         return _plain({"leadership": message.leadership, "body": body, "said": said})
@@ -52,9 +56,19 @@ def meaning(message: Message) -> Any:
             return {"away_ms": wire.away_ms_of(message.away, LIMITS)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
+        case "log_piece":
+            piece = asdict(wire.log_piece_of(message.log_piece, LIMITS))
+            return {**piece, "data": piece["data"].hex()}
+        case "progress":
+            return _plain(asdict(wire.progress_of(message.progress, LIMITS)))
         case _:
             rdzv_id, command = wire.command_of(message, SPEAKER, LIMITS)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: asdict(command)})
+
+
+def _read_request(request: Any) -> dict[str, Any]:
+    at = [[*place, offset] for place, offset in request.positions.items()]
+    return {**asdict(request), "positions": at}
 
 
 def _belief(belief: Any) -> dict[str, Any]:
@@ -125,6 +139,9 @@ def test_the_present_protocol_is_recorded_with_every_message() -> None:
 
 def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
     assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
+    assert log_reading.PIECE_COST == log_relay.PIECE_COST
+    assert LIMITS.log_piece_bytes == log_reading.PIECE_BYTES
+    assert LIMITS.log_positions == LOG_POSITIONS
 
 
 @pytest.mark.parametrize(
@@ -265,6 +282,18 @@ def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
     failed = pb.StoreHostFailed(**job, round=2, reason="died")
     yield "store_host_failed", message(store_host_failed=failed)
     yield "away", message(away=pb.Away(deadline_ms=60_000))
+    piece = pb.LogPiece(
+        request=5, local_rank=3, rank=11, stderr=True, round=2, offset=4_711, data=b"x\xff\n"
+    )
+    yield "log_piece", message(log_piece=piece)
+    yield "log_piece:round", message(log_piece=pb.LogPiece(request=5, round=2))
+    last = pb.LogPiece(request=5, last=True, error="it is not there")
+    yield "log_piece:last", message(log_piece=last)
+    ranks = [
+        pb.RankProgress(rank=8, step=1_204, age_ms=300, rate=14.25),
+        pb.RankProgress(rank=9, step=0),
+    ]
+    yield "progress", message(progress=pb.Progress(**job, round=2, ranks=ranks))
 
 
 def _line() -> pb.RoundCompleted:
@@ -321,6 +350,25 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     yield "refused", message(refused=refused)
     yield "waiting", message(waiting=pb.Waiting(rdzv_id="job-7", reason="for n2"))
     yield "heard", message(heard=pb.Heard(number=5))
+    read_log = pb.ReadLog(
+        request=5,
+        rdzv_id="job-7",
+        round=2,
+        local_rank=3,
+        rank=11,
+        stdout=True,
+        stderr=True,
+        follow=True,
+        tail_bytes=65_536,
+        tail_lines=100,
+        credit=262_144,
+        positions=[pb.LogPosition(round=2, local_rank=3, stderr=True, offset=4_711)],
+    )
+    yield "read_log", message(read_log=read_log)
+    everything = pb.ReadLog(request=5, rdzv_id="job-7", stdout=True, credit=4_096)
+    yield "read_log:everything", message(read_log=everything)
+    yield "log_credit", message(log_credit=pb.LogCredit(request=5, bytes=131_072))
+    yield "log_credit:cancel", message(log_credit=pb.LogCredit(request=5, cancel=True))
 
 
 def record() -> None:

@@ -33,6 +33,7 @@ from rdzv.server.messages import (
     Hello,
     Joined,
     Line,
+    RankProgress,
     Refused,
     RoundOver,
     Told,
@@ -312,7 +313,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(run="a/b"), "run 'a/b'"),
         (read_join(settings=settings(min_nodes=0)), "min_nodes 0 is out of bounds; give 1 to"),
         (read_join(settings=settings(max_nodes=10_001)), "max_nodes 10001 is out of bounds"),
-        (read_join(settings=settings(min_nodes=5)), "min_nodes 5 is above max_nodes 4; give --nn"),
+        (read_join(settings=settings(min_nodes=5)), "min_nodes 5 is above max_nodes 4; give MIN"),
         (read_join(settings=settings(max_restarts=2**31)), "max_restarts 2147483648"),
         (read_join(settings=settings(join_timeout_ms=0)), "join_timeout_ms 0 is out of bounds"),
         (read_join(settings=settings(join_timeout_ms=2**63)), "join_timeout_ms"),
@@ -528,8 +529,10 @@ VIEW = JobView(
 
 
 def test_status_carries_every_field_of_the_view() -> None:
-    status = wire.job_status(VIEW, 5_000)
-    assert {f.name for f in fields(JobView)} == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
+    status = wire.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
+    names = {*(f.name for f in fields(JobView)), "progress"}
+    assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
+    assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
     assert {f.name for f in fields(NodeView)} == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
     for field in fields(JobView):
         if field.name not in ("nodes", "last_failure"):

@@ -27,6 +27,7 @@ from rdzv.agent.launch import (
     local_address,
     reachable_host_name,
 )
+from rdzv.agent.progress import ProgressFiles, Report
 from rdzv.agent.runner import WorkerSpec
 from rdzv.agent.server_link import ServerLink
 from rdzv.agent.witness import Witness
@@ -51,7 +52,8 @@ class JobDriver:
         self._launch = launch
         self._link = link
         self._state = begin(launch.job, _now_ms())
-        self._workers = LocalWorkerGroup(launch)
+        self._progress = ProgressFiles(self._say_progress)
+        self._workers = LocalWorkerGroup(launch, self._progress.file)
         self._witness = Witness(launch, _now_ms, self._workers.error_file)
         self._inbox: deque[events.Event] = deque()
         self._busy = False
@@ -69,6 +71,7 @@ class JobDriver:
         runner_link.become_subreaper()
         self._runner = await runner_link.RunnerLink.spawn(self._hear_runner)
         self._link.add(self)
+        self._link.log_reading.serve(self.rdzv_id, self._workers.written)
         self.post(events.Ticked())
 
     async def wait(self) -> NodeOutcome:
@@ -82,6 +85,7 @@ class JobDriver:
         self._store_socket.release()
         if self._runner is not None:
             await self._runner.close(RUNNER_CLOSE_TIMEOUT_S)
+        self._progress.close()
         await self._workers.close()
         await self._witness.close()
 
@@ -138,6 +142,8 @@ class JobDriver:
         self._witness.note(event, transition.state, transition.commands)
         for command in transition.commands:
             self._do(command)
+        if isinstance(event, events.ServerConnected):
+            self._progress.say_again()
         self._arm(transition.wake_at_ms)
 
     def _arm(self, wake_at_ms: int | None) -> None:
@@ -179,10 +185,14 @@ class JobDriver:
             case commands.StopStoreHost():
                 self._owner.stop_store_host(command.round)
             case commands.Exit():
+                self._workers.written.end()
                 if not self._ended.done():
                     self._ended.set_result(self._witness.outcome(command.outcome))
             case _:
                 self._link.say(wire.report(command, self.rdzv_id, _now_ms()))
+
+    def _say_progress(self, report: Report) -> None:
+        self._link.say(wire.progress(report, self.rdzv_id))
 
     @property
     def _owner(self) -> runner_link.RunnerLink:
@@ -204,6 +214,7 @@ class JobDriver:
         except InvalidRequestError as error:
             self._fail_start(assignment, str(error))
             return
+        self._progress.open_round(assignment, self._launch.job.local_world_size)
         self._workers.open_round(assignment, partial(self._start_in, assignment))
 
     def _start_in(self, assignment: Assignment, workers: list[WorkerSpec] | OSError) -> None:
@@ -245,6 +256,7 @@ class JobDriver:
                 self.post(self._explain_exit(event))
             case runner_link.WorkersGone():
                 self._workers.close_round()
+                self._progress.close_round()
                 self.post(events.WorkersGone(event.round))
             case runner_link.WorkersStuck():
                 self.post(events.WorkersStuck(event.round, tuple(event.pids)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,74 @@ class RoundOutput:
     """By LOCAL_RANK."""
     filtered: Mapping[Stream, Path]
     """The files for what --duplicate-stdout-filters and its like pick out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRound:
+    """Where the workers of one round write."""
+
+    number: int
+    rank_first: int
+    workers: tuple[WorkerOutput, ...]
+    """By LOCAL_RANK."""
+
+
+KEPT_ROUNDS = 256
+"""The latest rounds of a job whose logs can be asked for; older ones are on the disk only."""
+
+
+class Written:
+    """What the workers of a job write on this node, round by round, for those who read it."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, WrittenRound] = {}
+        self._live: int | None = None
+        self.ended = False
+        """Whether no round will begin any more."""
+        self.listeners: set[Callable[[], None]] = set()
+        """Who is called when a round begins or ends, or the job does."""
+
+    @property
+    def last(self) -> int | None:
+        """The latest round; None before the first."""
+        return max(self._rounds, default=None)
+
+    def at(self, number: int) -> WrittenRound | None:
+        """Return a round that this node took part in, if it is known still."""
+        return self._rounds.get(number)
+
+    def next(self, number: int) -> WrittenRound | None:
+        """Return the first round from this number on that this node takes or took part in."""
+        found = min((n for n in self._rounds if n >= number), default=None)
+        return None if found is None else self._rounds[found]
+
+    def is_over(self, number: int) -> bool:
+        """Whether nothing more is written in a round."""
+        return number != self._live
+
+    def begin(self, assignment: Assignment, output: RoundOutput) -> None:
+        """Note that workers are about to be started."""
+        self._rounds[assignment.round] = WrittenRound(
+            assignment.round, assignment.rank_first, output.workers
+        )
+        self._live = assignment.round
+        if len(self._rounds) > KEPT_ROUNDS:
+            del self._rounds[min(self._rounds)]
+        self._tell()
+
+    def end_round(self) -> None:
+        """Note that the workers are gone."""
+        self._live = None
+        self._tell()
+
+    def end(self) -> None:
+        """Note that the job has ended on this node."""
+        self._live, self.ended = None, True
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
 
 
 class RunLogs:

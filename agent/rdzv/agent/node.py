@@ -22,6 +22,9 @@ from rdzv.concurrency import single_error
 from rdzv.stores.etcd_client import EtcdConfig
 from rdzv.v1 import rdzv_pb2 as pb
 
+LOG_FINISH_TIMEOUT_S = 2.0
+"""How long whoever follows the logs may take for the last of them, once the jobs have ended."""
+
 LINK_CLOSE_TIMEOUT_S = 2.0
 """How long the end of the stream may take, once everything was said."""
 
@@ -63,6 +66,7 @@ async def take_part(
                     await driver.prepare(endpoints[0])
                 return await _talk(link, drivers)
             finally:
+                link.log_reading.close()
                 for driver in drivers:
                     await driver.close()
 
@@ -84,6 +88,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = [await driver.wait() for driver in drivers]
+        await link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
         link.close()
         _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
         for task in late:

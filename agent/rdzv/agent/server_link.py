@@ -24,6 +24,7 @@ import grpc
 
 from rdzv.agent import wire
 from rdzv.agent.core import events
+from rdzv.agent.log_reading import LogReading, Piece
 from rdzv.agent.runner import boottime_ms
 from rdzv.client import (
     FINAL_REFUSALS,
@@ -34,7 +35,12 @@ from rdzv.client import (
     error_from_status,
 )
 from rdzv.core.nodes import check_fence
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.errors import (
+    InvalidRequestError,
+    NotLeaderError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -42,6 +48,8 @@ log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
+TAKEOVER_BACKOFF_S = 0.5
+"""While servers stand by, and the one that they name does not answer: for a few seconds."""
 STEADY_S = 5.0
 """A stream that stood for so long was a good one: the next attempt follows its end at once."""
 WELCOME_TIMEOUT_S = 10.0
@@ -102,6 +110,8 @@ class ServerLink:
         self._failed_attempts = 0
         self._welcomed_at_s: float | None = None
         self._told_lost = False
+        self._taking_over = False
+        """A server that stands by has answered since the last good stream: another will lead."""
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -109,6 +119,9 @@ class ServerLink:
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int]] = deque(maxlen=OUTBOX_MESSAGES)
         """Heartbeats of the open stream by number, and when they were sent."""
+        self.log_reading = LogReading(self._say_piece)
+        self._idle = asyncio.Event()
+        """Set whenever nothing waits to be sent."""
 
     def add(self, job: JobPort) -> None:
         """Serve a job: its belief is in every Hello from now on."""
@@ -125,6 +138,13 @@ class ServerLink:
             self._outbox = None
             self._hang_up()
 
+    async def _say_piece(self, piece: Piece) -> None:
+        """Send a piece of a log once nothing else waits: whatever else is said goes first."""
+        while self._outbox is not None and not self._outbox.empty():
+            self._idle.clear()
+            await self._idle.wait()
+        self.say(wire.log_piece(piece))
+
     async def run(self) -> None:
         """Keep a stream open until `close`; say so once when it is lost, and when it is back."""
         while not self._closing.is_set():
@@ -132,6 +152,7 @@ class ServerLink:
             error = await self._converse(endpoint)
             if self._closing.is_set():
                 return
+            self._taking_over |= isinstance(error, NotLeaderError)
             if self._rota.failed(error):
                 log.debug("%s", error)
                 continue
@@ -164,6 +185,8 @@ class ServerLink:
         delay_s = 0.0
         if self._failed_attempts > 0:
             longest_s = min(BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 10), BACKOFF_MAX_S)
+            if self._taking_over:
+                longest_s = min(longest_s, TAKEOVER_BACKOFF_S)
             if fence_s := self._shortest_fence_s():
                 longest_s = min(longest_s, fence_s / HEARTBEATS_PER_FENCE)
             delay_s = random.uniform(longest_s / 2, longest_s)
@@ -213,6 +236,7 @@ class ServerLink:
                 return RendezvousConnectionError("the stream was closed from this side")
             finally:
                 self._outbox = None
+                self.log_reading.cancel_all()
                 call.cancel()
 
     async def _outgoing(
@@ -226,8 +250,14 @@ class ServerLink:
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while True:
+            due_s = since_s + self._heartbeat_interval_s
+            if outbox.empty():
+                self._idle.set()
             try:
-                async with asyncio.timeout_at(since_s + self._heartbeat_interval_s):
+                # Not only while nothing else is said: pieces of a log may come without a pause.
+                if loop.time() >= due_s:
+                    raise TimeoutError
+                async with asyncio.timeout_at(due_s):
                     message = await outbox.get()
             except TimeoutError:
                 message = pb.NodeMessage(heartbeat=pb.Heartbeat())
@@ -280,12 +310,22 @@ class ServerLink:
                 self._greet(endpoint, message.welcome)
             elif message.HasField("heard"):
                 self._note_heard(message.heard.number)
+            elif message.HasField("read_log"):
+                self.log_reading.read(wire.read_request(message.read_log))
+            elif message.HasField("log_credit"):
+                self._note_credit(message.log_credit)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 return f"the server can not do it now: {message.refused.message}"
             else:
                 self._deliver(message)
             message = await _read(call)
         return "the server ended the stream"
+
+    def _note_credit(self, credit: pb.LogCredit) -> None:
+        if credit.cancel:
+            self.log_reading.cancel(credit.request)
+        else:
+            self.log_reading.grant(credit.request, credit.bytes)
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._incarnation = welcome.incarnation
@@ -294,6 +334,7 @@ class ServerLink:
             interval_s = min(interval_s, fence_s / HEARTBEATS_PER_FENCE)
         self._heartbeat_interval_s = interval_s
         self._welcomed_at_s = asyncio.get_running_loop().time()
+        self._taking_over = False
         if self._told_lost:
             self._told_lost = False
             log.info("connected to the server at %s again", endpoint)

@@ -8,7 +8,7 @@ one go.
 
 ::
 
-    inotify ──event loop──▶ _Watches ──wake──▶ _Pump: a thread per destination ──▶ console
+    inotify ──event loop──▶ Watches ──wake──▶  _Pump: a thread per destination ──▶ console
                                ▲                 one chunk of one file at a time,
                                └──arm, at the──  in turn
                                   end of a file
@@ -30,14 +30,11 @@ out as `\\n`. On purpose, this differs:
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
@@ -45,6 +42,7 @@ from pathlib import Path
 from select import PIPE_BUF, POLLIN, POLLOUT, poll
 from string import Template
 
+from rdzv.agent.watches import Watches
 from rdzv.errors import InvalidRequestError
 
 __all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_ranks", "route"]
@@ -55,8 +53,6 @@ MAX_ENDED_ROUNDS = 8
 """The ended rounds whose output may still wait for a console that takes none."""
 
 _CHUNK = 1 << 16
-_FALLBACK_POLL_S = 0.1
-"""How often a file is looked at that can not be watched; torchrun looks at all of them so."""
 
 _Write = Callable[[bytes | bytearray], None]
 
@@ -165,7 +161,7 @@ class Tee:
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
         """Copy to these descriptors, in the running event loop; they stay the caller's."""
-        self._watches = _Watches(asyncio.get_running_loop())
+        self._watches = Watches(asyncio.get_running_loop())
         self._consoles = {
             Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
             Stream.ERR: _Pump(_own_console(err), "stderr", self._watches),
@@ -387,10 +383,17 @@ class _Source:
     """A file that a pump copies from."""
 
     tail: _Tail
-    wake: Callable[[_Source], None]
+    woken: Callable[[_Source], None]
     watch: int | None = None
     ends: int = 0
     """How many rounds have ended since its own began: from 1 on, it grows no more."""
+
+    @property
+    def path(self) -> Path:
+        return self.tail.path
+
+    def wake(self) -> None:
+        self.woken(self)
 
 
 @dataclass(slots=True)
@@ -409,7 +412,7 @@ class _Work:
 class _Pump:
     """Copies the lines of any number of files to one descriptor, from a thread of its own."""
 
-    def __init__(self, fd: int, name: str, watches: _Watches) -> None:
+    def __init__(self, fd: int, name: str, watches: Watches) -> None:
         """Take over a descriptor, which is closed when the pump is over."""
         self._sink = _Sink(fd)
         self._name = name
@@ -549,134 +552,3 @@ class _Pump:
             self._release_waiters()
         for source in left:
             self._watches.disarm(source)
-
-
-# ---------------------------------------------------------------------- watching
-
-_IN_MODIFY = 0x2
-_IN_MOVED_TO = 0x80
-_IN_CREATE = 0x100
-_IN_Q_OVERFLOW = 0x4000
-_IN_ONESHOT = 0x80000000
-_EVENT = struct.Struct("iIII")
-_POLLED = 0
-"""Stands for the watch of a file that can not be watched; inotify counts from 1."""
-
-
-class _Watches:
-    """Wakes sources, each once, when their files change or appear.
-
-    Without inotify, or where it has reached a limit, they are woken at an interval.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._sources: dict[int, set[_Source]] = {}
-        self._closed = False
-        self._fd: int | None = None
-        try:
-            self._fd = _inotify_init()
-        except OSError as error:
-            text = "no inotify (%s); log files are looked at every %g s instead"
-            log.warning(text, error, _FALLBACK_POLL_S)
-        else:
-            loop.add_reader(self._fd, self._read)
-
-    def arm(self, source: _Source) -> None:
-        """Wake a source at the next change of its file, or in its folder if it has none yet."""
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                source.watch = self._add(source.tail.path)
-            except OSError:
-                source.watch = _POLLED
-                self._loop.call_soon_threadsafe(self._wake_later, source)
-            else:
-                self._sources.setdefault(source.watch, set()).add(source)
-
-    def _add(self, path: Path) -> int:
-        if self._fd is None:
-            raise OSError
-        with suppress(FileNotFoundError):
-            return _inotify_add_watch(self._fd, path, _IN_MODIFY)
-        folder = _inotify_add_watch(self._fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
-        with suppress(FileNotFoundError):
-            # It may have appeared in between; its folder's watch, once it fires, wakes nobody.
-            return _inotify_add_watch(self._fd, path, _IN_MODIFY)
-        return folder
-
-    def disarm(self, source: _Source) -> None:
-        """Let a source sleep."""
-        with self._lock:
-            watch, source.watch = source.watch, None
-            if watch is None or watch not in self._sources:
-                return
-            self._sources[watch].discard(source)
-            if not self._sources[watch]:
-                del self._sources[watch]
-                if self._fd is not None:
-                    _inotify_rm_watch(self._fd, watch)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._sources.clear()
-            if self._fd is not None:
-                self._loop.remove_reader(self._fd)
-                os.close(self._fd)
-                self._fd = None
-
-    def _wake_later(self, source: _Source) -> None:
-        self._loop.call_later(_FALLBACK_POLL_S, self._wake, [source])
-
-    def _read(self) -> None:
-        assert self._fd is not None
-        with self._lock:
-            woken = [
-                source
-                for watch in self._fired(os.read(self._fd, _CHUNK))
-                for source in self._sources.pop(watch, ())
-            ]
-        self._wake(woken)
-
-    def _fired(self, data: bytes) -> list[int]:
-        """Return the watches that events are about; all of them if events were lost."""
-        fired, position = [], 0
-        while position < len(data):
-            watch, mask, _, length = _EVENT.unpack_from(data, position)
-            position += _EVENT.size + length
-            if mask & _IN_Q_OVERFLOW:
-                return list(self._sources)
-            fired.append(watch)
-        return fired
-
-    def _wake(self, sources: Iterable[_Source]) -> None:
-        for source in sources:
-            source.watch = None
-            source.wake(source)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _inotify_init() -> int:
-    return _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-
-
-def _inotify_add_watch(fd: int, path: Path, mask: int) -> int:
-    """Watch for one event, after which the watch is gone."""
-    encoded = ctypes.c_char_p(os.fsencode(path))
-    return _checked(_libc.inotify_add_watch(fd, encoded, ctypes.c_uint32(mask | _IN_ONESHOT)))
-
-
-def _inotify_rm_watch(fd: int, watch: int) -> None:
-    _libc.inotify_rm_watch(fd, watch)  # It may have fired just now: then there is none.
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result

@@ -13,6 +13,8 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
+from rdzv.agent.log_reading import Piece, ReadRequest
+from rdzv.agent.progress import Report
 from rdzv.client import settings_message
 from rdzv.core.model import Cause, LeaveCause, Offer, Result
 from rdzv.core.root_cause import MAX_FAILURES
@@ -186,6 +188,52 @@ def report(
                     rdzv_id=rdzv_id, run=say.run, round=say.round, reason=_text(say.reason)
                 )
             )
+
+
+def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
+    """Say how far this node's workers are."""
+    ranks = [
+        pb.RankProgress(rank=one.rank, step=one.step, age_ms=one.age_ms, rate=one.rate)
+        for one in said.ranks
+    ]
+    return pb.NodeMessage(
+        progress=pb.Progress(rdzv_id=rdzv_id, run=said.run, round=said.round, ranks=ranks)
+    )
+
+
+def read_request(message: pb.ReadLog) -> ReadRequest:
+    """Read which logs the server wants."""
+    return ReadRequest(
+        number=message.request,
+        rdzv_id=message.rdzv_id,
+        credit=message.credit,
+        round=message.round if message.HasField("round") else None,
+        local_rank=message.local_rank if message.HasField("local_rank") else None,
+        rank=message.rank if message.HasField("rank") else None,
+        stdout=message.stdout,
+        stderr=message.stderr,
+        follow=message.follow,
+        tail_bytes=message.tail_bytes,
+        tail_lines=message.tail_lines,
+        positions={(at.local_rank, at.stderr): at.offset for at in message.positions},
+    )
+
+
+def log_piece(piece: Piece) -> pb.NodeMessage:
+    """Send a piece of a log."""
+    return pb.NodeMessage(
+        log_piece=pb.LogPiece(
+            request=piece.request,
+            local_rank=piece.local_rank,
+            stderr=piece.stderr,
+            round=piece.round,
+            data=piece.data,
+            last=piece.last,
+            error=_text(piece.error),
+            rank=piece.rank,
+            offset=piece.offset,
+        )
+    )
 
 
 def rdzv_id_of(message: pb.ServerMessage) -> str:

@@ -10,7 +10,7 @@ from rdzv.agent import numa
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import NO_FILES, Launch
-from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, usual_output
+from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
 from rdzv.agent.logs_specs import LogsSpecs
 from rdzv.agent.runner import WorkerSpec
 from rdzv.agent.tee import Stream, Tee, line_prefix
@@ -25,13 +25,16 @@ _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR
 class LocalWorkerGroup:
     """Says, round by round, how each worker is started, and shows what it writes."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, progress_file: Callable[[int], str]) -> None:
+        """Start what was launched; `progress_file` says where a LOCAL_RANK tells of it."""
         self._launch = launch
+        self._progress_file = progress_file
         self._logs = RunLogs(launch.output.log_dir, launch.job.rdzv_id, launch.job.node_id)
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._output = RoundOutput((), {})
         self._tee: Tee | None = None
+        self.written = Written()
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
@@ -83,10 +86,12 @@ class LocalWorkerGroup:
             self._duplicate(output)
         except OSError as error:
             return OSError(f"the filtered log can not be written: {error}")
+        self.written.begin(assignment, output)
         return [self._worker(assignment, n) for n in range(len(output.workers))]
 
     def close_round(self) -> None:
         """Take note that the workers are gone: nothing more is written."""
+        self.written.end_round()
         if self._tee is not None:
             self._tee.unfollow()
 
@@ -135,6 +140,7 @@ class LocalWorkerGroup:
             local_rank=local_rank,
             local_world_size=launch.job.local_world_size,
             error_file="" if error_file == NO_FILES else str(error_file),
+            progress_file=self._progress_file(local_rank),
             virtual_local_rank=launch.virtual_local_rank,
         )
 

@@ -707,7 +707,10 @@ global___Away = Away
 
 @typing.final
 class LogPiece(google.protobuf.message.Message):
-    """A piece of a log that the server has asked for with `ReadLog`."""
+    """A piece of a log that the server has asked for with `ReadLog`, of at most 64 KiB. One without
+    data, error and `last` says that what follows is of `round`; the first is always such a one,
+    unless the node has nothing of what was asked for.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -718,6 +721,8 @@ class LogPiece(google.protobuf.message.Message):
     DATA_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
     request: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
@@ -725,8 +730,12 @@ class LogPiece(google.protobuf.message.Message):
     round: builtins.int
     data: builtins.bytes
     last: builtins.bool
-    """No more comes, because there is no more, or for this reason."""
+    """No more comes for this request."""
     error: builtins.str
+    """Why something, or with `last` anything more, does not come."""
+    rank: builtins.int
+    offset: builtins.int
+    """Where `data` begins in its file."""
     def __init__(
         self,
         *,
@@ -737,8 +746,10 @@ class LogPiece(google.protobuf.message.Message):
         data: builtins.bytes = ...,
         last: builtins.bool = ...,
         error: builtins.str = ...,
+        rank: builtins.int = ...,
+        offset: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "last", b"last", "local_rank", b"local_rank", "request", b"request", "round", b"round", "stderr", b"stderr"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "error", b"error", "last", b"last", "local_rank", b"local_rank", "offset", b"offset", "rank", b"rank", "request", b"request", "round", b"round", "stderr", b"stderr"]) -> None: ...
 
 global___LogPiece = LogPiece
 
@@ -917,6 +928,10 @@ class ReadLog(google.protobuf.message.Message):
     STDERR_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
     TAIL_BYTES_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TAIL_LINES_FIELD_NUMBER: builtins.int
+    CREDIT_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     request: builtins.int
     rdzv_id: builtins.str
     round: builtins.int
@@ -928,7 +943,17 @@ class ReadLog(google.protobuf.message.Message):
     follow: builtins.bool
     """Go on with what is yet to be written, also in later rounds, until the job ends."""
     tail_bytes: builtins.int
-    """Only so much of the end of each file; 0: all of it."""
+    """Only so much of the end of each file of the first round; 0: all of it."""
+    rank: builtins.int
+    """Only the worker that has this RANK in a round. Unset: all of them."""
+    tail_lines: builtins.int
+    """Likewise so many lines of its end; 0: all of them."""
+    credit: builtins.int
+    """The credit that the node begins with; see `LogCredit`."""
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
+        """Where to go on in files of the first round; they have no tail."""
+
     def __init__(
         self,
         *,
@@ -940,19 +965,55 @@ class ReadLog(google.protobuf.message.Message):
         stderr: builtins.bool = ...,
         follow: builtins.bool = ...,
         tail_bytes: builtins.int = ...,
+        rank: builtins.int | None = ...,
+        tail_lines: builtins.int = ...,
+        credit: builtins.int = ...,
+        positions: collections.abc.Iterable[global___LogPosition] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_round", b"_round", "local_rank", b"local_rank", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_round", b"_round", "follow", b"follow", "local_rank", b"local_rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "local_rank", b"local_rank", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_local_rank", b"_local_rank", "_rank", b"_rank", "_round", b"_round", "credit", b"credit", "follow", b"follow", "local_rank", b"local_rank", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_local_rank", b"_local_rank"]) -> typing.Literal["local_rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
 
 global___ReadLog = ReadLog
 
 @typing.final
+class LogPosition(google.protobuf.message.Message):
+    """How far the log of one worker has been read."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    STDERR_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """Unset where the node is spoken to."""
+    round: builtins.int
+    local_rank: builtins.int
+    stderr: builtins.bool
+    offset: builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        round: builtins.int = ...,
+        local_rank: builtins.int = ...,
+        stderr: builtins.bool = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["local_rank", b"local_rank", "node_id", b"node_id", "offset", b"offset", "round", b"round", "stderr", b"stderr"]) -> None: ...
+
+global___LogPosition = LogPosition
+
+@typing.final
 class LogCredit(google.protobuf.message.Message):
-    """The node may send so many more bytes for this request; the first are granted by `ReadLog` itself.
+    """The node may send so many more bytes for this request; each piece counts its data and 256 more.
     With `cancel` nobody wants them any more.
     """
 
@@ -1571,6 +1632,9 @@ class ReadLogsRequest(google.protobuf.message.Message):
     STDERR_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
     TAIL_BYTES_FIELD_NUMBER: builtins.int
+    TAIL_LINES_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     rank: builtins.int
     """Unset: all ranks."""
@@ -1580,7 +1644,16 @@ class ReadLogsRequest(google.protobuf.message.Message):
     """Neither: both."""
     stderr: builtins.bool
     follow: builtins.bool
+    """From the round's beginning on, and into later rounds, until the run ends."""
     tail_bytes: builtins.int
+    """Only so much of the end of each file of the first round; 0: all of it."""
+    tail_lines: builtins.int
+    run: builtins.str
+    """The run that is meant; empty for the present or last one."""
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
+        """Where to go on after a stream that was cut, at the round that each node was in."""
+
     def __init__(
         self,
         *,
@@ -1591,9 +1664,12 @@ class ReadLogsRequest(google.protobuf.message.Message):
         stderr: builtins.bool = ...,
         follow: builtins.bool = ...,
         tail_bytes: builtins.int = ...,
+        tail_lines: builtins.int = ...,
+        run: builtins.str = ...,
+        positions: collections.abc.Iterable[global___LogPosition] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "rank", b"rank", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "follow", b"follow", "rank", b"rank", "rdzv_id", b"rdzv_id", "round", b"round", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "_round", b"_round", "follow", b"follow", "positions", b"positions", "rank", b"rank", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "stderr", b"stderr", "stdout", b"stdout", "tail_bytes", b"tail_bytes", "tail_lines", b"tail_lines"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
     @typing.overload
@@ -1603,7 +1679,9 @@ global___ReadLogsRequest = ReadLogsRequest
 
 @typing.final
 class LogLines(google.protobuf.message.Message):
-    """What one worker has written, in order; pieces of several workers come as they are read."""
+    """What one worker has written, in order; pieces of several workers come as they are read. Without
+    data it says that what follows from this node is of `round`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1613,12 +1691,21 @@ class LogLines(google.protobuf.message.Message):
     STDERR_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    NOTE_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     rank: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
     round: builtins.int
     data: builtins.bytes
+    offset: builtins.int
+    """Where `data` begins in its file."""
+    note: builtins.str
+    """Why something of this node does not come; there is no data, then."""
+    run: builtins.str
+    """The run that this is of."""
     def __init__(
         self,
         *,
@@ -1628,8 +1715,11 @@ class LogLines(google.protobuf.message.Message):
         stderr: builtins.bool = ...,
         round: builtins.int = ...,
         data: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        note: builtins.str = ...,
+        run: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "local_rank", b"local_rank", "node_id", b"node_id", "rank", b"rank", "round", b"round", "stderr", b"stderr"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "local_rank", b"local_rank", "node_id", b"node_id", "note", b"note", "offset", b"offset", "rank", b"rank", "round", b"round", "run", b"run", "stderr", b"stderr"]) -> None: ...
 
 global___LogLines = LogLines
 

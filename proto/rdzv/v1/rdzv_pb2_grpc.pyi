@@ -104,7 +104,8 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. UNAVAILABLE if a node that has some is not connected.
+    when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+    NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
     ListServers: grpc.UnaryUnaryMultiCallable[
@@ -177,7 +178,8 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. UNAVAILABLE if a node that has some is not connected.
+    when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+    NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
     ListServers: grpc.aio.UnaryUnaryMultiCallable[
@@ -262,7 +264,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.LogLines], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.LogLines]]:
         """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-        when the job has ended. UNAVAILABLE if a node that has some is not connected.
+        when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+        NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
         """
 
     @abc.abstractmethod

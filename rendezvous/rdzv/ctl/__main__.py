@@ -297,6 +297,82 @@ def _wait(
     context.exit(code)
 
 
+@rdzvctl.command("logs")
+@click.argument("job")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Go on with what is written, until the job ends."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="R",
+    help="Only the worker with this RANK, as it is.",
+)
+@click.option(
+    "--round",
+    "number",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="N",
+    help="This round; the last if not given.",
+)
+@click.option("--stdout", is_flag=True, help="Only standard output.")
+@click.option("--stderr", is_flag=True, help="Only standard error.")
+@click.option(
+    "--tail",
+    metavar="N",
+    help="Only the last N lines of each file or, with a k, M or G behind it, so many bytes.",
+)
+@_connection_options
+@click.pass_context
+def _logs(
+    context: click.Context,
+    job: str,
+    follow: bool,
+    rank: int | None,
+    number: int | None,
+    stdout: bool,
+    stderr: bool,
+    tail: str | None,
+    server: str | None,
+    timeout_s: float | None,
+) -> None:
+    """Show what the workers of JOB have written, from the nodes that have it.
+
+    Every line begins with its worker's RANK, unless only one RANK is asked for. With --follow the
+    round is shown from its beginning, or its --tail, and then every later one. Exits with 1 if
+    anything could not be shown; why is on stderr.
+    """
+    from rdzv.ctl.logs import parse_tail, show
+
+    try:
+        tail_lines, tail_bytes = parse_tail(tail) if tail else (0, 0)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    with _client(server, timeout_s) as client:
+        pieces = client.logs(
+            job,
+            rank=rank,
+            number=number,
+            stdout=stdout or not stderr,
+            stderr=stderr or not stdout,
+            follow=follow,
+            tail_lines=tail_lines,
+            tail_bytes=tail_bytes,
+        )
+        whole = show(pieces, one_rank=rank is not None, one_stream=stdout is not stderr)
+    context.exit(_OK if whole else _REFUSED)
+
+
+@rdzvctl.command("forget")
+@click.argument("job")
+@_connection_options
+def _forget(job: str, server: str | None, timeout_s: float | None) -> str:
+    """Delete JOB and its history. It has to have ended: `rdzvctl stop` ends it."""
+    with _client(server, timeout_s) as client:
+        client.forget(job)
+    return f"{job} is forgotten"
+
+
 _reason_option = click.option(
     "--reason", metavar="TEXT", help="Why, for those who ask later; who asks is added."
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rdzv.client import (
     OWN_BACKEND,
@@ -13,6 +13,7 @@ from rdzv.client import (
     JobSummary,
     LastFailure,
     NodeStatus,
+    RankProgress,
     Server,
     WorkerFailure,
 )
@@ -21,6 +22,11 @@ from rdzv.ctl.layout import Cell, Page, duration
 _MOST_NODES = 40
 _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
+
+_STEADY_MS = 60_000
+"""A rate says nothing about a worker that has been silent for longer, and for several steps."""
+_BEHIND_MS = 10_000
+"""A worker that has been silent for so much longer than others is told apart."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -158,6 +164,7 @@ def _facts(job: JobStatus, page: Page) -> list[str]:
         ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
         ("restarts", _restarts(job)),
         ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
+        *((("progress", Cell(_progress(job))),) if job.progress else ()),
     )
     return [line for label, value in facts for line in page.fact(label, value)]
 
@@ -216,6 +223,37 @@ def _master(job: JobStatus) -> str:
     return f"{host}:{job.master_port or _UNKNOWN}"
 
 
+def _progress(job: JobStatus) -> str:
+    """Say how far the workers are: the slowest of them sets the pace."""
+    newest_ms = min(one.age_ms for one in job.progress)
+    slowest = min(job.progress, key=lambda one: (one.step, -one.age_ms))
+    rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
+    text = f"step {_steps(job.progress)}"
+    if len(rates) == len(job.progress):
+        text += f", {min(rates):.3g} steps/s"
+    text += f", last {duration(newest_ms)} ago"
+    silent = slowest.age_ms - newest_ms >= _BEHIND_MS
+    if silent or any(one.step > slowest.step for one in job.progress):
+        since = f", {duration(slowest.age_ms)} ago" if silent else ""
+        text += f" (slowest: RANK {slowest.rank}{since})"
+    if job.world_size is not None and len(job.progress) < job.world_size:
+        text += f"; of {len(job.progress)} of {job.world_size} workers"
+    return text
+
+
+def _steps(progress: Sequence[RankProgress]) -> str:
+    first, last = min(one.step for one in progress), max(one.step for one in progress)
+    return f"{first}..{last}" if last > first else str(first)
+
+
+def _present_rate(one: RankProgress) -> float | None:
+    """Return a worker's rate, unless it is not known or has come to nothing."""
+    if one.rate is None:
+        return None
+    missed = one.rate * one.age_ms / 1000
+    return None if one.age_ms > _STEADY_MS and missed > 3 else one.rate
+
+
 # ------------------------------------------------------------------------------------ its nodes
 
 
@@ -225,9 +263,13 @@ def _nodes(job: JobStatus, page: Page, everything: bool) -> list[str]:
         nodes = sorted(nodes, key=_concern)[:_MOST_NODES]
     # One role for all is torchrun's default and says nothing.
     roles = {node.role for node in job.nodes}
-    header = ("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "WORKERS", "ROLE", "ADDRESS", "WHY")
-    rows = [_node_row(node, job, with_role=len(roles) > 1) for node in nodes]
-    lines = page.table(header, rows, expendable=("ADDRESS", "WORKERS", "ROLE"))
+    header = (
+        *("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "STEP"),
+        *("WORKERS", "ROLE", "ADDRESS", "WHY"),
+    )
+    by_rank = {one.rank: one for one in job.progress}
+    rows = [_node_row(node, job, by_rank, with_role=len(roles) > 1) for node in nodes]
+    lines = page.table(header, rows, expendable=("STEP", "ADDRESS", "WORKERS", "ROLE"))
     if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
         states = ", ".join(f"{number} {state}" for state, number in left_out.items())
         note = f"... and {left_out.total()} nodes more ({states}); --all shows them"
@@ -240,13 +282,16 @@ def _concern(node: NodeStatus) -> int:
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
-def _node_row(node: NodeStatus, job: JobStatus, *, with_role: bool) -> tuple[Cell, ...]:
+def _node_row(
+    node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress], *, with_role: bool
+) -> tuple[Cell, ...]:
     return (
         _number(node.group_rank),
         Cell(node.node_id),
         _state(node.state),
         Cell(duration(node.state_age_ms)),
         Cell(_ranks(node)),
+        Cell(_node_steps(node, by_rank)),
         _number(node.local_world_size),
         Cell(node.role or _UNKNOWN) if with_role else Cell(""),
         Cell(node.address or _UNKNOWN),
@@ -259,6 +304,15 @@ def _ranks(node: NodeStatus) -> str:
         return _UNKNOWN
     rank_last = node.rank_first + (node.local_world_size or 1) - 1
     return f"{node.rank_first}..{rank_last}" if rank_last > node.rank_first else str(rank_last)
+
+
+def _node_steps(node: NodeStatus, by_rank: Mapping[int, RankProgress]) -> str:
+    """Say how far a node's workers are; what none of them says leaves no column."""
+    if node.rank_first is None or not by_rank:
+        return ""
+    ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
+    said = [by_rank[rank] for rank in ranks if rank in by_rank]
+    return _steps(said) if said else _UNKNOWN
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:

@@ -38,9 +38,11 @@ class _Seen:
         more_ms = round((time.monotonic() - self.at_s) * 1000)
         status = self.status
         nodes = tuple(replace(n, state_age_ms=n.state_age_ms + more_ms) for n in status.nodes)
+        progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
         return replace(
             status,
             nodes=nodes,
+            progress=progress,
             state_age_ms=status.state_age_ms + more_ms,
             run_age_ms=status.run_age_ms + more_ms,
         )

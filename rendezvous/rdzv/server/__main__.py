@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.server.clock import Clock
     from rdzv.server.config import Config, Listen
+    from rdzv.server.metrics import Metrics
     from rdzv.server.replica import Replica
     from rdzv.stores.base import Store
     from rdzv.stores.etcd_client import EtcdConfig
@@ -101,7 +102,8 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
 @click.option(
     "--http",
     metavar="HOST:PORT",
-    help="Answer /healthz and /readyz here. Other than loopback only with --insecure.",
+    help="Answer /healthz, /readyz, /metrics and /sd here. Other than loopback only with "
+    "--insecure.",
 )
 @click.option(
     "--insecure",
@@ -276,12 +278,13 @@ async def _run_alone(
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
+    metrics = _metrics(replica, config)
     try:
-        async with Driver.running(store, clock, config) as driver:
+        async with Driver.running(store, clock, config, meter=metrics) as driver:
             replica.lead(driver)
             async with (
                 serving(replica, clock, config, facade) as bound,
-                _http(replica, config) as http,
+                _http(replica, metrics, config) as http,
             ):
                 _say_ready(bound, f"data in {store.place}", facade, http)
                 await stop.wait()
@@ -305,28 +308,43 @@ async def _run_replica(
 
     version = server_version()
     replica = Replica(clock, etcd.place, version)
+    metrics = _metrics(replica, config)
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
             serving(replica, clock, config, facade) as bound,
-            _http(replica, config) as http,
+            _http(replica, metrics, config) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
-            campaign = tasks.create_task(replica.campaign(client, election, config))
+            campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
             _say_ready(bound, f"data in {etcd.place}", facade, http)
             await stop.wait()
             campaign.cancel()
 
 
-@asynccontextmanager
-async def _http(replica: Replica, config: Config) -> AsyncIterator[Listen | None]:
+def _metrics(replica: Replica, config: Config) -> Metrics | None:
+    """Count what happens, where somebody can ask for it."""
     if config.http is None:
+        return None
+    from rdzv.server.metrics import Metrics
+    from rdzv.server.service import server_version
+
+    metrics = Metrics(replica.figures, config, server_version())
+    metrics.add_process()
+    return metrics
+
+
+@asynccontextmanager
+async def _http(
+    replica: Replica, metrics: Metrics | None, config: Config
+) -> AsyncIterator[Listen | None]:
+    if config.http is None or metrics is None:
         yield None
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, config.http) as bound:
+    async with serving_http(replica, metrics, config, config.http) as bound:
         yield bound
 
 

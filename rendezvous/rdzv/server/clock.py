@@ -104,9 +104,12 @@ class LoopWatch:
         every_ms: int,
         deaf_after_ms: int,
         settle_ms: int,
+        on_look: Callable[[int], None] = lambda late_ms: None,
     ) -> None:
+        """Call `on_pause` with how long a pause was, `on_look` with how late each look is."""
         self._clock = clock
         self._on_pause = on_pause
+        self._on_look = on_look
         self._every_ms = every_ms
         self._deaf_after_ms = deaf_after_ms
         self._settle_ms = settle_ms
@@ -144,6 +147,7 @@ class LoopWatch:
         return self._listened_ms
 
     def _look(self, due_ms: int) -> None:
+        self._on_look(self._clock.now_ms() - due_ms)
         self.late(due_ms)
         self.start()
 

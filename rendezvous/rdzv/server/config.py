@@ -85,12 +85,29 @@ class Limits:
     """Messages of one node that wait while the store is away, before its stream is closed."""
     watchers: int = 1_000
     """Callers that watch a job, each of which costs a message for every change."""
+    ended_jobs: int = 10_000
+    """Jobs that have ended: as many as may be alive. Above, those that ended first are forgotten;
+    each costs a look at every start, and its history some MiB at most."""
+    log_readers: int = 32
+    """Callers that read logs; each may have `log_buffer` on its way."""
+    log_buffer: int = 4 * 1024 * 1024
+    """Bytes of logs that wait for one slow reader, over all nodes, unless it reads many nodes."""
+    log_window: int = 256 * 1024
+    """Bytes that one node sends ahead of one reader: four pieces, so that neither waits."""
+    log_window_least: int = 4 * 1024
+    """The same where `log_buffer` is shared by many nodes."""
+    log_positions: int = 65_536
+    """Files in which one reader may go on after its stream was cut."""
+    log_piece_bytes: int = 64 * 1024
+    """What one piece of a log carries."""
     history_rows: int = HISTORY_ROWS
     """Rows of history of one job; see `stores.base`."""
     history_default: int = 200
     """Rows that ListEvents returns when none are asked for."""
     pending_rows: int = 256
     """Rows of history that wait for the next commit of their job before they get their own."""
+    scrapes: int = 4
+    """Callers that read /metrics at once: each has all of it in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,8 @@ class Timings:
     """How long a node's call is held while no server leads: well below its wait for a Welcome."""
     hear_every_ms: int = 1_000
     """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
+    show_progress_every_ms: int = 1_000
+    """How often whoever watches a job sees progress alone: nodes say it once a second."""
     watch_every_ms: int = 250
     """How often the loop looks whether it was held up."""
     deaf_after_ms: int = 500
@@ -111,6 +130,13 @@ class Timings:
     """After such a pause, what has come in is read before any deadline counts."""
     store_retry_ms: int = 1_000
     """How often a store that is away is tried again."""
+    ended_kept_ms: int = 30 * DAY_MS
+    """How long a job is kept after its end, and so how long its name goes on counting its rounds;
+    no timeout of a job is longer, so nobody who was in it still waits to hear how it ended."""
+    prune_every_ms: int = 60 * MINUTE_MS
+    """How often ended jobs are looked at: small against how long they are kept."""
+    log_answer_ms: int = 10_000
+    """How long a node that is asked for logs may send nothing: longer than a lease."""
     stop_grace_ms: int = 500
     """What open streams get to end when the server stops."""
     ping_interval_ms: int = 10_000
@@ -119,6 +145,8 @@ class Timings:
     """An unanswered ping ends the connection after this; gRPC's default is a minute."""
     min_ping_interval_ms: int = 300
     """Clients may ping this often, else gRPC ends them with "Too many pings"."""
+    ended_job_ms: int = 5 * MINUTE_MS
+    """How long /metrics tells of a job that has ended, so that its last counts are scraped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +228,7 @@ class Config:
     etcd: EtcdConfig | None = None
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
-    """Where /healthz and /readyz are answered; None: nowhere."""
+    """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
     c10d: Listen | None = None
     """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
     c10d_python: str = sys.executable

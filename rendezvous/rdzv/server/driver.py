@@ -44,7 +44,24 @@ from rdzv.server import told
 from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
 from rdzv.server.jobs import Job, Jobs, News
-from rdzv.server.messages import Belief, Closed, Hello, Joined, Refused, Told, Waiting, Welcome
+from rdzv.server.log_relay import LogRelay
+from rdzv.server.messages import (
+    Belief,
+    Closed,
+    Hello,
+    Joined,
+    LogLines,
+    LogPiece,
+    LogsWanted,
+    Progress,
+    RankProgress,
+    Refused,
+    Told,
+    Waiting,
+    Welcome,
+)
+from rdzv.server.meter import Figures, Meter
+from rdzv.server.progress import Board
 from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, Store
@@ -56,9 +73,16 @@ class Driver:
     """Drives all jobs and nodes of one server. Made by `running`."""
 
     def __init__(
-        self, store: Store, clock: Clock, config: Config, tasks: Tasks, new_uid: Callable[[], str]
+        self,
+        store: Store,
+        clock: Clock,
+        config: Config,
+        tasks: Tasks,
+        new_uid: Callable[[], str],
+        meter: Meter,
     ) -> None:
         self._clock = clock
+        self._meter = meter
         self._limits = config.limits
         self._timings = config.timings
         self._tasks = tasks
@@ -68,6 +92,7 @@ class Driver:
             every_ms=config.timings.watch_every_ms,
             deaf_after_ms=config.timings.deaf_after_ms,
             settle_ms=config.timings.settle_ms,
+            on_look=meter.loop_late,
         )
         self._jobs = Jobs(
             store,
@@ -78,6 +103,7 @@ class Driver:
             new_uid,
             publish=self._publish,
             on_load=self._bring_up_to_date,
+            meter=meter,
         )
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: at least the jobs in which the node is present."""
@@ -92,6 +118,13 @@ class Driver:
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
         """By rdzv_id: what those wait for who watch a job."""
         self._watchers = 0
+        self._logs = LogRelay(
+            clock, config.limits, config.timings.log_answer_ms, self._send_if_there
+        )
+        self._progress = Board()
+        self._progressed: set[str] = set()
+        """By rdzv_id: the jobs that are watched and have progressed unseen."""
+        self._progress_timer = Timer(clock, lambda _: self._show_progress())
         self._numbers = itertools.count(1)
         self._stopping = False
 
@@ -103,14 +136,17 @@ class Driver:
         clock: Clock,
         config: Config,
         new_uid: Callable[[], str] = lambda: secrets.token_hex(6),
+        meter: Meter | None = None,
     ) -> AsyncIterator[Driver]:
         """Take over the store, run until the body ends, and close every stream.
+
+        `meter` is told what is to be counted; without one, nothing is.
 
         The store remains open; it belongs to the caller.
         """
         with single_error():
             async with asyncio.TaskGroup() as group:
-                driver = cls(store, clock, config, Tasks(group), new_uid)
+                driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
                 await driver._start()
                 try:
                     yield driver
@@ -137,6 +173,7 @@ class Driver:
                     pass
             except RendezvousStateError as error:
                 log.error("job %s is left alone: %s", rdzv_id, error)
+        self._jobs.start_pruning()
         self._watch.start()
 
     async def _stop(self) -> None:
@@ -147,17 +184,20 @@ class Driver:
         self._watch.stop()
         self._nodes_timer.cancel()
         self._hear_timer.cancel()
+        self._progress_timer.cancel()
         self._jobs.stop_timers()
         await self._tasks.finish(within_ms=self._timings.stop_grace_ms)
         # Once more, for what came to its end has armed its timer.
         self._jobs.stop_timers()
         await self._jobs.flush()
+        self._meter.forget_jobs()
 
     def close_streams(self, error: RendezvousError) -> None:
         """End every stream with this error; that moves no node and no job, and no other opens."""
         self._stopping = True
         for stream in self._streams.values():
             stream.close(error)
+        self._logs.close(RendezvousConnectionError(str(error)))
         for changed in self._changes.values():
             changed.set()
 
@@ -172,12 +212,15 @@ class Driver:
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._admitted(job, news.command.node_id, now_ms)
+            self._repeat_line(news.before, news.command)
         elif isinstance(news.command, Resume):
             self._present(job, news.command.node_id)
-        if (changed := self._changes.pop(job.rdzv_id, None)) is not None:
-            changed.set()
+        self._progress.tidy(news.after)
+        self._wake_watchers(job.rdzv_id)
         for node_id, message in told.news(news.before, news.after, news.events, now_ms):
-            self._send(node_id, message)
+            self._send_from(news.after, node_id, message)
+        # Those who come into a round have heard of it by now.
+        self._logs.note_state(news.after)
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in [n for n in job.node_ids if not news.after.present(n)]:
                 self._forget(job, node_id)
@@ -195,9 +238,26 @@ class Driver:
             # Its stream ended while this was decided, and nobody else will say so.
             self._mark_soon(node_id, [job.rdzv_id])
 
+    def _repeat_line(self, before: State, command: Join) -> None:
+        stream = self._streams.get(command.node_id)
+        line = told.unheard_line(before, command)
+        if stream is not None and stream.incarnation == command.incarnation and line is not None:
+            stream.send(line, again=True)
+
+    def _send_from(self, state: State, node_id: str, message: Told) -> None:
+        stream = self._streams.get(node_id)
+        if stream is not None and told.concerns(state, node_id, stream.incarnation, message):
+            stream.send(message)
+
     def _send(self, node_id: str, message: Told) -> None:
         if stream := self._streams.get(node_id):
             stream.send(message)
+
+    def _send_if_there(self, node_id: str, message: Told) -> bool:
+        stream = self._streams.get(node_id)
+        if stream is not None:
+            stream.send(message)
+        return stream is not None
 
     def _note(self, job: Job, node_id: str) -> None:
         """Remember that a node is in a job."""
@@ -264,11 +324,15 @@ class Driver:
         )
         self._step_nodes(connect)
         record = self._nodes.records[hello.node_id]
-        stream = Stream(number, hello.node_id, record.incarnation, self._limits.outbox)
+        stream = Stream(
+            number, hello.node_id, record.incarnation, self._limits.outbox, self._meter.sent
+        )
+        self._logs.note_gone(hello.node_id)
         self._streams[hello.node_id] = stream
         self._alone.clear()
         interval_ms = record.lease_ms // self._nodes.tuning.heartbeats_per_lease
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
+        self._logs.note_connected(hello.node_id)
         return stream
 
     def _refuse_hello(self, hello: Hello) -> None:
@@ -291,6 +355,7 @@ class Driver:
         stream.close()
         if self._streams.get(stream.node_id) is stream:
             del self._streams[stream.node_id]
+            self._logs.note_gone(stream.node_id)
         if not self._streams:
             self._alone.set()
         if not self._stopping:
@@ -298,12 +363,45 @@ class Driver:
 
     def heard(self, stream: Stream) -> None:
         """Note that a node has said something."""
+        self._meter.received()
         self._heard.add(stream.node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._timings.hear_every_ms)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
         """Note that an agent goes away on purpose and is back within `deadline_ms`."""
         self._step_nodes(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
+
+    def note_progress(self, stream: Stream, said: Progress) -> None:
+        """Note how far the workers of a node are, if they are of the present round.
+
+        Raises:
+            InvalidRequestError: it speaks of a worker that is not its own.
+
+        """
+        state = self._jobs.peek(said.rdzv_id)
+        now_ms = self._clock.now_ms()
+        if state is None or not self._progress.note(
+            state, stream.node_id, stream.incarnation, said, now_ms
+        ):
+            return
+        if said.rdzv_id in self._changes:
+            self._progressed.add(said.rdzv_id)
+            self._progress_timer.arm_by(now_ms + self._timings.show_progress_every_ms)
+
+    def _show_progress(self) -> None:
+        """Let those who watch see what has progressed, all at once."""
+        progressed, self._progressed = self._progressed, set()
+        for rdzv_id in progressed:
+            self._wake_watchers(rdzv_id)
+
+    def _wake_watchers(self, rdzv_id: str) -> None:
+        if (changed := self._changes.pop(rdzv_id, None)) is not None:
+            changed.set()
+
+    def take_log(self, stream: Stream, piece: LogPiece) -> None:
+        """Pass on a piece of a log to whoever reads it."""
+        if self._streams.get(stream.node_id) is stream:
+            self._logs.take(stream.node_id, piece)
 
     async def wait_alone(self, timeout_s: float) -> None:
         """Wait until every node has gone, or for so long."""
@@ -335,7 +433,8 @@ class Driver:
         if told.unknown(state, belief):
             self._unknown_job(stream, belief)
         for message in told.owed(state, stream.node_id, belief, self._clock.now_ms()):
-            stream.send(message)
+            if told.concerns(state, stream.node_id, stream.incarnation, message):
+                stream.send(message)
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Run what a node asks for; a refusal is told to it, never raised."""
@@ -471,6 +570,22 @@ class Driver:
 
     # ---------------------------------------------------------------- answers to operators
 
+    def figures(self) -> Figures:
+        """Show what this server holds, for those who scrape it."""
+        now_ms, records = self._clock.now_ms(), self._nodes.records.values()
+        connected = sum(1 for record in records if record.stream is not None)
+        return Figures(
+            now_ms=now_ms,
+            leadership=self.leadership,
+            streams=len(self._streams),
+            nodes_connected=connected,
+            nodes_away=len(records) - connected,
+            watchers=self._watchers,
+            store_away_ms=self._jobs.store_away_ms,
+            states=self._jobs.states,
+            progress=lambda state: self._progress.shown(state, now_ms),
+        )
+
     async def status(self, rdzv_id: str) -> JobView:
         """Show one job.
 
@@ -484,6 +599,11 @@ class Driver:
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
         return view(state, self._clock.now_ms())
+
+    def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
+        """Show how far the workers of a job's present round are, by RANK."""
+        state = self._jobs.peek(rdzv_id)
+        return self._progress.shown(state, self._clock.now_ms()) if state is not None else ()
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
         """Show one job, at once and then whenever it has changed. Who is slow misses some.
@@ -526,9 +646,40 @@ class Driver:
         for rdzv_id in await self._jobs.names():
             try:
                 views.append(await self.status(rdzv_id))
+            except UnknownJobError:
+                # It was forgotten since.
+                pass
             except RendezvousStateError as error:
                 log.error("job %s is not listed: %s", rdzv_id, error)
         return tuple(views)
+
+    async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
+        """Yield what a job's workers have written, as it comes from their nodes.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: it has had no such round, or nobody with that RANK.
+            RendezvousClosedError: the run that is meant is not the last.
+            LimitExceededError: too many read.
+            RendezvousConnectionError: this server does not serve any more.
+
+        """
+        await self.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        if self._stopping:
+            raise RendezvousConnectionError("this server does not serve any more; ask again")
+        reader = self._logs.open(state, wanted)
+        try:
+            while (lines := await reader.next()) is not None:
+                yield lines
+        finally:
+            reader.close()
+
+    async def forget(self, rdzv_id: str) -> None:
+        """Delete a job that has ended, with its history; see `Jobs.forget`."""
+        await self._jobs.forget(rdzv_id)
+        self._wake_watchers(rdzv_id)
+        self._wake_watchers(rdzv_id)
 
     def backup(self) -> AsyncIterator[bytes]:
         """Yield all that is stored, as the lines of a file that `rdzvd --restore` reads.

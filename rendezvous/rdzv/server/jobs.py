@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -17,18 +17,22 @@ from typing import TypeVar
 from rdzv.core import rendezvous
 from rdzv.core.commands import Command, Fail, Join, Tick
 from rdzv.core.events import Event
+from rdzv.core.explain import job_state
 from rdzv.core.invariants import violations
 from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import (
+    InvalidRequestError,
     InvariantError,
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    UnknownJobError,
 )
 from rdzv.server import observe
 from rdzv.server.clock import Clock, LoopWatch, Timer
-from rdzv.server.config import Config
+from rdzv.server.config import DAY_MS, Config
+from rdzv.server.meter import Meter
 from rdzv.server.tasks import Tasks
 from rdzv.stores import backup
 from rdzv.stores.base import Record, RevisionConflictError, Store
@@ -97,18 +101,23 @@ class Jobs:
         new_uid: Callable[[], str],
         publish: Callable[[Job, News], None],
         on_load: Callable[[Job], None],
+        meter: Meter,
     ) -> None:
         self._store = store
+        self._meter = meter
         self._clock = clock
         self._watch = watch
         self._limits = config.limits
         self._tuning = config.tuning
-        self._retry_after_ms = config.timings.store_retry_ms
+        self._timings = config.timings
         self._tasks = tasks
         self._new_uid = new_uid
         self._tell = publish
         self._on_load = on_load
         self._jobs: dict[str, Job] = {}
+        self._ended: dict[str, int] = {}
+        """When each stored job that was loaded ended, so that none is read again to find out."""
+        self._prune_timer = Timer(clock, lambda _: self.start_pruning())
         self._store_away_since_ms: int | None = None
         self._unwritable = False
         """A write has failed, and none has succeeded since: that reads succeed says nothing."""
@@ -173,10 +182,11 @@ class Jobs:
         membership = transition.state.membership
         rows = (*job.pending, *self._rows(transition))
         try:
-            job.revision = await self._ask(
-                self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows),
-                writes=True,
-            )
+            with self._meter.committing():
+                job.revision = await self._ask(
+                    self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows),
+                    writes=True,
+                )
         except RevisionConflictError as error:
             log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
             await self._load(job)
@@ -191,11 +201,13 @@ class Jobs:
         """Make a step that is stored the present, and tell everyone. Waits for nothing."""
         before, after = job.state, transition.state
         job.loaded = after
+        self._note_end(job)
         job.timer.arm(transition.wake_at_ms)
         rows = self._rows(transition)
         if after.membership is before.membership:
             self._postpone(job, rows)
         observe.publish(rows, transition.events)
+        self._meter.stepped(before, after, transition.events, self._clock.now_ms())
         self._tell(job, News(command, before, after, transition.events))
 
     def _rows(self, transition: Transition) -> tuple[Record, ...]:
@@ -261,6 +273,8 @@ class Jobs:
         else:
             job.loaded = rendezvous.restore(stored.membership, self._tuning, now_ms)
             job.revision = stored.revision
+        self._note_end(job)
+        self._meter.loaded(job.loaded, now_ms)
         job.timer.arm(now_ms)
         self._on_load(job)
 
@@ -284,7 +298,82 @@ class Jobs:
             self._tasks.start(self._outcome(job.rdzv_id, Tick()))
 
     def _retry_ms(self) -> int:
-        return self._clock.now_ms() + self._retry_after_ms
+        return self._clock.now_ms() + self._timings.store_retry_ms
+
+    # ---------------------------------------------------------------- forgetting
+
+    async def forget(self, rdzv_id: str) -> None:
+        """Delete a job that has ended, with its history: what joins by its name is a new job.
+
+        A caller that is cancelled does not cut it short.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: its run has not ended, or somebody is in it; nothing was deleted.
+            RendezvousConnectionError: it may have been deleted; to be repeated.
+
+        """
+        error = await asyncio.shield(self._tasks.start(self._forgotten(rdzv_id)))
+        if error is not None:
+            raise error
+
+    async def _forgotten(self, rdzv_id: str) -> RendezvousError | None:
+        try:
+            async with self.claim(rdzv_id) as job:
+                _refuse_to_forget(job.state)
+                await self._delete(job, "an operator said so")
+        except RendezvousError as error:
+            return error
+        return None
+
+    async def _delete(self, job: Job, why: str) -> None:
+        """Delete a claimed job whose run has ended from the store, and from memory."""
+        try:
+            await self._ask(self._store.delete(job.rdzv_id, job.revision), writes=True)
+        except RevisionConflictError as error:
+            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
+            await self._load(job)
+            raise RendezvousConnectionError(f"{error}; try again") from error
+        except RendezvousConnectionError as error:
+            if not error.definite:
+                # Whoever claims it next finds out.
+                job.loaded = None
+            raise
+        log.info("job %s is forgotten: %s", job.rdzv_id, why)
+        job.loaded, job.revision = rendezvous.vacant(job.rdzv_id, self._tuning), 0
+        job.pending = ()
+        self._note_end(job)
+
+    def _note_end(self, job: Job) -> None:
+        if (ended := job.state.membership.ended) is None:
+            self._ended.pop(job.rdzv_id, None)
+        else:
+            self._ended[job.rdzv_id] = ended.at_ms
+
+    def start_pruning(self) -> None:
+        """Forget ended jobs that are too many or too old, now and from time to time.
+
+        Nobody waits for it. A job that was never loaded, for it can not be read, is left alone.
+        """
+        self._prune_timer.arm(self._clock.now_ms() + self._timings.prune_every_ms)
+        self._tasks.start(self._prune())
+
+    async def _prune(self) -> None:
+        most, kept_ms = self._limits.ended_jobs, self._timings.ended_kept_ms
+        ended_at_ms = dict(self._ended)
+        for rdzv_id, why in outlived(ended_at_ms, self._clock.now_ms(), most, kept_ms):
+            try:
+                async with self.claim(rdzv_id) as job:
+                    ended = job.state.membership.ended
+                    # Meanwhile it may have begun, and even ended, another run.
+                    same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
+                    if same and not job.state.anybody:
+                        await self._delete(job, why)
+            except (RendezvousConnectionError, LimitExceededError) as error:
+                log.warning("ended jobs are forgotten later: %s", error)
+                return
+            except RendezvousError as error:
+                log.error("job %s can not be forgotten: %s", rdzv_id, error)
 
     # ---------------------------------------------------------------- the store
 
@@ -298,6 +387,7 @@ class Jobs:
             result = await answer
         except RendezvousConnectionError as error:
             self._unwritable |= writes
+            self._meter.store_failed(writes=writes)
             if self._store_away_since_ms is None:
                 self._store_away_since_ms = now_ms
                 log.error("the store is away: %s; workers run on, nothing new is decided", error)
@@ -314,8 +404,19 @@ class Jobs:
         """Why nothing new can be stored at present; empty if it can, as far as is known."""
         if self._store_away_since_ms is None:
             return ""
-        away_s = (self._clock.now_ms() - self._store_away_since_ms) / 1000
+        away_s = self.store_away_ms / 1000
         return f"the store is away for {away_s:.0f} s; workers run on, nothing new is decided"
+
+    @property
+    def store_away_ms(self) -> int:
+        """For how long the store has been away; 0 while it is there, as far as is known."""
+        since_ms = self._store_away_since_ms
+        return 0 if since_ms is None else max(self._clock.now_ms() - since_ms, 1)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The present states of all jobs in memory, which is all that have not ended."""
+        return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
     async def _flush(self, rows: tuple[Record, ...]) -> None:
         try:
@@ -363,12 +464,55 @@ class Jobs:
 
     def stop_timers(self) -> None:
         """Let time pass for no job any more."""
+        self._prune_timer.cancel()
         for job in self._jobs.values():
             job.timer.cancel()
 
     async def flush(self) -> None:
         """Write the history that still waits for a commit."""
         await self._flush(tuple(row for job in self._jobs.values() for row in job.pending))
+
+
+def outlived(
+    ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
+) -> tuple[tuple[str, str], ...]:
+    """Say which ended jobs are to be forgotten, and why; what ended first goes first.
+
+    >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
+    (('b', '2 other jobs have ended since'),)
+    """
+    oldest_first = sorted(ended_at_ms, key=lambda rdzv_id: (ended_at_ms[rdzv_id], rdzv_id))
+    too_many = max(len(oldest_first) - most, 0)
+    too_old = sum(1 for at_ms in ended_at_ms.values() if now_ms - at_ms > kept_ms)
+    return tuple(
+        (
+            rdzv_id,
+            f"it ended more than {kept_ms / DAY_MS:g} days ago"
+            if place < too_old
+            else f"{most} other jobs have ended since",
+        )
+        for place, rdzv_id in enumerate(oldest_first[: max(too_many, too_old)])
+    )
+
+
+def _refuse_to_forget(state: State) -> None:
+    membership = state.membership
+    rdzv_id = membership.rdzv_id
+    if not membership.run:
+        raise UnknownJobError(
+            f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
+        )
+    if membership.ended is None:
+        raise InvalidRequestError(
+            f"job {rdzv_id} is {job_state(state)} and can not be forgotten; stop it first, with "
+            f"`rdzvctl stop {rdzv_id}`, or wait for its end"
+        )
+    if state.anybody:
+        names = sorted({*state.seats, *state.waiting, *state.stuck})
+        raise InvalidRequestError(
+            f"job {rdzv_id} can not be forgotten: it is {job_state(state)}, and {names[0]} is "
+            "still in it; wait until nobody is"
+        )
 
 
 def _aged(command: Command, deaf_ms: int) -> Command:

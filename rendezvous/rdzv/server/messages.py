@@ -42,6 +42,45 @@ class Belief:
     commands: tuple[Command, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """How far one worker is."""
+
+    rank: int
+    step: int
+    age_ms: int
+    """How long ago it has said so."""
+    rate: float
+    """Steps a second over the last while; 0 if it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the workers of one round on a node are; only those that have said anything."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    ranks: tuple[RankProgress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """A piece of what a worker has written. Without data: what follows is of `round`."""
+
+    request: int
+    round: int = 0
+    local_rank: int = 0
+    rank: int = 0
+    stderr: bool = False
+    offset: int = 0
+    data: bytes = b""
+    last: bool = False
+    """No more comes."""
+    error: str = ""
+    """Why something, or with `last` anything more, does not come."""
+
+
 # ------------------------------------------------------------------ what nodes are told
 
 
@@ -126,9 +165,81 @@ class Waiting:
     reason: str
 
 
-Told = Welcome | Heard | Joined | Line | RoundOver | Closed | Refused | Waiting
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """How far the log of one worker has been read. To a node, its own name is not said."""
+
+    node_id: str
+    round: int
+    local_rank: int
+    stderr: bool
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLog:
+    """What the node's workers have written is wanted. None: see `rdzv.proto`."""
+
+    request: int
+    rdzv_id: str
+    round: int | None
+    rank: int | None
+    stdout: bool
+    stderr: bool
+    follow: bool
+    tail_bytes: int
+    tail_lines: int
+    credit: int
+    positions: tuple[LogPosition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogCredit:
+    """The node may send so many more bytes for a request, or none any more."""
+
+    request: int
+    bytes: int
+    cancel: bool = False
+
+
+Told = (
+    Welcome | Heard | Joined | Line | RoundOver | Closed | Refused | Waiting | ReadLog | LogCredit
+)
+
+# ------------------------------------------------------------------ what operators ask
+
+
+@dataclass(frozen=True, slots=True)
+class LogsWanted:
+    """Which of a job's logs are wanted. None: all RANKs, the last round."""
+
+    rank: int | None = None
+    round: int | None = None
+    stdout: bool = True
+    stderr: bool = True
+    follow: bool = False
+    tail_bytes: int = 0
+    tail_lines: int = 0
+    run: str = ""
+    positions: tuple[LogPosition, ...] = ()
+
 
 # ------------------------------------------------------------------ what operators see
+
+
+@dataclass(frozen=True, slots=True)
+class LogLines:
+    """A piece of what one worker has written, or a note why something does not come."""
+
+    node_id: str
+    run: str
+    rank: int = 0
+    local_rank: int = 0
+    stderr: bool = False
+    round: int = 0
+    offset: int = 0
+    data: bytes = b""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ async def check(config: Config) -> Found:
             else:
                 lines.append(f"store: {store.place}")
             await _check_jobs(store, config, lines, problems)
+            if documents := await store.list_documents():
+                lines.append(f"documents: {', '.join(documents)}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
 
@@ -140,9 +142,10 @@ async def restore(config: Config, file: Path) -> str:
             f"{file} can not be read: {error.strerror or error}; give a file that `rdzvctl backup` "
             "has written"
         ) from error
+    more = f", with {done.documents} document(s)" if done.documents else ""
     return (
         f"restored {done.jobs} job(s) and {done.events} event(s) into {place}; they were saved "
-        f"from {done.header.source} at {backup.made_at(done)}"
+        f"from {done.header.source} at {backup.made_at(done)}{more}"
     )
 
 

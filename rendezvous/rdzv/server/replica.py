@@ -18,6 +18,7 @@ from rdzv.server.clock import Clock, sleep_ms
 from rdzv.server.config import Config
 from rdzv.server.driver import Driver
 from rdzv.server.messages import ServerView
+from rdzv.server.meter import Figures, Meter
 
 if TYPE_CHECKING:
     from rdzv.stores.election import Election
@@ -80,6 +81,10 @@ class Replica:
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
+
+    def figures(self) -> Figures | None:
+        """Show what this server holds, for those who scrape it; None while it does not lead."""
+        return self._driver.figures() if self._driver is not None and self.proven else None
 
     def _not_leader(self) -> NotLeaderError:
         leader = self._election.leader if self._election else None
@@ -146,14 +151,20 @@ class Replica:
         if self._driver is not None:
             await self._driver.wait_alone(timeout_s)
 
-    async def campaign(self, client: EtcdClient, election: Election, config: Config) -> None:
-        """Lead whenever elected, until cancelled."""
+    async def campaign(
+        self,
+        client: EtcdClient,
+        election: Election,
+        config: Config,
+        meter: Meter | None = None,
+    ) -> None:
+        """Lead whenever elected, until cancelled; `meter` counts, through all terms."""
         self._election = election
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(election))
                 while True:
-                    await self._serve_a_term(client, election, config)
+                    await self._serve_a_term(client, election, config, meter)
         finally:
             self.stand_by(
                 RendezvousConnectionError("this server is stopping; workers run on, connect again")
@@ -169,13 +180,15 @@ class Replica:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _serve_a_term(self, client: EtcdClient, election: Election, config: Config) -> None:
+    async def _serve_a_term(
+        self, client: EtcdClient, election: Election, config: Config, meter: Meter | None
+    ) -> None:
         from rdzv.stores.etcd import EtcdStore
 
         fence = await election.campaign()
         store = EtcdStore(client, fence, config.limits.history_rows)
         try:
-            async with Driver.running(store, self._clock, config) as driver:
+            async with Driver.running(store, self._clock, config, meter=meter) as driver:
                 log.warning("this server leads (leadership %d)", driver.leadership)
                 self.lead(driver)
                 reason = await election.lost()

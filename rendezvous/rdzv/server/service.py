@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rdzv.concurrency import single_error
 from rdzv.core.commands import Command
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -38,7 +39,7 @@ from rdzv.server import wire
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Belief, Heard, Refused
+from rdzv.server.messages import Belief, Heard, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
 from rdzv.stores.base import Record
@@ -132,6 +133,9 @@ class Conversation:
         self._limits = config.limits
         self._timings = config.timings
         self._version = version
+        self._early: dict[str, Progress] = {}
+        """By rdzv_id: what the node has said of its workers before its beliefs were decided."""
+        self._warned = False
 
     async def hold(self, context: Context) -> None:
         """Serve the node until either side ends the stream."""
@@ -202,11 +206,44 @@ class Conversation:
                 case "away":
                     deadline_ms = wire.away_ms_of(message.away, self._limits)
                     self._driver.plan_away(stream, deadline_ms)
+                case "log_piece":
+                    self._driver.take_log(
+                        stream, wire.log_piece_of(message.log_piece, self._limits)
+                    )
+                case "progress":
+                    self._take_progress(message.progress, stream)
                 case _:
                     speaker = wire.Speaker(stream.node_id, stream.incarnation)
                     self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
         except InvalidRequestError as error:
             stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+
+    def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
+        """Take note of progress at once: it must not wait in the inbox while the store is away.
+
+        It is for people: what is wrong with it is no reason to refuse the node anything.
+        """
+        try:
+            said = wire.progress_of(message, self._limits)
+            if stream.greeted:
+                self._driver.note_progress(stream, said)
+            elif said.rdzv_id in self._early or len(self._early) < self._limits.beliefs:
+                self._early[said.rdzv_id] = said
+        except InvalidRequestError as error:
+            self._warn(stream, error)
+
+    def _release_progress(self, stream: Stream) -> None:
+        early, self._early = self._early, {}
+        for said in early.values():
+            try:
+                self._driver.note_progress(stream, said)
+            except InvalidRequestError as error:
+                self._warn(stream, error)
+
+    def _warn(self, stream: Stream, error: InvalidRequestError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: its progress is passed over: %s", stream.node_id, error)
 
     def _queue(self, said: tuple[str, Command], stream: Stream, inbox: Inbox) -> None:
         try:
@@ -222,6 +259,7 @@ class Conversation:
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
         """Decide what the node says, in its order, beginning with what it believes."""
         await self._driver.greet(stream, self._beliefs(stream, beliefs))
+        self._release_progress(stream)
         while (said := await inbox.get()) is not None:
             await self._driver.hear(stream, *said)
         stream.close()
@@ -268,10 +306,9 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.JobStatus:
         """Show one job."""
         try:
-            view = await self._view(request.rdzv_id)
+            return self._status(await self._view(request.rdzv_id))
         except RendezvousError as error:
             await _abort(context, error)
-        return wire.job_status(view, self._clock.now_ms())
 
     async def WatchJob(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
@@ -281,7 +318,7 @@ class ControlService(pb_grpc.ControlServicer):
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             async with aclosing(self._replica.driver.watch(rdzv_id)) as views:
                 async for view in views:
-                    yield wire.job_status(view, self._clock.now_ms())
+                    yield self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -332,9 +369,36 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             view = await self._replica.driver.obey(rdzv_id, read(request, self._limits))
+            return self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
-        return wire.job_status(view, self._clock.now_ms())
+
+    async def ForgetJob(  # noqa: N802
+        self, request: pb.ForgetJobRequest, context: AnyContext
+    ) -> pb.ForgetJobResponse:
+        """Forget a job that has ended."""
+        try:
+            await self._replica.driver.forget(wire.rdzv_id_of(request.rdzv_id, self._limits))
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ForgetJobResponse()
+
+    async def ReadLogs(  # noqa: N802
+        self, request: pb.ReadLogsRequest, context: AnyContext
+    ) -> AsyncIterator[pb.LogLines]:
+        """Send what workers have written, as fast as it is taken."""
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            wanted = wire.logs_wanted_of(request, self._limits)
+            async with aclosing(self._replica.driver.read_logs(rdzv_id, wanted)) as found:
+                async for lines in found:
+                    yield wire.log_lines(lines)
+        except UnknownJobError as error:
+            if self._facade is not None and self._facade.view(request.rdzv_id) is not None:
+                await _abort(context, _not_ours(request.rdzv_id))
+            await _abort(context, error)
+        except RendezvousError as error:
+            await _abort(context, error)
 
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: AnyContext
@@ -356,6 +420,10 @@ class ControlService(pb_grpc.ControlServicer):
             await _abort(context, error)
         return pb.ListServersResponse(servers=[wire.server(view) for view in servers])
 
+    def _status(self, view: JobView) -> pb.JobStatus:
+        progress = self._replica.driver.progress(view.rdzv_id)
+        return wire.job_status(view, self._clock.now_ms(), progress)
+
     async def _view(self, asked: str) -> JobView:
         try:
             return await self._replica.driver.status(wire.rdzv_id_of(asked, self._limits))
@@ -372,6 +440,13 @@ class ControlService(pb_grpc.ControlServicer):
             if self._facade is None or self._facade.view(asked) is None:
                 raise
             return ()
+
+
+def _not_ours(rdzv_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{rdzv_id} forms its group with torchrun's own c10d rendezvous, which is only watched "
+        "here: its nodes have no agent that sends logs; read them on the nodes, in --log-dir"
+    )
 
 
 async def _in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -455,12 +530,13 @@ async def _telling_health(
 
     await servicer.set("", _SERVING)
     replica.serve_as(address, tell)
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(follow())
-        try:
-            yield
-        finally:
-            task.cancel()
+    with single_error():
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(follow())
+            try:
+                yield
+            finally:
+                task.cancel()
 
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rdzv.errors import LimitExceededError, RendezvousError
 from rdzv.server.messages import Line, RoundOver, Told, Waiting
@@ -14,10 +15,18 @@ class Stream:
     Nothing else suffers from a slow reader: the node reconnects, and hears what it is owed.
     """
 
-    def __init__(self, number: int, node_id: str, incarnation: int, limit: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        node_id: str,
+        incarnation: int,
+        limit: int,
+        on_send: Callable[[], None] = lambda: None,
+    ) -> None:
         self.number = number
         self.node_id = node_id
         self.incarnation = incarnation
+        self._on_send = on_send
         self.greeted = False
         """Whether the node has said all that it believes."""
         self._outbox: asyncio.Queue[Told] = asyncio.Queue(limit)
@@ -40,6 +49,7 @@ class Stream:
             return
         try:
             self._outbox.put_nowait(told)
+            self._on_send()
         except asyncio.QueueFull:
             self.close(
                 LimitExceededError(

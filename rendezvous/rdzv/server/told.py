@@ -41,8 +41,8 @@ def news(
             case NodeJoined():
                 present.add(event.node_id)
             case RunBegan():
-                # Who waits for a first round goes on in a run that was adopted.
-                for node_id in before.waiting.keys() & after.waiting.keys():
+                # Who waited for a first round goes on in a run that was adopted, seated or not.
+                for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
                 yield from lines(membership, event.round)

@@ -6,6 +6,7 @@ read (a reason, a traceback) is cut instead: a node's report must not be lost fo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -48,6 +49,14 @@ from rdzv.server.messages import (
     Hello,
     Joined,
     Line,
+    LogCredit,
+    LogLines,
+    LogPiece,
+    LogPosition,
+    LogsWanted,
+    Progress,
+    RankProgress,
+    ReadLog,
     Refused,
     RoundOver,
     ServerView,
@@ -428,7 +437,80 @@ def away_ms_of(message: pb.Away, limits: Limits) -> int:
     return _within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
 
 
+def progress_of(message: pb.Progress, limits: Limits) -> Progress:
+    """Read how far the workers of a node are. Which of them it has is for the job to say."""
+    ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
+    if len(ranks) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        raise _refuse("progress", len(ranks), "are too many workers of one node", most)
+    if len({one.rank for one in ranks}) < len(ranks):
+        raise _refuse("progress", len(ranks), "workers have less RANKs", "name each once")
+    return Progress(
+        rdzv_id=rdzv_id_of(message.rdzv_id, limits),
+        run=_uid("run", message.run, limits),
+        round=message.round,
+        ranks=ranks,
+    )
+
+
+def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
+    if not 0 <= message.rate < math.inf:
+        raise _refuse("rate", message.rate, "is no rate", "give steps a second, from 0 on")
+    age_ms = min(message.age_ms, limits.timeout_ms)
+    return RankProgress(message.rank, message.step, age_ms, message.rate)
+
+
+def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
+    """Read a piece of a log."""
+    if len(message.data) > limits.log_piece_bytes:
+        raise _refuse(
+            "log_piece",
+            message.request,
+            f"has {len(message.data)} bytes",
+            f"send at most {limits.log_piece_bytes}",
+        )
+    return LogPiece(
+        request=message.request,
+        round=message.round,
+        local_rank=message.local_rank,
+        rank=message.rank,
+        stderr=message.stderr,
+        offset=message.offset,
+        data=message.data,
+        last=message.last,
+        error=_sentence(message.error, limits),
+    )
+
+
 # ------------------------------------------------------------------ what operators ask
+
+
+def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
+    """Read which logs are wanted."""
+    if len(message.positions) > limits.log_positions:
+        raise _refuse(
+            "positions",
+            len(message.positions),
+            "are too many",
+            f"give at most {limits.log_positions}",
+        )
+    both = not message.stdout and not message.stderr
+    return LogsWanted(
+        rank=message.rank if message.HasField("rank") else None,
+        round=message.round if message.HasField("round") else None,
+        stdout=message.stdout or both,
+        stderr=message.stderr or both,
+        follow=message.follow,
+        tail_bytes=message.tail_bytes,
+        tail_lines=message.tail_lines,
+        run=_uid("run", message.run, limits, needed=False),
+        positions=tuple(
+            LogPosition(
+                _name("node_id", at.node_id, limits), at.round, at.local_rank, at.stderr, at.offset
+            )
+            for at in message.positions
+        ),
+    )
 
 
 def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
@@ -481,19 +563,42 @@ def server_message(
             message.refused.CopyFrom(_copied(pb.Refused(), told))
         case Waiting():
             message.waiting.CopyFrom(_copied(pb.Waiting(), told))
+        case ReadLog():
+            message.read_log.CopyFrom(_read_log(told))
+        case LogCredit():
+            message.log_credit.CopyFrom(_copied(pb.LogCredit(), told))
     return message
 
 
 M = TypeVar("M", bound=Message)
 
 
-def _copied(message: M, value: Joined | Line | Refused | Waiting | NodeView) -> M:
+_Flat = Joined | Line | Refused | Waiting | NodeView | RankProgress | LogCredit | LogLines
+
+
+def _copied(message: M, value: _Flat | LogPosition) -> M:
     """Fill a message from a value whose fields have its names; None stays unset."""
     for field in fields(value):
         content = getattr(value, field.name)
         if content is not None:
             setattr(message, field.name, content)
     return message
+
+
+def _read_log(told: ReadLog) -> pb.ReadLog:
+    return pb.ReadLog(
+        request=told.request,
+        rdzv_id=told.rdzv_id,
+        round=told.round,
+        rank=told.rank,
+        stdout=told.stdout,
+        stderr=told.stderr,
+        follow=told.follow,
+        tail_bytes=told.tail_bytes,
+        tail_lines=told.tail_lines,
+        credit=told.credit,
+        positions=[_copied(pb.LogPosition(), at) for at in told.positions],
+    )
 
 
 def _round_ended(told: RoundOver) -> pb.RoundEnded:
@@ -544,9 +649,10 @@ def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
 # ------------------------------------------------------------------ what operators are told
 
 
-def job_status(view: JobView, now_ms: int) -> pb.JobStatus:
-    """Write everything that `status` shows of a job."""
+def job_status(view: JobView, now_ms: int, progress: Iterable[RankProgress] = ()) -> pb.JobStatus:
+    """Write everything that `status` shows of a job, and how far its workers are."""
     status = pb.JobStatus()
+    status.progress.extend(_copied(pb.RankProgress(), one) for one in progress)
     for field in fields(view):
         content = getattr(view, field.name)
         if field.name == "nodes":
@@ -577,6 +683,11 @@ def job_summary(view: JobView) -> pb.JobSummary:
         state_age_ms=view.state_age_ms,
         backend=view.backend,
     )
+
+
+def log_lines(lines: LogLines) -> pb.LogLines:
+    """Write a piece of a log, or a note."""
+    return _copied(pb.LogLines(), lines)
 
 
 def event_row(record: Record) -> pb.Event:

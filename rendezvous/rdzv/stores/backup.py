@@ -1,8 +1,9 @@
 """Backups: all that a store holds, as lines of JSON that a store of any kind takes in.
 
-A header, then every job and after each its history, then a trailer with counts and the SHA-256 of
-all bytes before it. So a file that was cut, changed or put together by hand is known as such, and
-people can read it. Each job is as it was at one commit; two jobs may be from different moments.
+A header, the documents, every job and after each its history, then a trailer with counts and the
+SHA-256 of all bytes before it. So a file that was cut, changed or put together by hand is known as
+such, and people can read it. Each job and document is as it was at one commit; two of them may be
+from different moments.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from typing import BinaryIO, Protocol, runtime_checkable
 import msgspec
 
 from rdzv.core.model import Membership
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+)
 from rdzv.stores import codec
-from rdzv.stores.base import Record, Store, Stored
+from rdzv.stores.base import Record, Store, Stored, check_document
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older rdzvd would misread a file, or silently drop part of it."""
+
+OLDEST_FORMAT = 1
+"""The oldest that is still restored: 1 has no documents."""
 
 _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
@@ -42,6 +51,13 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
     """The number of the server that wrote it; a store that is restored gives higher ones."""
     unix_ms: int
     format: int = FORMAT
+
+
+class DocumentLine(msgspec.Struct, frozen=True, tag_field="kind", tag="document"):
+    """One document; its bytes in base64, for a store does not know what they mean."""
+
+    name: str
+    data: bytes
 
 
 class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
@@ -67,6 +83,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
     jobs: int
     events: int
     sha256: str
+    documents: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,7 @@ class Summary:
     header: Header
     jobs: int
     events: int
+    documents: int = 0
 
 
 @runtime_checkable
@@ -94,7 +112,7 @@ class _AnyLine(msgspec.Struct, frozen=True):
     format: int
 
 
-_Line = Header | JobLine | EventLine | Trailer
+_Line = Header | DocumentLine | JobLine | EventLine | Trailer
 _encoder = msgspec.json.Encoder()
 _line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 _any_decoder = msgspec.json.Decoder(_AnyLine)
@@ -107,15 +125,17 @@ class _Tally:
         self._hash = hashlib.sha256()
         self._jobs = 0
         self._events = 0
+        self._documents = 0
 
     def passed(self, line: _Line, data: bytes) -> bytes:
         self._hash.update(data)
         self._jobs += isinstance(line, JobLine)
         self._events += isinstance(line, EventLine)
+        self._documents += isinstance(line, DocumentLine)
         return data
 
     def trailer(self) -> Trailer:
-        return Trailer(self._jobs, self._events, self._hash.hexdigest())
+        return Trailer(self._jobs, self._events, self._hash.hexdigest(), self._documents)
 
 
 # ------------------------------------------------------------------------------------ writing
@@ -134,8 +154,14 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
     """
     tally = _Tally()
     yield tally.passed(header, _written(header))
+    for name in await store.list_documents():
+        if held := await store.load_document(name):
+            document = DocumentLine(name, held[0])
+            yield tally.passed(document, _written(document))
     for rdzv_id in await store.list():
-        stored, rows = await _read(store, rdzv_id)
+        if (found := await _read(store, rdzv_id)) is None:
+            continue
+        stored, rows = found
         job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
         yield tally.passed(job, _written(job))
         for row in rows:
@@ -148,13 +174,15 @@ def _written(line: _Line) -> bytes:
     return _encoder.encode(line) + b"\n"
 
 
-async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]:
-    """Read a job and its history as of one commit."""
+async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]] | None:
+    """Read a job and its history as of one commit; None if it was deleted meanwhile."""
     before = await store.load(rdzv_id)
     for _ in range(_MOST_READS):
         rows = await store.history(rdzv_id, _EVERY_ROW)
         after = await store.load(rdzv_id)
-        if before is not None and after is not None and before.revision == after.revision:
+        if after is None:
+            return None
+        if before is not None and before.revision == after.revision:
             return after, rows
         before = after
     raise RendezvousConnectionError(
@@ -178,18 +206,21 @@ def verify(file: BinaryIO, name: str) -> Summary:
         match line:
             case Header():
                 header = line
+            case DocumentLine():
+                _check_document(line, name)
             case JobLine():
                 _membership(line, name)
             case Trailer():
                 trailer = line
     assert header is not None and trailer is not None, "_lines_of refuses a file without them"
-    return Summary(header, trailer.jobs, trailer.events)
+    return Summary(header, trailer.jobs, trailer.events, trailer.documents)
 
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
     """Yield the lines of a backup, checking their order, their number and their hash."""
     tally = _Tally()
     seen: set[str] = set()
+    documents: set[str] = set()
     job = ""
     line: _Line = _header(file, name, tally)
     yield line
@@ -199,6 +230,10 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
             raise _refused(name, "it ends too early: it was cut", "take the whole file")
         line = _decoded(data, name)
         match line:
+            case DocumentLine():
+                if line.name in documents:
+                    raise _refused(name, f"document {line.name} is in it twice")
+                documents.add(line.name)
             case JobLine():
                 if line.rdzv_id in seen:
                     raise _refused(name, f"job {line.rdzv_id} is in it twice")
@@ -226,9 +261,13 @@ def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
         found = _AnyLine("", 0)
     if found.kind != "backup":
         raise _refused(name, "it is no backup", "give a file that `rdzvctl backup` has written")
-    if found.format != FORMAT:
-        reason = f"it has format {found.format}, and this rdzvd reads format {FORMAT}"
-        raise _refused(name, reason, "use the rdzvd version that wrote it")
+    if not OLDEST_FORMAT <= found.format <= FORMAT:
+        raise _refused(
+            name,
+            f"it has format {found.format}, and this rdzvd reads format {OLDEST_FORMAT} to "
+            f"{FORMAT}",
+            "use the rdzvd version that wrote it",
+        )
     header = _decoded(data, name)
     assert isinstance(header, Header), "the kind was looked at"
     tally.passed(header, data)
@@ -247,6 +286,13 @@ def _membership(line: JobLine, name: str) -> Membership:
     if membership.rdzv_id != line.rdzv_id:
         raise _refused(name, f"job {line.rdzv_id} calls itself {membership.rdzv_id}")
     return membership
+
+
+def _check_document(line: DocumentLine, name: str) -> None:
+    try:
+        check_document(line.name, line.data)
+    except (InvalidRequestError, LimitExceededError) as error:
+        raise _refused(name, str(error)) from error
 
 
 def _refused(name: str, reason: str, remedy: str = "take another backup") -> RendezvousStateError:
@@ -269,9 +315,11 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
 
     """
     summary = verify(file, name)
-    if jobs := await store.list():
+    jobs, documents = await store.list(), await store.list_documents()
+    if jobs or documents:
+        held = f"{len(jobs)} job(s)" if jobs else f"{len(documents)} document(s)"
         raise InvalidRequestError(
-            f"{store.place} holds {len(jobs)} job(s) already, and a backup is restored into an "
+            f"{store.place} holds {held} already, and a backup is restored into an "
             "empty store only; move the old data away, or give another place"
         )
     if isinstance(store, AllOrNothing):
@@ -297,6 +345,8 @@ async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None
             await store.append(rows)
             rows = []
         match line:
+            case DocumentLine():
+                await store.swap_document(line.name, line.data, 0)
             case JobLine():
                 await store.compare_and_swap(line.rdzv_id, _membership(line, name), 0)
             case EventLine():

@@ -7,15 +7,24 @@ plain `RendezvousConnectionError`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rdzv.core.model import Membership
-from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 
 HISTORY_ROWS = 10_000
 """Rows of history kept for each job: months of a calm job, at about 200 bytes a row."""
+
+DOCUMENT_BYTES = 1024 * 1024
+"""Of one document, and so of one write: etcd takes 1.5 MiB at once."""
 
 
 class StoreRefusedError(RendezvousConnectionError):
@@ -32,7 +41,7 @@ class DeposedError(StoreRefusedError):
 
 
 class RevisionConflictError(RendezvousError):
-    """Somebody else has written this job since it was loaded; nothing was written."""
+    """Somebody else has written this job or document since it was loaded; nothing was written."""
 
     code = "RevisionConflictError"
     grpc_status = "ABORTED"
@@ -57,8 +66,30 @@ class Record:
     text: str
 
 
+def check_document(name: str, data: bytes) -> None:
+    """Refuse a document that no store takes. Names are rdzvd's own, never a user's.
+
+    Raises:
+        InvalidRequestError: its name is none.
+        LimitExceededError: it is too large.
+
+    """
+    if not re.fullmatch("[a-z-]+", name):
+        raise InvalidRequestError(
+            f"{name!r} is no name of a document; give one of lower-case letters and -"
+        )
+    if len(data) > DOCUMENT_BYTES:
+        raise LimitExceededError(
+            f"document {name} would have {len(data)} bytes, and a store takes {DOCUMENT_BYTES}; "
+            "nothing was written. Remove from it what is no longer needed"
+        )
+
+
 class Store(Protocol):
-    """Memberships by rdzv_id, their history, and the leadership number."""
+    """Memberships by rdzv_id, their history, documents, and the leadership number.
+
+    A document is a small value that belongs to no job, and has a revision of its own.
+    """
 
     @property
     def place(self) -> str:
@@ -94,6 +125,20 @@ class Store(Protocol):
         """
         ...
 
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Forget a job and its history in one commit.
+
+        `revision` is the one that was loaded. A job that is not there has revision 0, and nothing
+        happens.
+
+        Raises:
+            RevisionConflictError: the job has another revision; nothing was deleted.
+            StoreRefusedError: nothing was deleted.
+            RendezvousConnectionError: perhaps it was deleted.
+
+        """
+        ...
+
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
         ...
@@ -107,6 +152,29 @@ class Store(Protocol):
 
         A store keeps a bounded number of them for each job and forgets the oldest.
         """
+        ...
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        ...
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision.
+
+        `revision` is the one that was loaded, 0 if the document must not exist yet.
+
+        Raises:
+            InvalidRequestError: the name is none.
+            LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
+            RevisionConflictError: the document has another revision; nothing was written.
+            StoreRefusedError: nothing was written.
+            RendezvousConnectionError: perhaps it was written.
+
+        """
+        ...
+
+    async def list_documents(self) -> tuple[str, ...]:
+        """Return the names of all documents, in order."""
         ...
 
     async def take_over(self, at_least: int = 0) -> int:

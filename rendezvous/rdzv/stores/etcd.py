@@ -1,7 +1,8 @@
 """The store of replicated servers: an etcd v3 cluster.
 
 Below the prefix: `jobs/ID` holds a membership, `history/ID/...` what the commits of one job had to
-tell, `leadership` the number of the latest take-over, and `leader` who leads. Every write is one
+tell, `documents/NAME` a document, `leadership` the number of the latest take-over, and `leader` who
+leads. Every write is one
 transaction, compared with the leader key as this server's term has created it: once another leads,
 nothing that this one sends is written, however late it arrives.
 """
@@ -26,6 +27,7 @@ from rdzv.stores.base import (
     RevisionConflictError,
     Stored,
     StoreRefusedError,
+    check_document,
 )
 from rdzv.stores.election import Fence, read_leader, with_leadership
 from rdzv.stores.etcd_client import (
@@ -67,11 +69,11 @@ _number_decoder = msgspec.json.Decoder(int)
 
 
 class EtcdStore:
-    """Memberships, history and leadership in etcd, for one term of one server.
+    """Memberships, history, documents and leadership in etcd, for one term of one server.
 
     `fence` is what `Election.campaign` has returned; without one, the store can only be read. The
-    client belongs to the caller. A job's revision is the mod_revision of its key: it only grows,
-    but not by one.
+    client belongs to the caller. A revision is the mod_revision of a key: it only grows, but not
+    by one, and is never given twice, also if the key was deleted meanwhile.
     """
 
     def __init__(
@@ -128,30 +130,23 @@ class EtcdStore:
         *before, history = plan.transactions(MAX_OPERATIONS - 1)
         for operations in before:
             await self._write(fence, operations)
-        done = await self._client.txn(
-            (_holds(fence), Modified(key, revision)),
-            (Put(key, data), *history),
-            (Get(fence.key), Get(key)),
+        written = await self._swap(
+            fence, f"job {rdzv_id}", key, revision, (Put(key, data), *history)
         )
-        if not done.succeeded:
-            held = self._refused(done, fence)
-            raise RevisionConflictError(
-                f"job {rdzv_id} in {self.place} has revision {held.mod_revision if held else 0}, "
-                f"not {revision}: another server has written it"
-            )
         self._account(plan)
-        return done.revision
+        return written
+
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Forget a job and its history in one commit; it raises what `compare_and_swap` does."""
+        fence = self._check_fence()
+        key = self._job_key(rdzv_id)
+        operations = (Delete(key), Delete(*_below(self._history_folder(rdzv_id))))
+        await self._swap(fence, f"job {rdzv_id}", key, revision, operations if revision else ())
+        self._unpruned.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
-        self._check_open()
-        folder = f"{self._prefix}/jobs/"
-        names: list[str] = []
-        pages = self._client.scan(*_below(folder), keys_only=True, page=KEYS_PER_PAGE)
-        async with aclosing(pages):
-            async for page in pages:
-                names += (unquote(kv.key.decode().removeprefix(folder)) for kv in page)
-        return tuple(sorted(names))
+        return await self._names(f"{self._prefix}/jobs/")
 
     async def append(self, records: Sequence[Record]) -> None:
         """Write records that no membership carries; very many of them in several commits."""
@@ -179,6 +174,29 @@ class EtcdStore:
                 if len(newest_first) >= wanted:
                     break
         return tuple(reversed(newest_first[: max(wanted, 0)]))
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        self._check_open()
+        kv, _ = await self._client.get(self._document_key(name))
+        return (kv.value, kv.mod_revision) if kv else None
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision. It also raises what `compare_and_swap` does.
+
+        Raises:
+            InvalidRequestError: the name is none.
+            LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
+
+        """
+        check_document(name, data)
+        fence = self._check_fence()
+        key = self._document_key(name)
+        return await self._swap(fence, f"document {name}", key, revision, (Put(key, data),))
+
+    async def list_documents(self) -> tuple[str, ...]:
+        """Return the names of all documents, in order."""
+        return await self._names(f"{self._prefix}/documents/")
 
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has given, and not below `at_least`.
@@ -213,7 +231,31 @@ class EtcdStore:
         """Refuse all later calls. The client stays open: it belongs to the caller."""
         self._closed = True
 
+    async def _names(self, folder: str) -> tuple[str, ...]:
+        self._check_open()
+        names: list[str] = []
+        pages = self._client.scan(*_below(folder), keys_only=True, page=KEYS_PER_PAGE)
+        async with aclosing(pages):
+            async for page in pages:
+                names += (unquote(kv.key.decode().removeprefix(folder)) for kv in page)
+        return tuple(sorted(names))
+
     # ---------------------------------------------------------------- writing
+
+    async def _swap(
+        self, fence: Fence, what: str, key: bytes, revision: int, operations: Sequence[Operation]
+    ) -> int:
+        """Do operations if this server leads and `key` has this revision; return the new one."""
+        done = await self._client.txn(
+            (_holds(fence), Modified(key, revision)), operations, (Get(fence.key), Get(key))
+        )
+        if not done.succeeded:
+            held = self._refused(done, fence)
+            raise RevisionConflictError(
+                f"{what} in {self.place} has revision {held.mod_revision if held else 0}, "
+                f"not {revision}: another server has written it"
+            )
+        return done.revision
 
     async def _encoded(self, membership: Membership) -> bytes:
         if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
@@ -303,6 +345,9 @@ class EtcdStore:
 
     def _job_key(self, rdzv_id: str) -> bytes:
         return f"{self._prefix}/jobs/{_quoted(rdzv_id)}".encode()
+
+    def _document_key(self, name: str) -> bytes:
+        return f"{self._prefix}/documents/{name}".encode()
 
     def _history_folder(self, rdzv_id: str) -> str:
         return f"{self._prefix}/history/{_quoted(rdzv_id)}/"

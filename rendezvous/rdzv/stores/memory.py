@@ -13,6 +13,7 @@ from rdzv.stores.base import (
     RevisionConflictError,
     Stored,
     StoreRefusedError,
+    check_document,
 )
 
 
@@ -23,6 +24,7 @@ class MemoryStore:
         self._history_rows = history_rows
         self._jobs: dict[str, tuple[bytes, int]] = {}
         self._history: dict[str, deque[Record]] = {}
+        self._documents: dict[str, tuple[bytes, int]] = {}
         self._leadership = 0
         self._closed = False
 
@@ -47,15 +49,17 @@ class MemoryStore:
         records: Sequence[Record] = (),
     ) -> int:
         """Write a membership and its records; return the new revision."""
-        self._check_open()
-        _, held = self._jobs.get(rdzv_id, (b"", 0))
-        if held != revision:
-            raise RevisionConflictError(
-                f"job {rdzv_id} has revision {held}, not {revision}: another server has written it"
-            )
+        self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
         self._jobs[rdzv_id] = (codec.encode(membership), revision + 1)
         self._record(records)
         return revision + 1
+
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Forget a job and its history."""
+        self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
+        if revision:
+            del self._jobs[rdzv_id]
+            self._history.pop(rdzv_id, None)
 
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
@@ -73,6 +77,23 @@ class MemoryStore:
         rows = tuple(self._history.get(rdzv_id, ()))
         return rows[max(len(rows) - limit, 0) :]
 
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        self._check_open()
+        return self._documents.get(name)
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision."""
+        check_document(name, data)
+        self._check_revision(f"document {name}", self._documents.get(name), revision)
+        self._documents[name] = (data, revision + 1)
+        return revision + 1
+
+    async def list_documents(self) -> tuple[str, ...]:
+        """Return the names of all documents, in order."""
+        self._check_open()
+        return tuple(sorted(self._documents))
+
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has given."""
         self._check_open()
@@ -87,6 +108,14 @@ class MemoryStore:
         for record in records:
             rows = self._history.setdefault(record.rdzv_id, deque(maxlen=self._history_rows))
             rows.append(record)
+
+    def _check_revision(self, what: str, held: tuple[bytes, int] | None, revision: int) -> None:
+        self._check_open()
+        _, number = held or (b"", 0)
+        if number != revision:
+            raise RevisionConflictError(
+                f"{what} has revision {number}, not {revision}: another server has written it"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -30,8 +30,10 @@ from rdzv.stores.base import (
     RevisionConflictError,
     Stored,
     StoreRefusedError,
+    check_document,
 )
 from rdzv.stores.sqlite_file import (
+    DOCUMENTS_SINCE,
     SCHEMA_VERSION,
     connect,
     foreign,
@@ -94,7 +96,7 @@ class _Write:
 
 
 class SqliteStore:
-    """Memberships, history and leadership in `DIR/rdzv.db`. Made by `open` or `look`."""
+    """Memberships, history, documents and leadership in `DIR/rdzv.db`. Made by `open` or `look`."""
 
     def __init__(self, directory: Path, history_rows: int) -> None:
         self._path = directory / "rdzv.db"
@@ -185,6 +187,10 @@ class SqliteStore:
         """Write a membership and its records in one commit; return the new revision."""
         return await self._write(partial(self._swap, rdzv_id, membership, revision, records))
 
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Forget a job and its history in one commit."""
+        await self._write(partial(self._delete, rdzv_id, revision))
+
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
         return await self._call(self._list)
@@ -196,6 +202,19 @@ class SqliteStore:
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first."""
         return await self._call(self._read_history, rdzv_id, min(limit, self._history_rows))
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        return await self._call(self._load_document, name)
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision."""
+        check_document(name, data)
+        return await self._write(partial(self._swap_document, name, data, revision))
+
+    async def list_documents(self) -> tuple[str, ...]:
+        """Return the names of all documents, in order."""
+        return await self._call(self._list_documents)
 
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has given."""
@@ -292,6 +311,22 @@ class SqliteStore:
             ).fetchall()
         return tuple(Record(*row) for row in reversed(rows))
 
+    def _load_document(self, name: str) -> tuple[bytes, int] | None:
+        if self._schema_version < DOCUMENTS_SINCE:
+            return None
+        with self._reading():
+            row = self._db.execute(
+                "SELECT data, revision FROM document WHERE name = ?", (name,)
+            ).fetchone()
+        return (bytes(row[0]), row[1]) if row else None
+
+    def _list_documents(self) -> tuple[str, ...]:
+        if self._schema_version < DOCUMENTS_SINCE:
+            return ()
+        with self._reading():
+            rows = self._db.execute("SELECT name FROM document ORDER BY name").fetchall()
+        return tuple(row[0] for row in rows)
+
     def _survey(self) -> Survey:
         with self._reading():
             found = self._db.execute(f"PRAGMA integrity_check({_MOST_PROBLEMS})").fetchall()
@@ -319,13 +354,7 @@ class SqliteStore:
     def _swap(
         self, rdzv_id: str, membership: Membership, revision: int, records: Sequence[Record]
     ) -> int:
-        row = self._db.execute("SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)).fetchone()
-        held = row[0] if row else 0
-        if held != revision:
-            raise RevisionConflictError(
-                f"job {rdzv_id} in {self._path} has revision {held}, not {revision}: "
-                "another server has written it"
-            )
+        self._check_job(rdzv_id, revision)
         self._db.execute(
             "INSERT INTO job VALUES (?1, ?2, ?3) "
             "ON CONFLICT DO UPDATE SET revision = ?2, membership = ?3",
@@ -333,6 +362,35 @@ class SqliteStore:
         )
         self._record(records)
         return revision + 1
+
+    def _delete(self, rdzv_id: str, revision: int) -> None:
+        self._check_job(rdzv_id, revision)
+        if revision:
+            self._db.execute("DELETE FROM job WHERE rdzv_id = ?", (rdzv_id,))
+            self._db.execute("DELETE FROM history WHERE rdzv_id = ?", (rdzv_id,))
+            self._unpruned.pop(rdzv_id, None)
+
+    def _swap_document(self, name: str, data: bytes, revision: int) -> int:
+        row = self._db.execute("SELECT revision FROM document WHERE name = ?", (name,)).fetchone()
+        self._check_revision(f"document {name}", row, revision)
+        self._db.execute(
+            "INSERT INTO document VALUES (?1, ?2, ?3) "
+            "ON CONFLICT DO UPDATE SET revision = ?2, data = ?3",
+            (name, revision + 1, data),
+        )
+        return revision + 1
+
+    def _check_job(self, rdzv_id: str, revision: int) -> None:
+        row = self._db.execute("SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)).fetchone()
+        self._check_revision(f"job {rdzv_id}", row, revision)
+
+    def _check_revision(self, what: str, row: tuple[int] | None, revision: int) -> None:
+        held = row[0] if row else 0
+        if held != revision:
+            raise RevisionConflictError(
+                f"{what} in {self._path} has revision {held}, not {revision}: "
+                "another server has written it"
+            )
 
     def _record(self, records: Sequence[Record]) -> None:
         self._db.executemany(

@@ -22,7 +22,7 @@ from rdzv.stores.base import StoreRefusedError
 
 log = logging.getLogger("rdzv.stores")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Kept in `PRAGMA user_version`. A newer one than this is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
@@ -31,6 +31,9 @@ APPLICATION_ID = int.from_bytes(b"rdzv", "big")
 _WAL, _JOURNAL = "-wal", "-journal"
 _BESIDE = (_WAL, _JOURNAL, "-shm")
 _LOOKING = ".look-"
+
+DOCUMENTS_SINCE = 3
+"""The schema that brought documents; a file that is only looked at may be older."""
 
 _TABLES = frozenset({"job", "history", "leadership"})
 """What every schema has."""
@@ -41,8 +44,8 @@ CREATE TABLE job (
     revision INTEGER NOT NULL,
     membership BLOB NOT NULL
 )"""
-# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is never
-# deleted, so no number is given twice.
+# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
+# with all others of the job, so none is ever below an older one of its job.
 _HISTORY = """
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY,
@@ -58,6 +61,12 @@ CREATE TABLE leadership (
     only INTEGER PRIMARY KEY CHECK (only = 1),
     number INTEGER NOT NULL
 )"""
+_DOCUMENT = """
+CREATE TABLE document (
+    name TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    data BLOB NOT NULL
+)"""
 
 
 def _to_2(db: sqlite3.Connection) -> None:
@@ -70,7 +79,11 @@ def _to_2(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
-MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2}
+def _to_3(db: sqlite3.Connection) -> None:
+    db.execute(_DOCUMENT)
+
+
+MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
 """From each older schema version to the next; each runs in one transaction."""
 
 
@@ -243,7 +256,7 @@ def _create(path: Path) -> None:
     with _mapped(path):
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
             db.execute("BEGIN")
-            for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP):
+            for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
                 db.execute(statement)
             db.execute("INSERT INTO leadership VALUES (1, 0)")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")

@@ -1,0 +1,295 @@
+"""What /metrics tells of each job: what was counted of it, and how things are with it now.
+
+It is written as text here, for there may be hundreds of thousands of such lines, and nodes wait
+for the event loop meanwhile. One job is a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rdzv.core.explain import job_state
+from rdzv.core.model import Cause, JobState, NodeState, State
+from rdzv.core.rendezvous import completion_due_ms, holds, restarts_that_count
+from rdzv.server.messages import RankProgress
+
+CHANGES = ("joined", "left", "lost", "replaced")
+"""How the membership of a job changes."""
+
+STOP, FORM = "stop", "form"
+"""Phases of a recovery: until the last node has stopped; from then until the next round."""
+
+
+# ------------------------------------------------------------------ one job's counters
+
+
+@dataclass(slots=True)
+class Sum:
+    """How often something took how long, all in all."""
+
+    count: int = 0
+    ms: int = 0
+
+    def add(self, ms: int) -> None:
+        """Add one duration."""
+        self.count += 1
+        self.ms += ms
+
+
+@dataclass(slots=True)
+class JobTally:
+    """What was counted of one run of a job since this server knows of it."""
+
+    since_ms: int
+    ended_ms: int | None = None
+    final: JobState | None = None
+    """What it was when it ended; None: it has not."""
+    running_ms: int = 0
+    """For how long rounds were live, but for the one that is."""
+    running_since_ms: int | None = None
+    round_ended_ms: int | None = None
+    settled_ms: int | None = None
+    """When everyone had stopped after the last round; None: that is not known."""
+    failures: int = 0
+    restarts: int = 0
+    completed: int = 0
+    ended: Tally[Cause] = field(default_factory=Tally)
+    changes: Tally[str] = field(default_factory=Tally)
+    formation: Sum = field(default_factory=Sum)
+    recovery: dict[str, Sum] = field(default_factory=lambda: {STOP: Sum(), FORM: Sum()})
+
+    @classmethod
+    def of(cls, state: State, now_ms: int) -> JobTally:
+        """Begin to count a run that may have begun long ago."""
+        tally = cls(now_ms)
+        round_ = state.membership.round
+        if round_ is not None and round_.end is not None:
+            tally.round_ended_ms = round_.end.at_ms
+        tally.follow(state, now_ms)
+        return tally
+
+    def follow(self, state: State, now_ms: int) -> None:
+        """Note whether a round is live now."""
+        live = job_state(state) is JobState.RUNNING
+        if live and self.running_since_ms is None:
+            self.running_since_ms = now_ms
+        elif not live and self.running_since_ms is not None:
+            self.running_ms += max(now_ms - self.running_since_ms, 0)
+            self.running_since_ms = None
+
+    def running_until(self, now_ms: int) -> int:
+        """Return for how many milliseconds rounds were live in all."""
+        since_ms = now_ms if self.running_since_ms is None else self.running_since_ms
+        return self.running_ms + max(now_ms - since_ms, 0)
+
+    def elapsed_until(self, now_ms: int) -> int:
+        """Return for how many milliseconds this run was counted."""
+        return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)
+
+
+# ------------------------------------------------------------------ a job's present state
+
+
+def node_states(state: State) -> Tally[NodeState]:
+    """Count a job's nodes by state, as `status` shows them, without a word about any of them."""
+    membership, away = state.membership, state.away
+    round_ = membership.round
+    found: Tally[NodeState] = Tally()
+    seated = NodeState.SEATED if round_ is not None and round_.live else NodeState.STOPPING
+    for node_id, seat in state.seats.items():
+        if node_id in away:
+            found[NodeState.AWAY] += 1
+        else:
+            found[NodeState.SUCCEEDED if seat.succeeded else seated] += 1
+    full = len(state.seats) >= membership.max_nodes
+    found[NodeState.STOPPING] += len(state.stuck)
+    for node_id in state.waiting:
+        if node_id in away:
+            found[NodeState.AWAY] += 1
+        else:
+            found[NodeState.SPARE if full else NodeState.WAITING] += 1
+    latest = {departure.node_id: departure.state for departure in membership.departures}
+    for node_id, departed in latest.items():
+        if not state.present(node_id):
+            found[departed] += 1
+    return found
+
+
+def missing_nodes(state: State) -> int:
+    """Return how many more nodes a job needs before a round can complete; 0 while one is live."""
+    if job_state(state) not in (JobState.JOINING, JobState.STOPPING):
+        return 0
+    stays = sum(1 for n, seat in state.seats.items() if not seat.leaving and n not in state.away)
+    return max(state.membership.min_nodes - state.ready - stays, 0)
+
+
+def why_not_running(state: State) -> str:
+    """Say in one of a few words why no round is live; empty if one is, or the run has ended.
+
+    The sentence that `explain` makes of the same state says more.
+    """
+    match job_state(state):
+        case JobState.STOPPING:
+            return "stopping"
+        case JobState.JOINING:
+            pass
+        case _:
+            return ""
+    if completion_due_ms(state) is None:
+        return "too few nodes" if missing_nodes(state) else "nodes away"
+    membership = state.membership
+    if membership.round is None:
+        return "last call" if membership.resumed_at_ms is None else "adoption"
+    return "back-off" if membership.store_failures else "gathering"
+
+
+def _flapping(state: State, now_ms: int) -> int:
+    """Count the nodes that were lost more than once lately."""
+    newest = {departure.node_id: departure.at_ms for departure in state.membership.departures}
+    since_ms = now_ms - state.tuning.flap_window_ms
+    return sum(1 for node_id in holds(state) if newest[node_id] > since_ms)
+
+
+def _not_running_ms(state: State, now_ms: int) -> int:
+    round_ = state.membership.round
+    since_ms = round_.end.at_ms if round_ and round_.end else state.membership.began_at_ms
+    return max(now_ms - since_ms, 0)
+
+
+# ------------------------------------------------------------------ the jobs as text
+
+JOB_METRICS: Mapping[str, tuple[str, str]] = {
+    "rdzv_job_state": ("gauge", "1 for the state that the job is in, 0 for the others."),
+    "rdzv_job_nodes": ("gauge", "Nodes of the job by state."),
+    "rdzv_job_min_nodes": ("gauge", "Nodes that a round needs."),
+    "rdzv_job_max_nodes": ("gauge", "Nodes that a round may have."),
+    "rdzv_job_missing_nodes": (
+        "gauge",
+        "Nodes that must still come before a round can complete; 0 while one is live.",
+    ),
+    "rdzv_job_flapping_nodes": ("gauge", "Nodes that were lost more than once lately."),
+    "rdzv_job_round": ("gauge", "Number of the last round that was completed."),
+    "rdzv_job_world_size": ("gauge", "Workers of the live round; 0 while none is live."),
+    "rdzv_job_restarts_spent": ("gauge", "Restarts that count against max_restarts now."),
+    "rdzv_job_max_restarts": ("gauge", "Restarts that the job may spend."),
+    "rdzv_job_run_age_seconds": ("gauge", "Time since the present run began."),
+    "rdzv_job_not_running_seconds": (
+        "gauge",
+        "Time since a round was live, with the reason why none is; absent while one is.",
+    ),
+    "rdzv_job_min_step": ("gauge", "Step of the worker that is behind all others."),
+    "rdzv_job_max_step": ("gauge", "Step of the worker that is ahead of all others."),
+    "rdzv_job_steps_per_second": ("gauge", "Steps of the slowest worker whose rate is known."),
+    "rdzv_job_progress_age_seconds": ("gauge", "Time since any worker told of a step."),
+    "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
+    "rdzv_job_rounds_ended_total": ("counter", "Rounds that ended, by what that is charged to."),
+    "rdzv_job_restarts_total": ("counter", "Restarts spent on worker failures."),
+    "rdzv_job_membership_changes_total": (
+        "counter",
+        "Nodes that joined, left or were lost, and seats that another node took over.",
+    ),
+    "rdzv_job_worker_failures_total": ("counter", "Workers that failed."),
+    "rdzv_job_running_seconds_total": ("counter", "Time in which a round was live."),
+    "rdzv_job_elapsed_seconds_total": ("counter", "Time since this server knows of the run."),
+    "rdzv_job_formation_seconds": (
+        "summary",
+        "Time from the first join, or the end of a round, to the next complete round.",
+    ),
+    "rdzv_job_recovery_seconds": (
+        "summary",
+        "Time after a round's end: until all have stopped, and from then to the next round.",
+    ),
+}
+"""What is told of each job: type and help. The label `rdzv_id` names the job."""
+
+
+class JobPage:
+    """The metrics of all jobs as text, job by job."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[str]] = {name: [] for name in JOB_METRICS}
+
+    def add_live(
+        self, state: State, tally: JobTally, progress: Sequence[RankProgress], now_ms: int
+    ) -> None:
+        """Write a job that has not ended."""
+        membership, add = state.membership, self._add
+        job = _label("rdzv_id", membership.rdzv_id)
+        self._add_counted(job, job_state(state), tally, now_ms)
+        nodes = node_states(state)
+        for node_state in NodeState:
+            add("rdzv_job_nodes", f'{job},state="{node_state}"', nodes[node_state])
+        add("rdzv_job_min_nodes", job, membership.min_nodes)
+        add("rdzv_job_max_nodes", job, membership.max_nodes)
+        add("rdzv_job_missing_nodes", job, missing_nodes(state))
+        add("rdzv_job_flapping_nodes", job, _flapping(state, now_ms))
+        round_ = membership.round
+        if round_ is not None:
+            add("rdzv_job_round", job, round_.number)
+        add("rdzv_job_world_size", job, round_.world_size if round_ and round_.live else 0)
+        if membership.settings.max_restarts is not None:
+            add("rdzv_job_restarts_spent", job, restarts_that_count(membership, now_ms))
+            add("rdzv_job_max_restarts", job, membership.settings.max_restarts)
+        add("rdzv_job_run_age_seconds", job, max(now_ms - membership.began_at_ms, 0) / 1000)
+        if reason := why_not_running(state):
+            labels = f'{job},reason="{reason}"'
+            add("rdzv_job_not_running_seconds", labels, _not_running_ms(state, now_ms) / 1000)
+        if progress:
+            self._add_progress(job, progress)
+
+    def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
+        """Write the extremes of a job's workers: one series for each would be without bound."""
+        self._add("rdzv_job_min_step", job, min(one.step for one in progress))
+        self._add("rdzv_job_max_step", job, max(one.step for one in progress))
+        self._add("rdzv_job_progress_age_seconds", job, min(one.age_ms for one in progress) / 1000)
+        if rates := [one.rate for one in progress if one.rate > 0]:
+            self._add("rdzv_job_steps_per_second", job, min(rates))
+
+    def add_ended(self, rdzv_id: str, tally: JobTally, now_ms: int) -> None:
+        """Write what was counted of a job that has ended."""
+        assert tally.final is not None, "only an ended job has no present state"
+        self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
+
+    def _add_counted(self, job: str, present: JobState, tally: JobTally, now_ms: int) -> None:
+        add = self._add
+        for state in JobState:
+            add("rdzv_job_state", f'{job},state="{state}"', int(state is present))
+        add("rdzv_job_rounds_completed_total", job, tally.completed)
+        for cause in Cause:
+            add("rdzv_job_rounds_ended_total", f'{job},cause="{cause}"', tally.ended[cause])
+        add("rdzv_job_restarts_total", job, tally.restarts)
+        for kind in CHANGES:
+            labels = f'{job},kind="{kind}"'
+            add("rdzv_job_membership_changes_total", labels, tally.changes[kind])
+        add("rdzv_job_worker_failures_total", job, tally.failures)
+        add("rdzv_job_running_seconds_total", job, tally.running_until(now_ms) / 1000)
+        add("rdzv_job_elapsed_seconds_total", job, tally.elapsed_until(now_ms) / 1000)
+        self._add_sum("rdzv_job_formation_seconds", job, tally.formation)
+        for phase, times in tally.recovery.items():
+            self._add_sum("rdzv_job_recovery_seconds", f'{job},phase="{phase}"', times)
+
+    def _add_sum(self, name: str, labels: str, times: Sum) -> None:
+        lines = self._lines[name]
+        lines.append(f"{name}_count{{{labels}}} {times.count}\n")
+        lines.append(f"{name}_sum{{{labels}}} {times.ms / 1000}\n")
+
+    def _add(self, name: str, labels: str, value: float) -> None:
+        self._lines[name].append(f"{name}{{{labels}}} {value}\n")
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the text, one metric at a time, and keep none of it: to let go takes time, too."""
+        for name, (kind, text) in JOB_METRICS.items():
+            head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+            yield (head + "".join(self._lines.pop(name))).encode()
+
+
+def _label(name: str, value: str) -> str:
+    r"""Write a label with its value, whatever that contains.
+
+    >>> print(_label("rdzv_id", 'a "b"\\c'))
+    rdzv_id="a \"b\"\\c"
+    """
+    escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return f'{name}="{escaped}"'

@@ -1,0 +1,61 @@
+"""What a server tells whoever counts. `Meter` itself counts nothing; `metrics.Metrics` does.
+
+So the driver knows of no library for metrics, and a server that nobody can scrape loads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from rdzv.core.events import Event
+from rdzv.core.model import State
+from rdzv.server.messages import RankProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a server that leads holds at one moment."""
+
+    now_ms: int
+    leadership: int
+    streams: int
+    nodes_connected: int
+    nodes_away: int
+    watchers: int
+    store_away_ms: int
+    """How long the store has been away; 0 while it is there."""
+    states: tuple[State, ...]
+    """Every job in memory, which is every job that has not ended."""
+    progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
+    """How far the workers of a job are, as far as they have said."""
+
+
+class Meter:
+    """Is told what happens, by the same calls that write log and history. Waits for nothing."""
+
+    def loaded(self, state: State, now_ms: int) -> None:
+        """Note a job that was read from the store."""
+
+    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
+        """Note a step of a job that is stored, with what happened in it."""
+
+    def forget_jobs(self) -> None:
+        """Note that this server leads no more, so that its jobs are another's."""
+
+    def committing(self) -> AbstractContextManager[None]:
+        """Time the commit in the body; one that raises is none."""
+        return nullcontext()
+
+    def store_failed(self, *, writes: bool) -> None:
+        """Note that the store could not be asked, or not be written to."""
+
+    def loop_late(self, late_ms: int) -> None:
+        """Note by how much the event loop was late for a timer."""
+
+    def received(self) -> None:
+        """Note a message of a node."""
+
+    def sent(self) -> None:
+        """Note a message to a node, put on its stream."""

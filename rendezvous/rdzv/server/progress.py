@@ -1,0 +1,114 @@
+"""How far the workers of each job are, as their nodes say: in memory, of the present round alone.
+
+Nothing is decided by it, so neither the rendezvous core nor the store knows of it; a node says it
+again to a server that has started anew. No more is kept than one entry a worker of a live round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rdzv.core.model import Round, State
+from rdzv.errors import InvalidRequestError
+from rdzv.server.messages import Progress, RankProgress
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the nodes of one round have said."""
+
+    run: str
+    round: Round
+    ranks: dict[str, range]
+    """By node_id: the RANKs of its workers."""
+    said: dict[str, tuple[int, Progress]] = field(default_factory=dict)
+    """By node_id: when it was heard, and what."""
+
+
+class Board:
+    """Keeps what was said last, by job and node."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+
+    def note(
+        self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
+    ) -> bool:
+        """Take note of what a node says; say whether it has a seat in the round that it names.
+
+        What is said of another round comes too late, or too early, and is passed over.
+
+        Raises:
+            InvalidRequestError: it speaks of a worker that is not its own.
+
+        """
+        round_ = _live_round(state)
+        if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
+            return False
+        seat = state.seats.get(node_id)
+        if seat is None or seat.incarnation != incarnation:
+            return False
+        job = self._job(state, round_)
+        ranks = job.ranks[node_id]
+        for one in said.ranks:
+            if one.rank not in ranks:
+                raise InvalidRequestError(
+                    f"progress of RANK {one.rank}: {node_id} has RANK {ranks[0]}..{ranks[-1]} in "
+                    f"round {said.round}; name those"
+                )
+        job.said[node_id] = now_ms, said
+        return True
+
+    def _job(self, state: State, round_: Round) -> _Job:
+        """Return what is kept of a job's present round."""
+        rdzv_id = state.membership.rdzv_id
+        job = self._jobs.get(rdzv_id)
+        if job is None or not _is_of(job, state):
+            job = self._jobs[rdzv_id] = _Job(state.membership.run, round_, _ranks(round_))
+        elif job.round is not round_:
+            # Who was adopted has taken the place of a stand-in.
+            job.round, job.ranks = round_, _ranks(round_)
+        return job
+
+    def tidy(self, state: State) -> None:
+        """Forget what was said of a round that is over, or of nodes that have no seat any more."""
+        rdzv_id = state.membership.rdzv_id
+        if (job := self._jobs.get(rdzv_id)) is None:
+            return
+        if not _is_of(job, state):
+            del self._jobs[rdzv_id]
+        elif len(job.said) > len(state.seats):
+            job.said = {n: said for n, said in job.said.items() if n in state.seats}
+
+    def shown(self, state: State, now_ms: int) -> tuple[RankProgress, ...]:
+        """Return the progress of a job in its present round, by RANK."""
+        job = self._jobs.get(state.membership.rdzv_id)
+        if job is None or not _is_of(job, state):
+            return ()
+        found = [
+            replace(one, age_ms=one.age_ms + max(now_ms - heard_ms, 0))
+            for node_id, (heard_ms, said) in job.said.items()
+            if node_id in state.seats
+            for one in said.ranks
+        ]
+        return tuple(sorted(found, key=lambda one: one.rank))
+
+
+def _live_round(state: State) -> Round | None:
+    membership = state.membership
+    if membership.ended is not None or membership.round is None or not membership.round.live:
+        return None
+    return membership.round
+
+
+def _is_of(job: _Job, state: State) -> bool:
+    round_ = _live_round(state)
+    present = None if round_ is None else (state.membership.run, round_.number)
+    return (job.run, job.round.number) == present
+
+
+def _ranks(round_: Round) -> dict[str, range]:
+    return {
+        p.node_id: range(p.rank_first, p.rank_first + p.offer.local_world_size)
+        for p in round_.participants
+    }

@@ -1,0 +1,259 @@
+"""A real Prometheus, with the configuration that is delivered, scrapes a real rdzvd and its nodes.
+
+Each rule and alert is asked what it says while the thing happens that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import BIN, JOB, Cluster, cluster
+from etcd_cluster import EtcdCluster, Member, free_ports
+from test_store_faults import set_file_limit
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "prometheus"
+DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
+"""Also when the tests are killed before they can tidy up."""
+NEVER_DRIVEN = {"RdzvSlowCommit"}
+"""What no test can bring about in seconds; promtool's unit test shows that it fires."""
+
+
+def tool(name: str) -> str:
+    """Return where a program is, or skip the test."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian's package prometheus has it)")
+    return found
+
+
+def fetch(url: str) -> tuple[str, str]:
+    """Return what lies at a URL, and its type."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode(), answer.headers["Content-Type"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A recording rule or an alert, as Prometheus has read it."""
+
+    name: str
+    kind: str
+    query: str
+    health: str
+    error: str
+
+
+class Prometheus:
+    """One that runs on loopback, and what it knows."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def ask(self, path: str, **query: str) -> Any:
+        text, _ = fetch(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}")
+        answer = json.loads(text)
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> dict[str, float]:
+        """Evaluate now; return what is a number, by labels."""
+        found = {
+            json.dumps(one["metric"], sort_keys=True): float(one["value"][1])
+            for one in self.ask("query", query=expression)["result"]
+        }
+        return {labels: value for labels, value in found.items() if not math.isnan(value)}
+
+    def rules(self) -> list[Rule]:
+        groups = self.ask("rules")["groups"]
+        return [
+            Rule(r["name"], r["type"], r["query"], r["health"], r.get("lastError", ""))
+            for group in groups
+            for r in group["rules"]
+        ]
+
+    def alerts(self) -> set[str]:
+        """Name the alerts that fire, or will when they have waited for long enough."""
+        return {one["labels"]["alertname"] for one in self.ask("alerts")["alerts"]}
+
+    def up(self) -> bool:
+        """Whether it answers, and has scraped every server."""
+        try:
+            return len(self.query('up{job=~"rdzv.*"} == 1')) == 2
+        except OSError:
+            return False
+
+    def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = 60) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (found := holds()):
+            if time.monotonic() > deadline:
+                log = self.log.read_text()
+                raise AssertionError(f"waited {timeout_s:g} s until {what}; Prometheus:\n{log}")
+            time.sleep(0.1)
+        return found
+
+
+@contextmanager
+def prometheus(folder: Path, http: str, other: str, port: int) -> Iterator[Prometheus]:
+    """Run one with the delivered rules and configuration, but faster, and with a second job."""
+    text = (FOLDER / "prometheus.yml").read_text()
+    for old, new in (
+        ("15s", "500ms"),
+        ("http://127.0.0.1:29480/sd", f"http://{http}/sd"),
+        ("- rules.yml", f"- {FOLDER / 'rules.yml'}"),
+        ("- alerts.yml", f"- {FOLDER / 'alerts.yml'}"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    second = f"  - job_name: rdzv-two\n    http_sd_configs:\n      - url: http://{other}/sd\n"
+    config, log = folder / "prometheus.yml", folder / "prometheus.log"
+    config.write_text(text.replace("scrape_configs:\n", f"scrape_configs:\n{second}"))
+    command = [*DIES_WITH_US, tool("prometheus"), f"--config.file={config}"]
+    command += [f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield Prometheus(port, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def on_etcd(folder: Path, port: int) -> Iterator[Member]:
+    """Run an rdzvd that leads on an etcd of one member, and yield that."""
+    (folder / "etcd").mkdir()
+    with EtcdCluster.running(folder / "etcd") as etcd:
+        (member,) = etcd.members
+        command = [*DIES_WITH_US, str(BIN / "rdzvd"), "--listen=127.0.0.1:0", "--store=etcd"]
+        command += [f"--http=127.0.0.1:{port}", f"--etcd-endpoints={member.endpoint}"]
+        with (folder / "on-etcd.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("rdzvd ready")
+            yield member
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def left_side(query: str) -> str:
+    """Return what an alert compares; the alert itself, if it compares nothing at its end."""
+    return re.sub(r" (>|<|==) [0-9.]+$", "", query)
+
+
+def test_every_rule_and_alert_says_something_when_it_happens(tmp_path: Path) -> None:
+    tool("prometheus")
+    http_port, other_port, port = free_ports(3)
+    http, other = f"127.0.0.1:{http_port}", f"127.0.0.1:{other_port}"
+    with on_etcd(tmp_path, other_port) as etcd, cluster(tmp_path) as c:
+        c.kill_server()
+        c.start_server("--http", http)
+        with prometheus(tmp_path, http, other, port) as p:
+            p.wait_until("both servers are scraped", p.up)
+            fired = drive(c, p, etcd)
+            names = {rule.name for rule in p.rules() if rule.kind == "alerting"}
+            assert fired == names - NEVER_DRIVEN
+
+
+def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
+    """Let everything go wrong that an alert is about; return the alerts that were seen."""
+    seen: set[str] = set()
+
+    def fires(*names: str) -> None:
+        def all_do() -> bool:
+            seen.update(p.alerts())
+            return set(names) <= seen
+
+        p.wait_until(f"{names} fire; {seen} have", all_do)
+
+    etcd.kill()
+    c.start_node("crashes", "--rdzv-id=crash", "--max-restarts=5", nnodes="1:1", args=("exit=3",))
+    c.start_node("n1", nnodes="2:2")
+    n2 = c.start_node("n2", nnodes="2:2")
+    c.wait_for_round(0, workers=2)
+    n2.kill_tree()
+    fires("RdzvJobBelowMin", "RdzvNoLeader")
+    n2 = c.start_node("n2", nnodes="2:2")
+    c.wait_for_round(1, workers=2)
+    n2.kill_tree()
+    fires("RdzvNodeFlaps", "RdzvJobCrashLoop")
+
+    for rule in p.rules():
+        assert (rule.health, rule.error) == ("ok", ""), rule
+        if rule.kind == "recording":
+            p.wait_until(f"{rule.name} has data", lambda name=rule.name: p.query(name))
+        elif rule.name != "RdzvServerMissing":
+            assert p.query(left_side(rule.query)), rule
+    values = p.query(f'rdzv_job_membership_changes_total{{rdzv_id="{JOB}",kind="lost"}}')
+    assert list(values.values()) == [2]
+    (goodput,) = p.query(f'rdzv:job_goodput:ratio_rate1h{{rdzv_id="{JOB}"}}').values()
+    assert 0 < goodput < 1
+
+    # The next join can not be written.
+    assert c.server is not None
+    set_file_limit(c.server, 0)
+    c.start_node("n3", "--rdzv-id=other", nnodes="1:1")
+    fires("RdzvStoreAway")
+    c.kill_server()
+    fires("RdzvServerMissing")
+    return seen
+
+
+def test_what_a_server_says_of_where_it_is(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with cluster(tmp_path) as c:
+        c.kill_server()
+        c.start_server("--http", f"127.0.0.1:{port}")
+        text, kind = fetch(f"http://127.0.0.1:{port}/sd")
+        assert kind.startswith("application/json")
+        labels = {"__meta_rdzv_kind": "server"}
+        assert json.loads(text) == [{"targets": [f"127.0.0.1:{port}"], "labels": labels}]
+        text, kind = fetch(f"http://127.0.0.1:{port}/metrics")
+        assert kind == "text/plain; version=0.0.4; charset=utf-8"
+        for name in ("rdzv_leads 1.0", "process_open_fds ", "python_info{"):
+            assert f"\n{name}" in text
+        refused = c.run("rdzvd", f"--http=0.0.0.0:{port}", "--store=memory")
+        assert refused.returncode == 2
+        assert "--insecure" in refused.stderr
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    promtool = tool("promtool")
+    tests = sorted(str(path) for path in (FOLDER / "tests").glob("*.yml"))
+    for args in (["check", "config", "prometheus.yml"], ["test", "rules", *tests]):
+        done = subprocess.run(
+            [promtool, *args], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_a_test_and_says_where_it_is_explained() -> None:
+    alerts = (FOLDER / "alerts.yml").read_text()
+    names = re.findall(r"- alert: (\w+)", alerts)
+    tested = (FOLDER / "tests" / "alerts.yml").read_text()
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert headings, "the runbook has sections"
+    assert sorted(names) == sorted(headings)
+    for name in names:
+        assert f"docs/runbook.md#{name.lower()}\n" in alerts
+        fires = rf"alertname: {name}\n +eval_time: \w+\n +exp_alerts:"
+        stays_silent = rf"alertname: {name}, eval_time: \w+}}"
+        assert re.search(fires, tested), f"{name} is never seen to fire"
+        assert re.search(stays_silent, tested), f"{name} is never seen to be silent"

@@ -1,0 +1,578 @@
+"""The nodes of a simulation: the real agent core and its words on the wire, with fake workers.
+
+`Agent` is one start of an agent on a node. It does what `rdzv.agent.server_link` does (one stream,
+opened again for ever) and what `rdzv.agent.driver` does (events to the core, its commands to
+runner and server). `Runner` is what becomes of the workers: late, slow, failing, stuck.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rdzv.agent import wire
+from rdzv.agent.core import begin, commands, events, step
+from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
+from rdzv.client import FINAL_REFUSALS, PROTOCOL_VERSION
+from rdzv.core.model import Offer
+from rdzv.core.nodes import AgentKind
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.sim.network import Connection, End
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+KINDS = {
+    AgentKind.FOREGROUND: pb.AGENT_KIND_FOREGROUND,
+    AgentKind.DAEMON: pb.AGENT_KIND_DAEMON,
+}
+HEARTBEAT = pb.NodeMessage(heartbeat=pb.Heartbeat())
+WELCOME_TIMEOUT_MS = 10_000
+BACKOFF_FIRST_MS, BACKOFF_MAX_MS = 100, 5_000
+STEADY_MS = 5_000
+PING_MS = (5_000, 10_000)
+"""Within what time a node notices by HTTP/2 pings that its server is silent."""
+SIGKILL_WAIT_MS = 5_000
+"""Workers that survive SIGKILL for so long are stuck."""
+ORPHAN_TIMEOUT_MS = 5_000
+"""For how long a daemon's runner goes on without its agent, unless a later deadline was said."""
+
+
+Workers = tuple[str, str, int]
+"""Whose workers a node runs: the job, the run and the round."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What one node is, as long as its history lasts."""
+
+    name: str
+    kind: AgentKind
+    workers: int
+    role: str
+    topology: str
+    can_host_store: bool
+    shutdown_timeout_ms: int
+
+
+# ------------------------------------------------------------------ the workers
+
+
+class Runner:
+    """The workers of one job on one node, and what becomes of them."""
+
+    def __init__(self, world: World, part: Part) -> None:
+        self.world = world
+        self.part = part
+        self.workers: Workers | None = None
+        self.era = 0
+        """In which era they were started: a server without memory may use a number again."""
+        self.alive: set[int] = set()
+        self.stuck = False
+        self.succeeding = False
+        self._stop_due_ms: int | None = None
+        self._told_ms = 0
+        self._unheard: list[events.Event] = []
+        """What happened while no agent was there to hear it."""
+
+    def tell(self, event: events.Event) -> None:
+        """Let the agent know, or the next one that adopts these workers."""
+        agenda, part = self.world.agenda, self.part
+        self._told_ms = max(self._told_ms, agenda.now_ms + self.world.random.choice((0, 1, 3)))
+        agenda.after(self._told_ms - agenda.now_ms, lambda: self._arrive(part.agent, event))
+
+    def _arrive(self, agent: Agent, event: events.Event) -> None:
+        if agent.alive:
+            agent.awake(lambda: self.part.post(event))
+        else:
+            self._unheard.append(event)
+
+    def adopted(self) -> None:
+        unheard, self._unheard = self._unheard, []
+        for event in unheard:
+            self.tell(event)
+
+    def start(self, assignment: Assignment) -> None:
+        workers = (self.part.rdzv_id, assignment.run, assignment.round)
+        self.world.judge.starts(self.part, workers, assignment)
+        self.era = self.world.judge.era
+        self.workers, self.alive = workers, set(range(self.part.job.local_world_size))
+        self.stuck = self.succeeding = False
+        self._stop_due_ms = None
+        if self.world.happens("start fails"):
+            self.tell(events.StartFailed(assignment.round, "no such script"))
+            self.vanish()
+            self.tell(events.WorkersGone(assignment.round))
+            return
+        if assignment.hosts_store:
+            if self.world.happens("store host is late"):
+                return
+            ready_ms = self.world.random.choice((1, 100, 3_000))
+            self.world.agenda.after(ready_ms, lambda: self._store_ready(workers))
+
+    def _store_ready(self, workers: Workers) -> None:
+        if self.workers == workers:
+            self.tell(events.StoreHostReady(workers[2]))
+
+    def stop(self, round_: int, grace_ms: int) -> None:
+        """End what is left; twice is no harm, and the shorter grace counts."""
+        world, workers = self.world, self.workers
+        if workers is None or workers[2] != round_:
+            self.tell(events.WorkersGone(round_))
+            return
+        due_ms = world.agenda.now_ms + grace_ms
+        if self._stop_due_ms is not None and due_ms >= self._stop_due_ms:
+            return
+        self._stop_due_ms = due_ms
+        slow = world.happens("slow stop")
+        in_ms = grace_ms if slow else min(world.random.choice((0, 1, 50, 400)), grace_ms)
+        if not self.alive:
+            in_ms = 0
+        elif world.happens("workers stuck"):
+            self.stuck = True
+        world.agenda.after(in_ms, lambda: self._ended(workers))
+
+    def _ended(self, workers: Workers) -> None:
+        world = self.world
+        if self.workers != workers:
+            return
+        if self.part.agent.frozen:
+            self.part.agent.awake(lambda: self._ended(workers))
+            return
+        if self.stuck:
+            world.blame()
+            world.agenda.after(SIGKILL_WAIT_MS, lambda: self._say_stuck(workers))
+            world.agenda.after(world.random.choice((6_000, 60_000)), lambda: self._reap(workers))
+            return
+        for local_rank in sorted(self.alive):
+            self.tell(self._exit(workers, local_rank, None, int(signal.SIGTERM)))
+        self.vanish()
+        self.tell(events.WorkersGone(workers[2]))
+
+    def _say_stuck(self, workers: Workers) -> None:
+        if self.workers == workers and self.stuck:
+            self.tell(events.WorkersStuck(workers[2], (4711,)))
+
+    def _reap(self, workers: Workers) -> None:
+        self.stuck = False
+        self._ended(workers)
+
+    def fail(self, workers: Workers) -> None:
+        """One worker of this round exits 1."""
+        if self.workers != workers or not self.alive or self.stuck or self.part.agent.frozen:
+            return
+        local_rank = self.world.random.choice(sorted(self.alive))
+        self.alive.discard(local_rank)
+        self.tell(self._exit(workers, local_rank, 1, None))
+        if not self.part.agent.alive and not self.alive:
+            self.vanish()
+
+    def succeed(self) -> None:
+        """The workers exit 0, one after the other."""
+        if self.workers is None or not self.alive or self._stop_due_ms is not None:
+            return
+        self.succeeding = True
+        workers, in_ms = self.workers, 0
+        for local_rank in sorted(self.alive):
+            in_ms += self.world.random.choice((0, 1, 300))
+            self.world.agenda.after(in_ms, lambda rank=local_rank: self._exits_0(workers, rank))
+
+    def _exits_0(self, workers: Workers, local_rank: int) -> None:
+        if self.workers != workers or local_rank not in self.alive or self.part.agent.frozen:
+            return
+        if self._stop_due_ms is None:
+            self.alive.discard(local_rank)
+            self.tell(self._exit(workers, local_rank, 0, None))
+            if not self.alive:
+                self.world.judge.succeeded(self.part, workers)
+
+    def _exit(
+        self, workers: Workers, local_rank: int, exit_code: int | None, signum: int | None
+    ) -> events.WorkerExited:
+        return events.WorkerExited(
+            round=workers[2],
+            local_rank=local_rank,
+            pid=100 + local_rank,
+            exit_code=exit_code,
+            signal=signum,
+            message="" if exit_code == 0 else f"on {self.part.agent.name}",
+            traceback="",
+            age_ms=0,
+        )
+
+    def vanish(self) -> None:
+        """No process of the round is left; those that were alive break their peers' collectives."""
+        workers, alive = self.workers, self.alive
+        self.workers, self.alive, self.stuck = None, set(), False
+        if workers is not None and alive:
+            self.world.collectives_break(workers, self.era)
+        self.world.buried(self.part.agent)
+
+
+# ------------------------------------------------------------------ one job on one node
+
+
+class Part:
+    """What one node does for one job; see `JobDriver`."""
+
+    def __init__(self, agent: Agent, rdzv_id: str) -> None:
+        self.agent = agent
+        self.rdzv_id = rdzv_id
+        world = agent.world
+        self.world = world
+        self.job: Job = world.swarm.job(rdzv_id, agent.spec)
+        self.state = begin(self.job, world.agenda.now_ms)
+        self.runner = Runner(world, self)
+        self.outcome: Outcome | None = None
+        self.reason = ""
+        """Why there is nothing to run, as the server said last."""
+        self._port = 20_000
+        self._inbox: deque[events.Event] = deque()
+        self._busy = False
+        self._wake: object = None
+
+    @property
+    def node_id(self) -> str:
+        return self.agent.name
+
+    def belief(self) -> pb.Belief | None:
+        if self.state.phase is Phase.ENDED:
+            return None
+        return wire.belief(self.state, self._offer(), self.world.agenda.now_ms, refuse_reuse=False)
+
+    def post(self, event: events.Event) -> None:
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def _handle(self, event: events.Event) -> None:
+        now_ms = self.world.agenda.now_ms
+        before = self.state
+        transition = step(before, event, now_ms)
+        self.world.judge.agent_stepped(self, before, event, transition, now_ms)
+        self.state = transition.state
+        for command in transition.commands:
+            self._do(command)
+        self._arm(transition.wake_at_ms)
+
+    def _arm(self, wake_at_ms: int | None) -> None:
+        if wake_at_ms == self._wake:
+            return
+        self._wake = wake_at_ms
+        if wake_at_ms is None:
+            return
+        agent = self.agent
+
+        def tick() -> None:
+            if self._wake == wake_at_ms and self.agent is agent:
+                self._wake = None
+                self.post(events.Ticked())
+
+        in_ms = max(wake_at_ms - self.world.agenda.now_ms, 0)
+        self.world.agenda.after(in_ms, lambda: agent.awake(tick))
+
+    def _offer(self) -> Offer:
+        spec = self.agent.spec
+        return Offer(
+            address=f"{spec.name}.net",
+            local_world_size=spec.workers,
+            role=spec.role,
+            topology=spec.topology,
+            machine=f"machine-of-{spec.name}",
+            store_port=self._port if self.state.phase is Phase.JOINING else 0,
+            can_host_store=spec.can_host_store,
+            shutdown_timeout_ms=spec.shutdown_timeout_ms,
+        )
+
+    def _do(self, command: commands.Command) -> None:
+        match command:
+            case commands.SayJoin():
+                self._port += 1
+                now_ms = self.world.agenda.now_ms
+                join = wire.join(command, self.state, self._offer(), now_ms, refuse_reuse=False)
+                self.agent.say(pb.NodeMessage(join=join))
+            case commands.StartWorkers():
+                self.runner.start(command.assignment)
+            case commands.StopWorkers():
+                self.runner.stop(command.round, command.grace_ms)
+            case commands.StopStoreHost():
+                pass
+            case commands.Exit():
+                self.outcome = command.outcome
+                self.agent.ended(self)
+            case _:
+                self.agent.say(wire.report(command, self.rdzv_id, self.world.agenda.now_ms))
+
+
+# ------------------------------------------------------------------ one start of an agent
+
+
+class Agent:
+    """One agent process: its stream to a server, and its parts in jobs; see `ServerLink`."""
+
+    def __init__(self, world: World, spec: NodeSpec, instance: str) -> None:
+        self.world = world
+        self.spec = spec
+        self.name = spec.name
+        self.instance = instance
+        self.lineage = instance
+        """The first of the instances that have handed these workers on."""
+        self.alive = True
+        self.frozen = False
+        self.parts: dict[str, Part] = {}
+        self.connection: Connection | None = None
+        self.incarnation = 0
+        self.leadership = 0
+        self.deadline_ms = 0
+        """Until when its runner waits for the next agent, if it says that it goes away."""
+        self.said: list[pb.NodeMessage] = []
+        self._welcomed_at_ms: int | None = None
+        self._greeted = False
+        self._failed_attempts = 0
+        self._beat = 0
+        self._backlog: list[Callable[[], None]] = []
+
+    def begin(self, rdzv_ids: tuple[str, ...]) -> None:
+        """Start afresh, as after a boot: no workers are here."""
+        self.parts = {rdzv_id: Part(self, rdzv_id) for rdzv_id in rdzv_ids}
+        for part in self.parts.values():
+            part.post(events.Ticked())
+        self.connect()
+
+    def adopt(self, former: Agent) -> None:
+        """Take over the workers that a former agent of this node has left."""
+        self.parts, self.incarnation = former.parts, former.incarnation
+        self.lineage = former.lineage
+        former.parts = {}
+        for part in self.parts.values():
+            part.agent = self
+            part.post(events.ServerLost("the agent was restarted"))
+            part.runner.adopted()
+        self.connect()
+
+    @property
+    def has_workers(self) -> bool:
+        return any(part.runner.workers is not None for part in self.parts.values())
+
+    # -------------------------------------------------------------- life
+
+    def awake(self, do: Callable[[], None]) -> None:
+        """Do something in this process: now, when it is thawed, or never."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append(do)
+        else:
+            do()
+
+    def freeze(self, for_ms: int) -> None:
+        """Stand still with the whole machine, as a virtual machine does; connections stay open."""
+        if self.alive and not self.frozen:
+            self.frozen = True
+            self.world.agenda.after(for_ms, self.thaw)
+
+    def thaw(self) -> None:
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for do in backlog:
+            self.awake(do)
+
+    def ended(self, part: Part) -> None:
+        """Exit once every job has ended for this node and all that was said is on its way."""
+        self.world.judge.exited(part)
+        if all(part.outcome is not None for part in self.parts.values()):
+            self.alive = False
+            if self.connection is not None:
+                self.connection.end_by_node()
+                self.connection = None
+            self.world.buried(self)
+
+    def die(self, *, silent: bool = False, workers_live: bool = False) -> None:
+        """End at once, with the workers unless they live on; with the machine if `silent`."""
+        if not self.alive:
+            return
+        self.alive = False
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            if silent:
+                connection.die_with_node()
+            else:
+                connection.end_by_node(in_order=self.world.random.random() < 0.5)
+        if workers_live:
+            self.world.agenda.after(
+                max(self.deadline_ms - self.world.agenda.now_ms, ORPHAN_TIMEOUT_MS),
+                self.end_orphans,
+            )
+        else:
+            self.end_workers()
+        self.world.buried(self)
+
+    def end_workers(self) -> None:
+        for part in self.parts.values():
+            part.runner.vanish()
+
+    def end_orphans(self) -> None:
+        """The runner has waited long enough for an agent, and ends its workers."""
+        if not self.alive and self.has_workers:
+            # If the server was away too, nobody learns why the others' collectives broke.
+            self.world.blame()
+            self.end_workers()
+            self.world.buried(self)
+
+    # -------------------------------------------------------------- what it says
+
+    def say(self, message: pb.NodeMessage) -> None:
+        """Send a message if a stream is open; otherwise the next Hello says it."""
+        if self.connection is not None:
+            self.said.append(message)
+            self.connection.up(message)
+
+    def repeat(self) -> None:
+        """Say again something that this instance has said before, as a duplicate on its way."""
+        if self.connection is not None and self.said and self._greeted:
+            self.connection.up(self.world.random.choice(self.said))
+
+    def plan_away(self, for_ms: int) -> None:
+        if self.connection is not None and self._greeted:
+            self.deadline_ms = self.world.agenda.now_ms + for_ms
+            self.connection.up(pb.NodeMessage(away=pb.Away(deadline_ms=for_ms)))
+
+    def signal(self) -> None:
+        for part in list(self.parts.values()):
+            part.post(events.Signalled(int(signal.SIGTERM), "SIGTERM"))
+
+    # -------------------------------------------------------------- its stream
+
+    def connect(self) -> None:
+        if not self.alive or self.connection is not None:
+            return
+        world = self.world
+        server = world.servers[self._failed_attempts % len(world.servers)]
+        self._welcomed_at_ms, self._greeted = None, False
+        connection = world.network.connect(self, server)
+        if connection is None:
+            slow = world.network.is_cut(self.name, server.number)
+            in_ms = world.random.choice((3_000, 10_000)) if slow and not world.calm else 2
+            world.agenda.after(in_ms, lambda: self.awake(lambda: self._failed("not reachable")))
+            return
+        self.connection = connection
+        connection.up(pb.NodeMessage(hello=self._hello()))
+        world.agenda.after(
+            WELCOME_TIMEOUT_MS, lambda: self.awake(lambda: self._give_up_unless_greeted(connection))
+        )
+
+    def _hello(self) -> pb.Hello:
+        beliefs = [belief for part in self.parts.values() if (belief := part.belief()) is not None]
+        return pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            node_id=self.name,
+            instance=self.instance,
+            kind=KINDS[self.spec.kind],
+            address=f"{self.name}.net",
+            pid=4711,
+            leadership=self.leadership,
+            incarnation=self.incarnation,
+            agent_version="simulated",
+            beliefs=beliefs,
+        )
+
+    def _give_up_unless_greeted(self, connection: Connection) -> None:
+        if self.connection is connection and not self._greeted:
+            self.hang_up("no answer in time")
+
+    def hang_up(self, reason: str, *, in_order: bool = False) -> None:
+        """Lose the stream, from this side."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.end_by_node(in_order=in_order)
+            self._failed(reason)
+
+    def _failed(self, reason: str) -> None:
+        world = self.world
+        since_ms = self._welcomed_at_ms
+        if since_ms is not None and world.agenda.now_ms - since_ms >= STEADY_MS:
+            self._failed_attempts = 0
+        for part in list(self.parts.values()):
+            part.post(events.ServerLost(reason))
+        in_ms = 0
+        if self._failed_attempts > 0:
+            longest_ms = min(BACKOFF_FIRST_MS << min(self._failed_attempts, 10), BACKOFF_MAX_MS)
+            in_ms = world.random.randint(longest_ms // 2, longest_ms)
+        self._failed_attempts += 1
+        world.agenda.after(in_ms, lambda: self.awake(self.connect))
+
+    def take(self, connection: Connection, message: Any) -> None:
+        self.awake(lambda: self._hear(connection, message))
+
+    def _hear(self, connection: Connection, message: Any) -> None:
+        if self.connection is not connection:
+            return
+        if isinstance(message, End):
+            self._hear_end(message)
+        elif message.leadership < self.leadership:
+            self.world.count("agent: refused a deposed server")
+            self.hang_up("a server was deposed")
+        else:
+            self.leadership = message.leadership
+            if message.HasField("welcome"):
+                self._welcome(connection, message.welcome)
+            elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
+                self.world.count(f"told to say hello again: {message.refused.code}")
+                self.hang_up("the server can not do it now")
+            else:
+                self._deliver(message)
+
+    def _hear_end(self, end: End) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.end_by_node()
+        if end.error is not None and end.error.code in FINAL_REFUSALS:
+            for part in list(self.parts.values()):
+                part.post(events.Refused(end.error.code, str(end.error)))
+        if self.alive:
+            self._failed("the server ended the stream")
+
+    def _welcome(self, connection: Connection, welcome: pb.Welcome) -> None:
+        self.incarnation = welcome.incarnation
+        self._greeted = True
+        self._welcomed_at_ms = self.world.agenda.now_ms
+        self._beat_on(connection, max(welcome.heartbeat_interval_ms, 100))
+        for part in list(self.parts.values()):
+            part.post(events.ServerConnected())
+
+    def _beat_on(self, connection: Connection, every_ms: int) -> None:
+        def beat() -> None:
+            if self.connection is connection:
+                connection.up(HEARTBEAT)
+                self.world.agenda.after(every_ms, lambda: self.awake(beat))
+
+        beat()
+
+    def _deliver(self, message: pb.ServerMessage) -> None:
+        part = self.parts.get(wire.rdzv_id_of(message))
+        if part is None or part.outcome is not None:
+            return
+        self.world.judge.heard(part, message)
+        if message.HasField("waiting"):
+            part.reason = message.waiting.reason
+            return
+        event = wire.event(message)
+        if event is not None:
+            part.post(event)
+
+    def notice_silence(self, connection: Connection) -> None:
+        """Find by unanswered pings that nothing comes through any more."""
+        cuts, server = self.world.network.cuts, connection.server.number
+        silent = any(name == self.name and number == server for name, number, _ in cuts)
+        dead = connection.server.process is not connection.process or not connection.server.up
+        if self.connection is connection and (silent or dead or not connection.server_open):
+            self.awake(lambda: self.hang_up("pings are not answered"))

@@ -1,0 +1,379 @@
+"""The servers of a simulation: the real driver, jobs, streams and cores, on one simulated store.
+
+`Server` is one rdzvd and its door: what `rdzv.server.service` does with gRPC is done here with
+`Connection`s, and everything behind it is the code of `rdzv.server`. Several of them may believe
+that they lead; the store refuses the writes of all but the last that took over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rdzv.core.model import Membership
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from rdzv.server import wire
+from rdzv.server.config import Config, Listen
+from rdzv.server.driver import Driver
+from rdzv.server.jobs import Job, News
+from rdzv.server.messages import Refused
+from rdzv.server.meter import Meter
+from rdzv.server.streams import Stream
+from rdzv.server.tasks import Tasks
+from rdzv.stores.base import Record, Stored, StoreRefusedError
+from rdzv.stores.memory import MemoryStore
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.sim.loop import Process
+from tests.sim.network import Connection, End
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+CONFIG = Config(listen=Listen("127.0.0.1", 0), data_dir=Path("/dev/null"), store="memory")
+HISTORY_ROWS = 20
+
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------ the store
+
+
+class Disk:
+    """What all servers share, and what of it survives."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.kept = MemoryStore(HISTORY_ROWS)
+        self.backup: MemoryStore | None = None
+        self.leader = 0
+        """The last leadership that was given; writes of any other are refused."""
+        self.latencies_ms: tuple[int, ...] = (0,)
+        self.refuses = 0.0
+        """How often a call fails before it has done anything."""
+        self.loses_answer = 0.0
+        """How often nobody learns whether a write has happened."""
+        self.away = False
+
+    def back_up(self) -> None:
+        self.backup = copy.deepcopy(self.kept)
+
+    def forget(self) -> None:
+        """Lose everything, as a store in memory does."""
+        self.kept, self.leader = MemoryStore(HISTORY_ROWS), 0
+
+    def restore(self) -> None:
+        """Go back to the last backup, if there is one."""
+        if self.backup is not None:
+            self.kept, self.leader = copy.deepcopy(self.backup), 0
+
+
+class SimStore:
+    """One server's way to the disk: slow, away, or unsure what it did."""
+
+    def __init__(self, disk: Disk, server: Server) -> None:
+        self._disk = disk
+        self._server = server
+        self._world = server.world
+        self.leadership = 0
+
+    @property
+    def place(self) -> str:
+        return "the simulated disk"
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        await self._reach()
+        return await self._disk.kept.load(rdzv_id)
+
+    async def compare_and_swap(
+        self,
+        rdzv_id: str,
+        membership: Membership,
+        revision: int,
+        records: Sequence[Record] = (),
+    ) -> int:
+        await self._reach()
+        disk = self._disk
+        if self.leadership != disk.leader:
+            self._world.count("store: refused a deposed server")
+            raise StoreRefusedError(f"leadership {self.leadership} is deposed by {disk.leader}")
+        lost = disk.loses_answer > 0 and disk.random.random() < disk.loses_answer
+        if lost and disk.random.random() < 0.5:
+            self._world.count("store: write lost, unknown")
+            await self._late()
+            raise RendezvousConnectionError("no answer; it was not written")
+        new = await disk.kept.compare_and_swap(rdzv_id, membership, revision, records)
+        self._world.judge.committed(self._server, membership)
+        await self._late()
+        if lost:
+            self._world.count("store: write done, unknown")
+            raise RendezvousConnectionError("no answer; it was written")
+        return new
+
+    async def list(self) -> tuple[str, ...]:
+        await self._reach()
+        return await self._disk.kept.list()
+
+    async def append(self, records: Sequence[Record]) -> None:
+        await self._reach()
+        await self._disk.kept.append(records)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        await self._reach()
+        return await self._disk.kept.history(rdzv_id, limit)
+
+    async def take_over(self, at_least: int = 0) -> int:
+        await self._reach()
+        self.leadership = self._disk.leader = await self._disk.kept.take_over(at_least)
+        self._world.judge.took_over(self._server, self.leadership)
+        self._world.took_over(self._server)
+        return self.leadership
+
+    async def close(self) -> None:
+        """The disk belongs to nobody."""
+
+    async def _reach(self) -> None:
+        disk = self._disk
+        await self._late()
+        if disk.away:
+            self._world.count("store: away")
+            raise StoreRefusedError("the store is away")
+        if disk.refuses > 0 and disk.random.random() < disk.refuses:
+            self._world.count("store: refused")
+            raise StoreRefusedError("the store is busy")
+
+    async def _late(self) -> None:
+        in_ms = self._disk.random.choice(self._disk.latencies_ms)
+        if in_ms:
+            done = self._server.process.create_future()
+            clock = self._server.process
+            clock.call_at(clock.now_ms() + in_ms, lambda: done.done() or done.set_result(None))
+            await done
+
+
+# ------------------------------------------------------------------ a server
+
+
+class WatchedDriver(Driver):
+    """The real driver, with an onlooker for what it publishes."""
+
+    world: World
+    server: Server
+
+    def _publish(self, job: Job, news: News) -> None:
+        self.world.judge.published(self.server, news)
+        super()._publish(job, news)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Where a process' tasks live; what one of them raises would have ended the process."""
+
+    process: Process
+
+    def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self.process.create_task(work)
+
+
+class _Door:
+    """One connection as the server has it; see `RendezvousService`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.stream: Stream | None = None
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue(CONFIG.limits.inbox)
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class Server:
+    """One rdzvd: up, starting, paused or down."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.process = Process(world.agenda)
+        self.process.kill()
+        self.clock_offset_ms = 0
+        self.accepting = False
+        self.era = 0
+        self._doors: dict[Connection, _Door] = {}
+        self._backlog: list[Callable[[], None]] = []
+        self.driver: WatchedDriver
+        self.store: SimStore
+
+    # -------------------------------------------------------------- life
+
+    @property
+    def up(self) -> bool:
+        return self.process.alive
+
+    def start(self) -> None:
+        if self.up:
+            return
+        world = self.world
+        if world.agenda.now_ms < world.servers_from_ms:
+            world.agenda.after(world.servers_from_ms - world.agenda.now_ms, self.start)
+            return
+        self.process = Process(world.agenda, self.clock_offset_ms)
+        self.process.on_error, self.process.name = world.fail, str(self.number)
+        self.era = world.judge.era
+        self._doors, self._backlog = {}, []
+        self.process.enter(self._boot)
+
+    def _boot(self) -> None:
+        world, tasks = self.world, Tasks(_Group(self.process))  # type: ignore[arg-type]
+        self.store = SimStore(world.disk, self)
+        # Not by `running`, which stops in order: what is killed does nothing any more.
+        self.driver = WatchedDriver(self.store, self.process, CONFIG, tasks, world.new_uid, Meter())
+        self.driver.world, self.driver.server = world, self
+        self.process.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            await self.driver._start()
+        except RendezvousError:
+            self.world.count("server: could not start")
+            self.crash(back_in_ms=1_000)
+            return
+        self.world.count("server: serves")
+        self.accepting = True
+
+    def crash(self, *, silent: bool = False, back_in_ms: int | None = None) -> None:
+        """Die at once, between any two steps; with the machine if `silent`."""
+        if not self.up:
+            return
+        self.process.kill()
+        self.accepting = False
+        for connection in list(self._doors):
+            connection.die_with_server(silent=silent)
+        self._doors = {}
+        if back_in_ms is not None:
+            self.world.agenda.after(back_in_ms, self.start)
+
+    def stop(self, back_in_ms: int) -> None:
+        """Stop in order: every stream is told to connect again."""
+        if self.up and self.accepting and not self.process.paused:
+            error = RendezvousConnectionError("this server is stopping; connect again")
+            self.accepting = False
+            self.process.enter(self.driver.close_streams, error)
+            self.world.agenda.after(50, lambda: self.crash(back_in_ms=back_in_ms))
+
+    def pause(self, for_ms: int) -> None:
+        """Stand still, as the whole process does under SIGSTOP; connections stay open."""
+        if not self.up or self.process.paused:
+            return
+        process = self.process
+        process.pause()
+
+        def resume() -> None:
+            if self.process is process and self.up:
+                process.resume()
+                # What has come in meanwhile is read within a moment, after timers that are late.
+                backlog, self._backlog = self._backlog, []
+                in_ms = 0
+                for do in backlog:
+                    in_ms = min(in_ms + self.world.random.choice((0, 0, 1, 20)), 400)
+                    self.world.agenda.after(in_ms, lambda do=do: self._do(process, do))
+
+        self.world.agenda.after(for_ms, resume)
+
+    def connection_of(self, stream: int) -> Connection | None:
+        """Return the connection that carries a stream, if it is open."""
+        for connection, door in self._doors.items():
+            if door.stream is not None and door.stream.number == stream:
+                return connection
+        return None
+
+    # -------------------------------------------------------------- the door
+
+    def take(self, connection: Connection, message: Any) -> None:
+        """Hear something, as soon as the process runs."""
+        process = self.process
+        if process.paused:
+            self._backlog.append(lambda: self._hear(connection, message))
+        else:
+            self._do(process, lambda: self._hear(connection, message))
+
+    def _do(self, process: Process, do: Callable[[], None]) -> None:
+        if process is not self.process or not process.alive:
+            return
+        if process.paused:
+            self._backlog.append(do)
+        else:
+            process.enter(do)
+
+    def _hear(self, connection: Connection, message: Any) -> None:
+        door = self._doors.get(connection)
+        if door is None:
+            if isinstance(message, pb.NodeMessage) and connection.server_open:
+                self._attach(connection, message)
+        elif isinstance(message, End):
+            door.inbox.put_nowait(None)
+        elif door.stream is not None and door.stream.open:
+            self.driver.heard(door.stream)
+            self._take_in(door, door.stream, message)
+
+    def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
+        door = self._doors[connection] = _Door(connection)
+        try:
+            stream = door.stream = self.driver.attach(wire.hello_of(message.hello, CONFIG.limits))
+        except RendezvousError as error:
+            self.world.count(f"attach refused: {error.code}")
+            del self._doors[connection]
+            connection.end_by_server(error)
+            return
+        self.world.judge.welcomed(self, connection.node, stream.incarnation)  # type: ignore[arg-type]
+        beliefs = self._beliefs(stream, message.hello)
+        create = self.process.create_task
+        door.tasks = [create(self._obey(door, stream, beliefs)), create(self._write(door, stream))]
+        create(self._end(door, stream))
+
+    def _beliefs(self, stream: Stream, hello: pb.Hello) -> list[Any]:
+        speaker = wire.Speaker(stream.node_id, stream.incarnation)
+        return [wire.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
+
+    def _take_in(self, door: _Door, stream: Stream, message: pb.NodeMessage) -> None:
+        match message.WhichOneof("body"):
+            case "heartbeat":
+                pass
+            case "away":
+                self.driver.plan_away(stream, wire.away_ms_of(message.away, CONFIG.limits))
+            case _:
+                speaker = wire.Speaker(stream.node_id, stream.incarnation)
+                try:
+                    door.inbox.put_nowait(wire.command_of(message, speaker, CONFIG.limits))
+                except InvalidRequestError as error:
+                    stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+                except asyncio.QueueFull:
+                    stream.close(LimitExceededError("too many messages wait"))
+
+    async def _obey(self, door: _Door, stream: Stream, beliefs: list[Any]) -> None:
+        await self.driver.greet(stream, beliefs)
+        while (said := await door.inbox.get()) is not None:
+            await self.driver.hear(stream, *said)
+        stream.close()
+
+    async def _write(self, door: _Door, stream: Stream) -> None:
+        while True:
+            told = await stream.next()
+            message = wire.server_message(
+                told, self.driver.leadership, "simulated", self.process.now_ms()
+            )
+            door.connection.down(message)
+
+    async def _end(self, door: _Door, stream: Stream) -> None:
+        error = await stream.ended()
+        for task in door.tasks:
+            task.cancel()
+        self._doors.pop(door.connection, None)
+        self.driver.detach(stream)
+        door.connection.end_by_server(error)

@@ -1,0 +1,434 @@
+"""What workers have written, as one node reads it for others: each file once, in order, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import log_reading
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch import NO_FILES
+from rdzv.agent.log_reading import PIECE_COST, LogReading, Piece, ReadRequest, tail
+from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
+
+PATIENCE_S = 20.0
+PLENTY = 1 << 30
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Node:
+    """The logs of one job on one node, and what is sent of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written = Written()
+        self.reading = LogReading(self._say)
+        self.reading.serve("job-7", self.written)
+        self.pieces: list[Piece] = []
+        self._numbers = itertools.count(1)
+        self._came = asyncio.Event()
+
+    async def _say(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self._came.set()
+
+    def path(self, number: int, local_rank: int, name: str = "stdout") -> Path:
+        return self.folder / f"round_{number}" / str(local_rank) / f"{name}.log"
+
+    def begin(self, number: int, rank_first: int = 4, *, files: bool = True) -> None:
+        """Begin a round of two workers; the runner has made their files, or will."""
+        outputs = []
+        for local_rank in (0, 1):
+            paths = [self.path(number, local_rank, name) for name in ("stdout", "stderr")]
+            paths[0].parent.mkdir(parents=True)
+            for path in paths if files else ():
+                path.touch()
+            outputs.append(WorkerOutput(*paths, error=NO_FILES))
+        self.written.begin(line(number, rank_first), RoundOutput(tuple(outputs), {}))
+
+    def write(self, text: str, number: int, local_rank: int = 0, name: str = "stdout") -> None:
+        with self.path(number, local_rank, name).open("a") as file:
+            file.write(text)
+
+    def ask(self, *, credit: int = PLENTY, **wanted: object) -> int:
+        number = next(self._numbers)
+        request = ReadRequest(number, "job-7", credit, **wanted)  # type: ignore[arg-type]
+        self.reading.read(request)
+        return number
+
+    async def until(self, text: str, request: int = 1) -> None:
+        """Wait until this and nothing else has been sent."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.text(request) != text:
+                assert text.startswith(self.text(request)), self.text(request)
+                self._came.clear()
+                await self._came.wait()
+
+    async def came(self, holds: Callable[[], bool]) -> None:
+        """Wait until this holds for the pieces that have come."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self._came.clear()
+                await self._came.wait()
+
+    async def last(self, request: int = 1) -> Piece:
+        """Wait for the last piece."""
+        await self.came(lambda: any(piece.last for piece in self.of(request)))
+        await idle()
+        assert [piece.last for piece in self.of(request)].index(True) == len(self.of(request)) - 1
+        return self.of(request)[-1]
+
+    def of(self, request: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.request == request]
+
+    def text(self, request: int = 1) -> str:
+        return b"".join(piece.data for piece in self.of(request)).decode()
+
+
+def line(number: int, rank_first: int = 4) -> Assignment:
+    return Assignment(
+        run="feed",
+        round=number,
+        group_rank=2,
+        group_world_size=3,
+        rank_first=rank_first,
+        world_size=6,
+        role_rank_first=rank_first,
+        role_world_size=6,
+        master_addr="10.0.0.9",
+        master_port=29501,
+        use_agent_store=True,
+        restarts=0,
+        max_restarts=3,
+    )
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.reading.close()
+
+
+async def idle() -> None:
+    """Let everything that can happen now happen."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
+# ------------------------------------------------------------------ what is there
+
+
+async def test_all_that_was_written_is_sent_and_named(node: Node) -> None:
+    node.begin(0)
+    node.write("one\ntwo", 0, 0)
+    node.write("three", 0, 1, "stderr")
+    request = node.ask()
+    assert await node.last() == Piece(request, last=True)
+    assert node.pieces[0] == Piece(request, 0)
+    assert {
+        (piece.rank, piece.local_rank, piece.stderr): (piece.offset, piece.data)
+        for piece in node.pieces[1:-1]
+    } == {(4, 0, False): (0, b"one\ntwo"), (5, 1, True): (0, b"three")}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"rank": 5, "stderr": False}, "out1"),
+        ({"local_rank": 0, "stdout": False}, "err0"),
+        ({"rank": 4}, "out0err0"),
+        ({"rank": 9}, ""),
+    ],
+)
+async def test_only_what_is_wanted_is_sent(node: Node, wanted: dict[str, int], text: str) -> None:
+    node.begin(0)
+    for local_rank, name in itertools.product((0, 1), ("stdout", "stderr")):
+        node.write(f"{name[3:]}{local_rank}", 0, local_rank, name)
+    node.ask(**wanted)
+    assert (await node.last()).error == ""
+    assert node.text() == text
+    # Nothing is said of a round but that there is no more, where nothing is wanted of it.
+    assert len(node.pieces) == (1 if not text else 2 + len(text) // 4)
+
+
+async def test_an_earlier_round_is_read_by_its_number(node: Node) -> None:
+    node.begin(3, rank_first=0)
+    node.write("before", 3, 1)
+    node.begin(4)
+    node.write("now", 4, 1)
+    node.ask(round=3, rank=1)
+    await node.last()
+    assert node.text() == "before"
+    second = node.ask(rank=5)
+    await node.last(second)
+    assert node.text(second) == "now"
+    third = node.ask(round=7)
+    await node.last(third)
+    assert len(node.of(third)) == 1
+
+
+async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) -> None:
+    """Else who writes faster than is read would be read for ever."""
+    node.begin(0)
+    node.write("x" * 100, 0)
+    node.ask(rank=4, stderr=False, credit=PIECE_COST * 2 + 50)
+    await node.until("x" * 50)
+    node.write("y" * 100, 0)
+    node.reading.grant(1, PLENTY)
+    await node.last()
+    assert node.text() == "x" * 100
+
+
+@pytest.mark.parametrize("step", [1, 3, 64 * 1024])
+def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_reading, "PIECE_BYTES", step)
+    path = tmp_path / "x.log"
+    cases = {b"": [b""] * 3, b"\n\n\n": [b"\n", b"\n\n", b"\n\n\n"]}
+    cases[b"one\ntwo\nthree\n"] = [b"three\n", b"two\nthree\n", b"one\ntwo\nthree\n"]
+    cases[b"one\ntwo\nthree"] = [b"three", b"two\nthree", b"one\ntwo\nthree"]
+    for content, tails in cases.items():
+        path.write_bytes(content)
+        for lines, expected in enumerate(tails, 1):
+            assert content[tail(path, len(content), 0, lines) :] == expected
+        assert tail(path, len(content), 0, 9) == 0
+        assert tail(path, len(content), 0, 0) == 0
+        assert content[tail(path, len(content), 2, 0) :] == content[-2:]
+        assert tail(path, len(content), 99, 0) == 0
+    # Whichever is less.
+    assert content[tail(path, len(content), 3, 2) :] == b"ree"
+    assert content[tail(path, len(content), 12, 1) :] == b"three"
+
+
+async def test_a_tail_of_lines_is_not_looked_for_without_bound(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_reading, "TAIL_BYTES", 10)
+    node.begin(0)
+    node.write("x" * 100, 0)
+    node.ask(rank=4, tail_lines=1)
+    await node.last()
+    assert node.text() == "x" * 10
+
+
+# ------------------------------------------------------------------ following
+
+
+async def test_what_is_written_is_sent_as_it_comes_also_in_later_rounds(node: Node) -> None:
+    node.begin(0, files=False)
+    node.ask(rank=4, stderr=False, follow=True)
+    node.write("a", 0)
+    await node.until("a")
+    node.write("b", 0)
+    await node.until("ab")
+    # RANK 4 is elsewhere in the next round, and back in the one after it.
+    node.write("c", 0)
+    node.written.end_round()
+    node.begin(1, rank_first=0)
+    node.write("nobody's", 1)
+    node.written.end_round()
+    await node.until("abc")
+    node.begin(2, rank_first=3)
+    node.write("d", 2, 1)
+    await node.until("abcd")
+    node.write("e", 2, 1)
+    node.written.end()
+    await node.last()
+    assert node.text() == "abcde"
+    assert [(piece.round, piece.offset) for piece in node.pieces if piece.data][-1] == (2, 1)
+
+
+async def test_following_begins_with_the_round_or_its_tail(node: Node) -> None:
+    node.begin(0)
+    node.write("one\ntwo\n", 0)
+    node.ask(rank=4, follow=True, tail_lines=1)
+    await node.until("two\n")
+    node.begin(1)
+    node.write("three\nfour\n", 1)
+    await node.until("two\nthree\nfour\n")
+
+
+async def test_following_before_the_first_round_is_answered_at_once(node: Node) -> None:
+    request = node.ask(follow=True, rank=4)
+    await node.came(lambda: bool(node.pieces))
+    assert node.pieces == [Piece(request, 0)]
+    node.begin(6)
+    node.write("x", 6)
+    await node.until("x")
+
+
+async def test_a_reader_goes_on_where_it_was(node: Node) -> None:
+    node.begin(0)
+    node.write("one two", 0, 0)
+    node.write("three four", 0, 1)
+    node.begin(1)
+    node.write("five", 1, 1)
+    places = {(0, False): 4, (1, False): 6}
+    node.ask(round=0, stderr=False, follow=True, positions=places)
+    await node.came(lambda: "five" in node.text())
+    assert sorted(piece.data for piece in node.pieces if piece.data) == [b"five", b"four", b"two"]
+
+
+async def test_a_file_that_has_become_shorter_begins_anew(node: Node) -> None:
+    node.begin(0)
+    node.write("long ago", 0)
+    node.ask(rank=4, stderr=False, follow=True)
+    await node.until("long ago")
+    node.path(0, 0).write_text("new")
+    await node.until("long agonew")
+
+
+async def test_nothing_is_looked_at_while_nothing_changes(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.begin(0)
+    node.ask(follow=True)
+    await idle()
+    looks: list[int] = []
+    monkeypatch.setattr(
+        log_reading._File,
+        "read",
+        lambda _, limit: looks.append(limit) or b"",  # type: ignore[func-returns-value]
+    )
+    await idle()
+    assert not looks
+
+
+# ------------------------------------------------------------------ what can not be read
+
+
+async def test_what_goes_to_the_console_is_an_error_that_says_what_helps(node: Node) -> None:
+    nowhere = WorkerOutput(None, None, error=NO_FILES)
+    node.written.begin(line(0), RoundOutput((nowhere, nowhere), {}))
+    node.ask(follow=True)
+    error = (await node.last()).error
+    assert "RANK 4, 5: stdout goes to the console of its rdzvrun and to no file" in error
+    assert "RANK 4, 5: stderr" in error
+    assert "--redirects=3 or --tee=3, and with --log-dir" in error
+
+
+async def test_what_is_kept_nowhere_is_named_and_the_rest_comes(node: Node) -> None:
+    node.begin(0)
+    kept = WorkerOutput(node.path(0, 0), None, error=NO_FILES)
+    dropped = WorkerOutput(NO_FILES, NO_FILES, error=NO_FILES)
+    node.written.begin(line(0), RoundOutput((kept, dropped), {}))
+    node.write("x", 0)
+    node.ask()
+    assert (await node.last()).error == ""
+    assert node.text() == "x"
+    errors = [piece.error for piece in node.pieces if piece.error]
+    assert [
+        error.partition(
+            " ",
+        )[0]
+        for error in errors
+    ] == ["RANK"] * 3
+    assert sum("--log-dir=/dev/null" in error for error in errors) == 2
+
+
+async def test_a_file_that_is_gone_is_named_and_the_rest_comes(node: Node) -> None:
+    node.begin(0)
+    node.write("x", 0, 1)
+    node.path(0, 0).unlink()
+    node.written.end_round()
+    node.ask(stderr=False)
+    await node.last()
+    assert node.text() == "x"
+    (error,) = [piece.error for piece in node.pieces if piece.error]
+    assert error == f"{node.path(0, 0)} is not there any more"
+
+
+async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: Path) -> None:
+    """Where a worker has put a link or a pipe in place of its file, nothing is read through it."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    node.begin(0)
+    node.path(0, 0).unlink()
+    node.path(0, 0).symlink_to(secret)
+    node.path(0, 1).unlink()
+    os.mkfifo(node.path(0, 1))
+    node.ask(stderr=False, follow=True)
+    await node.came(lambda: len([piece for piece in node.pieces if piece.error]) == 2)
+    assert node.text() == ""
+    errors = "".join(piece.error for piece in node.pieces)
+    assert "Too many levels of symbolic links" in errors
+    assert "no regular file" in errors
+
+
+async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
+    node.reading.read(ReadRequest(1, "job-8", PLENTY))
+    assert (await node.last()).error == "this node takes no part in job-8"
+
+
+async def test_requests_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_reading, "MAX_REQUESTS", 2)
+    node.begin(0)
+    node.ask(follow=True)
+    second = node.ask(follow=True)
+    third = node.ask(follow=True)
+    assert "answers 2 readers already" in (await node.last(third)).error
+    node.reading.cancel(second)
+    fourth = node.ask()
+    assert (await node.last(fourth)).error == ""
+
+
+# ------------------------------------------------------------------ credit, and the end
+
+
+async def test_no_more_is_sent_than_there_is_credit_for(node: Node) -> None:
+    node.begin(0)
+    node.write("x" * 1_000, 0)
+    request = node.ask(rank=4, stderr=False, credit=3 * PIECE_COST)
+    await node.until("x" * PIECE_COST)
+    await idle()
+    assert sum(len(piece.data) + PIECE_COST for piece in node.pieces) == 3 * PIECE_COST
+    # A little is of no use before there is more.
+    node.reading.grant(request, PIECE_COST)
+    await idle()
+    assert len(node.text()) == PIECE_COST
+    node.reading.grant(request, 1)
+    await node.until("x" * (PIECE_COST + 1))
+    node.reading.grant(request, PLENTY)
+    await node.until("x" * 1_000)
+
+
+async def test_pieces_are_of_a_bounded_size_and_files_take_turns(node: Node) -> None:
+    node.begin(0)
+    for local_rank in (0, 1):
+        node.write("x" * 200_000, 0, local_rank)
+    node.ask(stderr=False)
+    await node.last()
+    sizes = [len(piece.data) for piece in node.pieces if piece.data]
+    assert (max(sizes), sum(sizes)) == (64 * 1024, 400_000)
+    assert [piece.local_rank for piece in node.pieces if piece.data][:4] == [0, 1, 0, 1]
+
+
+async def test_a_request_that_is_cancelled_says_nothing_more(node: Node) -> None:
+    node.begin(0)
+    first, second = node.ask(follow=True, rank=4), node.ask(follow=True, rank=4)
+    await idle()
+    node.reading.cancel(first)
+    node.write("x", 0)
+    await node.until("x", second)
+    assert node.text(first) == ""
+    assert len(node.written.listeners) == 1
+    node.reading.cancel_all()
+    await idle()
+    assert not node.written.listeners
+
+
+async def test_the_end_of_the_job_waits_for_the_last_lines_but_not_for_ever(node: Node) -> None:
+    node.begin(0)
+    quick = node.ask(follow=True, rank=4, stderr=False)
+    slow = node.ask(follow=True, rank=4, stderr=False, credit=0)
+    node.write("bye", 0)
+    node.written.end()
+    await node.reading.finish(0.5)
+    assert node.text(quick) == "bye"
+    assert not node.of(slow)

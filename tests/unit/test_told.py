@@ -1,0 +1,36 @@
+"""Who hears what of an adopted run: everybody hears of the run before anything that is of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from builders import Job, join, offer
+
+from rdzv.core.events import RunBegan
+from rdzv.core.model import Claim, Settings
+from rdzv.core.rendezvous import step
+from rdzv.server import told
+from rdzv.server.messages import Joined, Line
+
+SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
+
+
+def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
+    """In one step the run is adopted, its round ends, and the next one has both of them."""
+    job = Job(SETTINGS)
+    job.join("n1")
+    claim = Claim(2, 0, 1, 0, 1, 0, 1, "n2.net", 29501, True, 0, SETTINGS, offer("n2"))
+    command = replace(
+        join("n2", run="former", settings=SETTINGS, left_round=2, new_run="x"), claim=claim
+    )
+    before = job.state
+    transition = step(before, command, job.now_ms)
+    assert any(isinstance(event, RunBegan) for event in transition.events)
+    heard = [
+        message
+        for node_id, message in told.news(before, transition.state, transition.events, 0)
+        if node_id == "n1"
+    ]
+    assert isinstance(heard[0], Joined)
+    assert isinstance(heard[-1], Line)
+    assert {getattr(message, "run", "") for message in heard} == {"former"}
