@@ -14,7 +14,7 @@ MESSAGES := proto/rdzv/etcd/etcd.proto
 
 .PHONY: help
 help:  ## show what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
 .PHONY: setup
 setup: $(READY)  ## make .venv and install everything into it

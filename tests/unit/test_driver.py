@@ -657,6 +657,21 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
         assert n2.open
 
 
+async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departure() -> None:
+    """The node gave up waiting for a Welcome, and tries again a little later."""
+    async with server() as s:
+        n1 = await s.connect("n1", kind=AgentKind.FOREGROUND)
+        await s.join(n1, (1, 1))
+        s.driver.detach(n1)
+        await s.clock.pause(12_000)
+        attempt = s.attach("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
+        s.driver.detach(attempt)
+        await s.clock.advance(20_000)
+        assert await s.states() == {"n1": NodeState.AWAY}
+        await s.connect("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
+        assert await s.states() == {"n1": NodeState.SEATED}
+
+
 async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() -> None:
     """The stop deadline passes while the server stands still; the node's word is in the socket."""
     async with server() as s:

@@ -360,6 +360,10 @@ class Driver:
             self._alone.set()
         if not self._stopping:
             self._step_nodes(nodes.Disconnect(stream.node_id, stream.number))
+            self._watch.listened_until_ms()
+            if self._clock.now_ms() < self._watch.settled_ms:
+                # What came and went while this server stood still was an attempt to reach it.
+                self._step_nodes(nodes.Pause())
 
     def heard(self, stream: Stream) -> None:
         """Note that a node has said something."""
