@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, Node, alive, cluster
 from etcd_cluster import EtcdCluster
-from test_replicas import Replicas
+from replicas import Replicas
 
 from tests.faults.history import Stepped
 from tests.faults.sources import Diaries

@@ -5,89 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BIN, Cluster, alive
-from etcd_cluster import EtcdCluster, free_ports
+from cluster import Cluster, alive
+from etcd_cluster import PASSWORD, EtcdCluster
+from replicas import Replicas
 
-from rdzv.client import ControlClient, Server, parse_endpoint
-from rdzv.errors import NotLeaderError, RendezvousConnectionError
+from rdzv.client import ControlClient, parse_endpoint
+from rdzv.errors import NotLeaderError
 
 pytestmark = pytest.mark.timeout(180)
-
-
-class Replicas(Cluster):
-    """Three rdzvd on one etcd, and nodes that know of all three."""
-
-    def __init__(self, folder: Path, etcd: EtcdCluster) -> None:
-        super().__init__(folder)
-        ports = free_ports(6)
-        self.addresses = [f"127.0.0.1:{port}" for port in ports[:3]]
-        self.http = {
-            a: f"http://127.0.0.1:{p}" for a, p in zip(self.addresses, ports[3:], strict=True)
-        }
-        self.endpoint = ",".join(self.addresses)
-        self.etcd = ",".join(str(member.endpoint) for member in etcd.members)
-        self.rdzvds: dict[str, subprocess.Popen[str]] = {}
-
-    def start_replica(self, address: str, *options: str) -> None:
-        command = [str(BIN / "rdzvd"), "--store=etcd", f"--etcd-endpoints={self.etcd}"]
-        command += [f"--listen={address}", f"--http={self.http[address].removeprefix('http://')}"]
-        with (self.folder / "rdzvd.log").open("a") as log:
-            self.rdzvds[address] = subprocess.Popen(
-                [*command, *options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self.environ(),
-            )
-        stdout = self.rdzvds[address].stdout
-        assert stdout is not None
-        assert stdout.readline().startswith("rdzvd ready: listening on "), self.describe()
-
-    def kill_replica(self, address: str) -> None:
-        process = self.rdzvds.pop(address)
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-    def servers(self) -> tuple[Server, ...]:
-        try:
-            with ControlClient([parse_endpoint(a) for a in self.rdzvds]) as client:
-                return client.servers()
-        except RendezvousConnectionError:
-            return ()
-
-    def wait_for_leader(self, above: int = 0) -> Server:
-        """Wait until a server leads whose leadership is higher than another's."""
-
-        def leader() -> Server | None:
-            return next((s for s in self.servers() if (s.leadership or 0) > above), None)
-
-        found = self.wait_until("a server leads", leader)
-        assert isinstance(found, Server)
-        return found
-
-    def ready(self, address: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"{self.http[address]}/readyz", timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as refusal:
-            with refusal:
-                return refusal.code, refusal.read().decode()
-
-    def describe(self) -> str:
-        return f"--- rdzvd\n{self.server_log}\n{super().describe()}"
-
-    def stop(self) -> None:
-        for address in list(self.rdzvds):
-            self.kill_replica(address)
-        super().stop()
 
 
 @pytest.fixture(name="c")
@@ -192,6 +121,37 @@ def test_jobs_wait_while_etcd_is_away_and_workers_run_on(c: Replicas, tmp_path: 
     assert c.status().round == 0
     c.finish()
     assert [node.wait() for node in nodes] == [0, 0]
+
+
+def test_a_server_speaks_to_an_etcd_with_tls_and_a_password(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    with EtcdCluster.running(tmp_path / "etcd", 1, tls=True) as etcd:
+        assert etcd.tls is not None
+        etcd.enable_authentication("/rdzv")
+        password = tmp_path / "password"
+        password.write_text(f"{PASSWORD}\n")
+        c = Replicas(tmp_path, etcd)
+        options = ("--etcd-user=rdzv", f"--etcd-ca={etcd.tls.ca}")
+        certificate = (f"--etcd-cert={etcd.tls.cert}", f"--etcd-key={etcd.tls.key}")
+        try:
+            address = c.addresses[0]
+            c.start_replica(address, *options, *certificate, f"--etcd-password-file={password}")
+            assert c.wait_for_leader().address == address
+            node = c.start_node("n1", nnodes="1")
+            c.wait_for_round(0, workers=1)
+            c.finish()
+            assert node.wait() == 0
+            password.write_text("wrong\n")
+            refused = c.run(
+                "rdzvd",
+                *("--store=etcd", f"--etcd-endpoints={c.etcd}", "--listen=127.0.0.1:0"),
+                *(*options, *certificate, f"--etcd-password-file={password}"),
+            )
+            assert refused.returncode != 0
+            assert "password" in refused.stderr
+            assert "Traceback" not in refused.stderr
+        finally:
+            c.stop()
 
 
 def test_nodes_without_a_server_elect_one_and_survive_its_loss(tmp_path: Path) -> None:

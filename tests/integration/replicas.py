@@ -1,0 +1,84 @@
+"""Three rdzvd on one etcd, for the tests of those who share a store."""
+
+from __future__ import annotations
+
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from cluster import BIN, Cluster
+from etcd_cluster import EtcdCluster, free_ports
+
+from rdzv.client import ControlClient, Server, parse_endpoint
+from rdzv.errors import RendezvousConnectionError
+
+
+class Replicas(Cluster):
+    """Three rdzvd on one etcd, and nodes that know of all three."""
+
+    def __init__(self, folder: Path, etcd: EtcdCluster) -> None:
+        super().__init__(folder)
+        ports = free_ports(6)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports[:3]]
+        self.http = {
+            a: f"http://127.0.0.1:{p}" for a, p in zip(self.addresses, ports[3:], strict=True)
+        }
+        self.endpoint = ",".join(self.addresses)
+        self.etcd = ",".join(str(member.endpoint) for member in etcd.members)
+        self.rdzvds: dict[str, subprocess.Popen[str]] = {}
+
+    def start_replica(self, address: str, *options: str) -> None:
+        command = [str(BIN / "rdzvd"), "--store=etcd", f"--etcd-endpoints={self.etcd}"]
+        command += [f"--listen={address}", f"--http={self.http[address].removeprefix('http://')}"]
+        with (self.folder / "rdzvd.log").open("a") as log:
+            self.rdzvds[address] = subprocess.Popen(
+                [*command, *options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self.environ(),
+            )
+        stdout = self.rdzvds[address].stdout
+        assert stdout is not None
+        assert stdout.readline().startswith("rdzvd ready: listening on "), self.describe()
+
+    def kill_replica(self, address: str) -> None:
+        process = self.rdzvds.pop(address)
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def servers(self) -> tuple[Server, ...]:
+        try:
+            with ControlClient([parse_endpoint(a) for a in self.rdzvds]) as client:
+                return client.servers()
+        except RendezvousConnectionError:
+            return ()
+
+    def wait_for_leader(self, above: int = 0) -> Server:
+        """Wait until a server leads whose leadership is higher than another's."""
+
+        def leader() -> Server | None:
+            return next((s for s in self.servers() if (s.leadership or 0) > above), None)
+
+        found = self.wait_until("a server leads", leader)
+        assert isinstance(found, Server)
+        return found
+
+    def ready(self, address: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"{self.http[address]}/readyz", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return refusal.code, refusal.read().decode()
+
+    def describe(self) -> str:
+        return f"--- rdzvd\n{self.server_log}\n{super().describe()}"
+
+    def stop(self) -> None:
+        for address in list(self.rdzvds):
+            self.kill_replica(address)
+        super().stop()
