@@ -34,7 +34,7 @@ demo: $(READY)  ## a real training that survives a killed worker, a lost node an
 
 .PHONY: test
 test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip is a failure
-	@$(BIN)/python -m pytest tests -q --durations=5
+	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5
 
 .PHONY: unit
 unit: $(READY)  ## the quick tests: ten seconds, no processes but their own

@@ -175,7 +175,7 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 @click.version_option(package_name="rdzv", message=f"{_PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show what the jobs of an rdzvd do, and why."""
+    """See what the jobs of an rdzvd do, and why; stop, restart and scale them."""
     context.obj = _Connection(server or os.environ.get("RDZV_SERVER") or None, timeout_s)
     if context.invoked_subcommand is None:
         raise click.UsageError("a command is missing", context)
