@@ -217,7 +217,9 @@ async def test_a_handler_that_dies_takes_nothing_with_it(
     await log.close()
     told = [record.getMessage() for record in caplog.records]
     assert told[0].startswith("the event handler gets no events any more: its process has ended")
-    assert "the event handler has missed 7 events" in told
+    # All of the second time, and of the first those that came after its death.
+    missed = [text.split()[5] for text in told if text.startswith("the event handler has missed")]
+    assert [7 <= int(number) <= 14 for number in missed] == [True]
 
 
 async def test_a_handler_that_hangs_fills_no_memory_and_keeps_nobody(

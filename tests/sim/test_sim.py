@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HISTORIES = int(os.environ.get("SEEDS", "1500"))
+HISTORIES = int(os.environ.get("SEEDS", "1200"))
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

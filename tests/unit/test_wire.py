@@ -236,6 +236,15 @@ RESUME = commands.Resume("n1", 7, "feed", 2, CLAIM)
             True,
             [replace(RESUME, claim=None)],
         ),
+        (
+            pb.Belief(
+                phase=pb.Belief.RUNNING,
+                join=join(),
+                round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, group_world_size=2),
+            ),
+            True,
+            [replace(RESUME, claim=None)],
+        ),
         (pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=LINE), True, [RESUME]),
         (
             pb.Belief(phase=pb.Belief.STOPPING, join=join(), round=LINE, failures=[failure()]),

@@ -328,9 +328,17 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 
 
 def _claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
-    """Read what was announced to the node; None if that does not say enough to rebuild a round."""
-    if not line.group_world_size:
+    """Read what was announced to the node; None if no round can be rebuilt from it.
+
+    That is no reason to refuse what else the node says: it may be needed by nobody.
+    """
+    try:
+        return _checked_claim(line, join, limits)
+    except InvalidRequestError:
         return None
+
+
+def _checked_claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim:
     nodes = _within("group_world_size", line.group_world_size, 1, limits.nodes_per_job)
     most = nodes * limits.local_world_size
     return Claim(
