@@ -184,7 +184,16 @@ def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
         p.wait_until(f"{names} fire; {seen} have", all_do)
 
     etcd.kill()
-    c.start_node("crashes", "--rdzv-id=crash", "--max-restarts=5", nnodes="1:1", args=("exit=3",))
+    # What these workers say of themselves is not to be taken for what those of the other job say.
+    apart = c.folder / "crashes"
+    apart.mkdir()
+    c.start_node(
+        "crashes",
+        *("--rdzv-id=crash", "--max-restarts=5"),
+        nnodes="1:1",
+        args=("exit=3",),
+        environ={"RDZV_TEST_REPORTS": str(apart)},
+    )
     c.start_node("n1", nnodes="2:2")
     n2 = c.start_node("n2", nnodes="2:2")
     c.wait_for_round(0, workers=2)

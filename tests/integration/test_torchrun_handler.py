@@ -276,6 +276,9 @@ class Torchrun:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Torchrun]]:
     """Make handlers that talk to a `FakeStream`; at the end they hang up."""
+    # A handler sets it for the workers of its torchrun; here it is to be gone afterwards.
+    monkeypatch.setenv("RDZV_ROUND", "")
+    monkeypatch.delenv("RDZV_ROUND")
     runs: list[Torchrun] = []
 
     def make(*answers: pb.ServerMessage, **options: Any) -> Torchrun:
