@@ -512,7 +512,7 @@ async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: 
                         break
             async with asyncio.timeout(60):
                 # The server may still have much of that to read.
-                while "reads its stream too slowly" not in server.stderr.read_text():
+                while "reads its stream too slowly" not in server.stderr.read_text():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             async with attached(server.address, hello("n1")) as n1:
                 await n1.join("job-7", (1, 1))
