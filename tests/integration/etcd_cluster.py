@@ -299,17 +299,25 @@ class Proxy:
         self._group.create_task(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            there, back = await asyncio.open_connection(self._target.host, self._target.port)
-            self._writers.add(back)
-            pumps = (
-                self._group.create_task(self._pump(reader, back, lambda: self.requests_pass)),
-                self._group.create_task(self._pump(there, writer, lambda: self.replies_pass)),
-            )
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            # One side has gone, so the other goes too.
-            await self._end(back)
-        await self._end(writer)
+        try:
+            with contextlib.suppress(OSError):
+                there, back = await asyncio.open_connection(self._target.host, self._target.port)
+                self._writers.add(back)
+                try:
+                    pumps = (
+                        self._group.create_task(
+                            self._pump(reader, back, lambda: self.requests_pass)
+                        ),
+                        self._group.create_task(
+                            self._pump(there, writer, lambda: self.replies_pass)
+                        ),
+                    )
+                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    # One side has gone, so the other goes too; also when this call is cancelled.
+                    await self._end(back)
+        finally:
+            await self._end(writer)
 
     async def _end(self, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
