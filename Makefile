@@ -12,6 +12,10 @@ PROTOS := proto/rdzv/v1/rdzv.proto
 # Messages alone: their services are etcd's, and are called by path.
 MESSAGES := proto/rdzv/etcd/etcd.proto
 
+# A Python that may not keep its byte code compiles all sources anew in each of the many programs that
+# the tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help:  ## show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -29,16 +33,16 @@ $(READY): pyproject.toml
 	@touch $@
 
 .PHONY: demo
-demo: $(READY)  ## a real training that survives a killed worker, a lost node and a new one
-	@$(BIN)/python examples/demo.py
+demo: $(READY)  ## a real training that survives what happens to it; KEEP=1: and the page of it, to look at
+	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
 .PHONY: test
 test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip is a failure
-	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5
+	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder --durations=5
 
 .PHONY: unit
 unit: $(READY)  ## the quick tests: ten seconds, no processes but their own
-	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2
+	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2 -m 'not slow'
 
 SEEDS ?= 10000
 
@@ -50,6 +54,10 @@ sim: $(READY)  ## random histories of everything that can go wrong; SEEDS=N or F
 sim-mutants: $(READY)  ## planted bugs: the simulator must catch every one of them
 	@$(BIN)/python -m tests.sim.mutants
 
+.PHONY: conformance-warm
+conformance-warm: $(READY)  ## the conformance table with workers forked from a zygote
+	@CONFORMANCE_WARM=1 $(BIN)/python -m pytest tests/conformance/test_conformance_warm.py -q
+
 .PHONY: integration
 integration: $(READY)  ## real processes, real gRPC, kill -9
 	@$(BIN)/python -m pytest tests/integration -q --durations=10
@@ -59,6 +67,10 @@ check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+.PHONY: package
+package: $(READY)  ## the Debian package, into dist/
+	@deploy/debian/build
 
 .PHONY: format
 format: $(READY)  ## let ruff put the code in order
@@ -114,3 +126,17 @@ bench-store: $(READY)  ## what a commit costs, beside torchrun's; QUICK=1: half 
 .PHONY: bench-takeover
 bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1: three minutes
 	@$(BIN)/python bench/takeover.py $(if $(QUICK),--quick)
+
+# RUNS=1: each once, and fewer launchers: five minutes.
+.PHONY: bench-recovery
+bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun; RUNS=1: five minutes
+	@$(BIN)/python bench/recovery.py --out build/bench/recovery.jsonl $(if $(RUNS),--runs $(RUNS))
+
+.PHONY: bench-scale
+bench-scale: $(READY)  ## one server and up to 10,000 nodes, beside torchrun's c10d; QUICK=1: up to 1,000
+	@$(BIN)/python bench/scale.py --out build/bench/scale.jsonl $(if $(QUICK),--quick)
+
+# To draw and write down without measuring anew: bench/sections.py build/bench/*.jsonl
+.PHONY: bench
+bench: bench-recovery bench-scale  ## measure both anew, renew their tables in RESULTS.md, and plots
+	@$(BIN)/python bench/sections.py build/bench/recovery.jsonl build/bench/scale.jsonl

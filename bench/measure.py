@@ -14,10 +14,13 @@ import platform
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 from rdzv.stores.sqlite import filesystem_of
 
@@ -36,14 +39,17 @@ class Spread:
     median: float
     low: float
     high: float
+    p90: float
     p99: float
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Spread:
-        """Summarize samples; at least one is needed. Of fewer than 100, the p99 is the highest.
+        """Summarize samples; at least one is needed.
+
+        Of fewer than 100, the p99 is the highest, and of fewer than 10 the p90.
 
         >>> Spread.of([3, 1, 2])
-        Spread(count=3, median=2, low=1, high=3, p99=3)
+        Spread(count=3, median=2, low=1, high=3, p90=3, p99=3)
         """
         in_order = sorted(samples)
         return cls(
@@ -51,6 +57,7 @@ class Spread:
             median=statistics.median(in_order),
             low=in_order[0],
             high=in_order[-1],
+            p90=in_order[math.ceil(0.9 * len(in_order)) - 1],
             p99=in_order[math.ceil(0.99 * len(in_order)) - 1],
         )
 
@@ -61,6 +68,7 @@ class Spread:
             "median": float(f"{self.median:.4g}"),
             "low": float(f"{self.low:.4g}"),
             "high": float(f"{self.high:.4g}"),
+            "p90": float(f"{self.p90:.4g}"),
             "p99": float(f"{self.p99:.4g}"),
         }
 
@@ -102,6 +110,10 @@ def say_conditions(bench: str, directory: Path) -> None:
         "",
         bench=bench,
         case="conditions",
+        date=date.today().isoformat(),
+        command=" ".join(Path(word).name for word in sys.argv),
+        torch=metadata.version("torch"),
+        grpc=metadata.version("grpcio"),
         cpus=cpus,
         load=load(),
         python=python,
@@ -110,8 +122,45 @@ def say_conditions(bench: str, directory: Path) -> None:
     )
 
 
+_copies: list[TextIO] = []
+
+
 def emit(line: str, **values: Json) -> None:
     """Print one case: its line, and the JSON line of the same."""
     if line:
         print(line)
-    print(json.dumps(values), flush=True)
+    told = json.dumps(values)
+    print(told, flush=True)
+    for copy in _copies:
+        print(told, file=copy, flush=True)
+
+
+@contextmanager
+def emitting_to(path: Path | None) -> Iterator[None]:
+    """Write the JSON lines to a file as well, if one is given, until the body ends."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as copy:
+        _copies.append(copy)
+        try:
+            yield
+        finally:
+            _copies.remove(copy)
+
+
+def say_progress(line: str) -> None:
+    """Tell whoever waits how far this is; it is no result."""
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def figure(value: object) -> str:
+    """Show a number with three digits; a dash if there is none.
+
+    >>> figure(0.01234), figure(12.345), figure(1234.5), figure(None)
+    ('0.0123', '12.3', '1,234', '-')
+    """
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:.3g}" if abs(value) < 1_000 else f"{value:,.0f}"

@@ -37,6 +37,9 @@ class SimulatedNode:
     def __init__(self, node_id: str, endpoints: Sequence[Endpoint], job: Job) -> None:
         self.rdzv_id = job.rdzv_id
         self.node_id = node_id
+        self.connected_s = 0.0
+        """When its stream was last welcomed (`time.monotonic`)."""
+        self.admitted = asyncio.Event()
         self.started_s: dict[int, float] = {}
         """By round: when this node was told to start its workers (`time.monotonic`)."""
         self._state = begin(job, _now_ms())
@@ -105,6 +108,10 @@ class SimulatedNode:
             self._busy = False
 
     def _handle(self, event: events.Event) -> None:
+        if isinstance(event, events.ServerConnected):
+            self.connected_s = time.monotonic()
+        elif isinstance(event, events.Joined):
+            self.admitted.set()
         transition = step(self._state, event, _now_ms())
         self._state = transition.state
         for command in transition.commands:

@@ -33,7 +33,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -42,57 +41,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
+from processes import BIN, Rdzvd
 from simulated import SimulatedNode, simulated, until
 
-from rdzv.agent.server_link import STEADY_S
-from rdzv.client import ControlClient, Endpoint, Server, parse_endpoint
+from rdzv.client import BACKOFF, ControlClient, Endpoint, Server
 from rdzv.errors import RendezvousError
 
-BIN = Path(sys.executable).parent
 JOB = "bench"
 CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")
 NODES = (2, 50)
 TIMEOUT_S = 90.0
 POLL_S = 0.01
-
-
-class Rdzvd:
-    """One server; it can be killed and started again where it was."""
-
-    def __init__(self, address: str, options: Sequence[str], log: Path) -> None:
-        self.endpoint = parse_endpoint(address)
-        self._command = [str(BIN / "rdzvd"), f"--listen={address}", *options]
-        self._log = log
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        """Start it; return when it says that it is ready."""
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline().startswith("rdzvd ready"):
-            raise RuntimeError(f"rdzvd did not start:\n{self._log.read_text()[-2_000:]}")
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def gone(self) -> None:
-        """Wait for its end, after a signal."""
-        assert self._process is not None
-        self._process.wait(TIMEOUT_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._process = None
-
-    def kill(self) -> None:
-        """End it, if it is there."""
-        if self._process is not None:
-            self.signal(signal.SIGKILL)
-            self.gone()
 
 
 class Servers:
@@ -163,7 +122,7 @@ class Outages:
 
     async def _calm(self) -> Server:
         """Wait until streams are old enough; return who leads."""
-        await asyncio.sleep(STEADY_S + 0.5)
+        await asyncio.sleep(BACKOFF.steady_s + 0.5)
         return await self._leader(0)
 
     async def _quiet_outage(self) -> None:

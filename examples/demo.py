@@ -6,7 +6,8 @@ the node back, and watches the group re-form and the training go on from its sna
 
     python examples/demo.py [--keep]
 
-Exits with 0 only if all of it happened.
+Exits with 0 only if all of it happened. With --keep the server, its page and its metrics stay up
+afterwards, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Demo:
         self.nodes: dict[str, Program] = {}
         self.server: Program | None = None
         self.endpoint = ""
+        self.http = ""
 
     # ------------------------------------------------------------------ the story
 
@@ -138,10 +140,13 @@ class Demo:
         """Start rdzvd on a free port."""
         data_dir = self.directory / "rdzvd"
         command = [str(BIN / "rdzvd"), "--listen", "127.0.0.1:0", "--data-dir", str(data_dir)]
+        command += ["--http", "127.0.0.1:0"]
         self.server = Program.start("rdzvd", command, self.directory)
-        ready = self.wait_for(self.server, re.compile(r"ready: listening on ([^,\s]+)"), 0.0)
-        self.endpoint = ready.group(1)
+        pattern = re.compile(r"ready: listening on ([^,\s]+),.* http on ([^,\s]+)")
+        ready = self.wait_for(self.server, pattern, 0.0)
+        self.endpoint, self.http = ready.group(1), f"http://{ready.group(2)}"
         self.say(f"started the rendezvous server, rdzvd, on {self.endpoint}")
+        self.say(f"watch it live: {self.http}/#/job/{JOB}")
 
     def start_node(self, name: str) -> None:
         """Start one node: an agent in the foreground, as a user would."""
@@ -152,6 +157,7 @@ class Demo:
             "--nnodes=2:3",
             "--nproc-per-node=2",
             "--max-restarts=3",
+            "--tee=3",
             f"--node-id={name}",
             f"--log-dir={self.directory / 'logs'}",
             str(TRAINING),
@@ -265,6 +271,21 @@ class Demo:
 
     # ------------------------------------------------------------------ the end
 
+    def stay(self) -> None:
+        """Leave the server up, to be looked at, until Ctrl-C or SIGTERM."""
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        print(
+            f"\nthe server stays up until Ctrl-C:\n"
+            f"  page     {self.http}/#/job/{JOB}\n"
+            f"  API      {self.http}/api/v1/jobs/{JOB}\n"
+            f"  metrics  {self.http}/metrics\n"
+            f"  rdzvctl  {BIN / 'rdzvctl'} --server {self.endpoint} status {JOB}",
+            flush=True,
+        )
+        stop.wait()
+
     def stop(self) -> None:
         """End everything that was started, and nothing else."""
         for node in self.nodes.values():
@@ -312,18 +333,25 @@ def directory(keep: bool) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A training that survives what happens to it.")
-    parser.add_argument("--keep", action="store_true", help="keep logs and snapshot")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep logs and snapshot, and leave server, page and metrics up until Ctrl-C",
+    )
     args = parser.parse_args()
     try:
         with directory(args.keep) as path:
             demo = Demo(path)
             try:
                 demo.play()
+                took_s = time.monotonic() - demo.began_s
+                print(f"demo passed in {took_s:.0f} s", flush=True)
+                if args.keep:
+                    demo.stay()
             finally:
                 demo.stop()
     except DemoError as error:
         sys.exit(f"demo failed: {error}")
-    print(f"demo passed in {time.monotonic() - demo.began_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What all tests share: the root on the path, `--rewrite` for scenarios, STRICT=1 for skips."""
+"""What all tests share: the root on the path, order, the log as it was, `--rewrite`, STRICT=1."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -23,12 +24,67 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SLOWEST = (
+    "conformance/test_conformance.py",
+    "integration/test_elastic.py",
+    "integration/test_torchrun_plugin.py",
+    "integration/test_example_training.py",
+    "integration/test_fencing.py",
+    "integration/test_invisible_server.py",
+    "integration/test_bad_input.py",
+    "integration/test_c10d_facade.py",
+    "integration/test_command_line.py",
+    "sim/test_sim.py",
+)
+"""Where most of the time goes, the longest first."""
+QUICK = ("unit", "scenarios", "stores")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the work, begin with what takes long: none is to wait for one.
+
+    `--dist loadfile` gives them one file after the other, in this order.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    if name in SLOWEST:
+        return SLOWEST.index(name)
+    return len(SLOWEST) + name.startswith(QUICK)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Have everything that is started leave its temporary files where pytest tidies up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _same_logging_afterwards() -> Iterator[None]:
+    """Let no test change what a later one, in the same process, sees of the log.
+
+    The programs set up their logging as they start, and many a test starts one.
+    """
+    before = {
+        logger: (logger.level, logger.handlers[:], logger.propagate) for logger in _our_loggers()
+    }
+    yield
+    for logger in _our_loggers():
+        level, handlers, propagate = before.get(logger, (logging.NOTSET, [], True))
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+
+
+def _our_loggers() -> list[logging.Logger]:
+    known = logging.root.manager.loggerDict
+    names = [name for name in known if name.partition(".")[0] == "rdzv"]
+    return [logging.getLogger(), *map(logging.getLogger, names)]
 
 
 @pytest.hookimpl(trylast=True)

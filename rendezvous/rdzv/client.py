@@ -5,13 +5,14 @@ known". Only here are protobuf messages seen on the client's side of that servic
 exception leaves: every failure is an error of the table in `rdzv.errors`.
 
 `parse_endpoint`, `error_from_status` and what a node's stream needs (`STREAM_OPTIONS`,
-`FINAL_REFUSALS`) are shared with the agent and the plug-in for torchrun.
+`FINAL_REFUSALS`, `Attempts`) are shared with the agent and the plug-in for torchrun.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,8 @@ from urllib.parse import quote
 
 import grpc
 
-from rdzv.core.model import ScaleUp, Settings
+from rdzv import protocol
+from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
@@ -43,18 +45,21 @@ from rdzv.v1.rdzv_pb2_grpc import ControlStub
 if TYPE_CHECKING:
     from rdzv.stores.backup import Summary
 
-DEFAULT_PORT = 29400
-"""Where rdzvd listens; torchrun's port for a rendezvous endpoint."""
+DEFAULT_PORT = protocol.DEFAULT_PORT
+PROTOCOL_VERSION = protocol.VERSION
 
 OWN_BACKEND = "rdzv"
 """Who forms the group of a job unless something else is said; an older server does not say."""
 
-PROTOCOL_VERSION = 1
-"""The protocol that the nodes of this version speak."""
-
 WATCH_TIMEOUT_S = 60.0
 """For how long a watcher looks for a server that answers, when it has lost the one that did."""
 WATCH_RETRY_S = 0.5
+
+SUBMIT_RETRY_S = 0.5
+
+STACKS_S = 15.0
+"""What an answer may take longer than another in which nodes are asked for stacks: a server gives
+them 10 s."""
 
 LOG_POSITIONS = 65_536
 """In how many files a reader of logs can go on after its stream was cut."""
@@ -98,12 +103,19 @@ FINAL_REFUSALS = frozenset(
 
 _UINT32_MAX = 2**32 - 1
 
-_SCALE_UPS = {ScaleUp.EAGER: pb.SCALE_UP_EAGER, ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART}
+_SCALE_UPS = {
+    ScaleUp.EAGER: pb.SCALE_UP_EAGER,
+    ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART,
+    ScaleUp.AFTER: pb.SCALE_UP_AFTER,
+}
+
+
+_DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 
 def settings_message(settings: Settings) -> pb.Settings:
     """Say how a job was launched; every node of it, of whichever agent, says the same."""
-    return pb.Settings(
+    message = pb.Settings(
         min_nodes=settings.min_nodes,
         max_nodes=settings.max_nodes,
         max_restarts=settings.max_restarts,
@@ -111,7 +123,17 @@ def settings_message(settings: Settings) -> pb.Settings:
         last_call_timeout_ms=settings.last_call_timeout_ms,
         scale_up=_SCALE_UPS[settings.scale_up],
         restart_window_ms=settings.restart_window_ms,
+        scale_up_after_ms=settings.scale_up_after_ms,
+        max_preemptions=settings.max_preemptions,
+        max_store_failures=settings.max_store_failures,
+        no_progress_restarts=settings.no_progress_restarts,
     )
+    # Nodes that do not know of it yet leave it to the server, and are the same by that.
+    if settings.restart_backoff_ms != _DEFAULT.restart_backoff_ms:
+        message.restart_backoff_ms = settings.restart_backoff_ms
+    if settings.restart_backoff_max_ms != _DEFAULT.restart_backoff_max_ms:
+        message.restart_backoff_max_ms = settings.restart_backoff_max_ms
+    return message
 
 
 # ------------------------------------------------------------------------------------ endpoints
@@ -231,6 +253,78 @@ class Rota:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long a node waits until it tries again to open its stream."""
+
+    first_s: float = 0.1
+    """The shortest wait; it doubles with every further attempt that fails."""
+    max_s: float = 5.0
+    takeover_s: float = 0.5
+    """While servers stand by, and the one that they name does not answer: for a few seconds."""
+    steady_s: float = 5.0
+    """A stream that stood for so long was a good one: the next attempt follows its end at once."""
+    spread: Callable[[float, float], float] = random.uniform
+    """Chooses a wait between two bounds, so that nodes that lose a server do not return as one."""
+
+
+BACKOFF = Backoff()
+
+
+class Attempts:
+    """A node's attempts to hold a stream: whom it asks next, and when."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
+        self._rota = Rota(endpoints)
+        self._backoff = backoff
+        self._failed = 0
+        """Attempts since the last good stream."""
+        self._welcomed_at_s: float | None = None
+        self._taking_over = False
+        """A server that stands by has answered since the last good stream: another will lead."""
+
+    @property
+    def present(self) -> Endpoint:
+        """Whom to ask now."""
+        return self._rota.present
+
+    @property
+    def welcome(self) -> bool:
+        """Whether the present one has said Welcome since the last failure."""
+        return self._welcomed_at_s is not None
+
+    def welcomed(self, now_s: float) -> None:
+        """Note that a stream is open."""
+        self._welcomed_at_s = now_s
+        self._taking_over = False
+
+    def failed(
+        self, error: RendezvousError, now_s: float, most_s: float = math.inf
+    ) -> float | None:
+        """Note why the attempt, or the stream, has ended; return how long to wait for the next.
+
+        0 after the first attempt and after a good stream, at most `most_s` after any other. None:
+        the server has named the one that leads, which is asked at once; nothing is lost yet.
+
+        A server that welcomes this node and then ends the stream each time is not asked without a
+        pause.
+        """
+        backoff, since_s = self._backoff, self._welcomed_at_s
+        self._welcomed_at_s = None
+        self._taking_over |= isinstance(error, NotLeaderError)
+        if self._rota.failed(error):
+            return None
+        if since_s is not None and now_s - since_s >= backoff.steady_s:
+            self._failed = 0
+        self._failed += 1
+        if self._failed == 1:
+            return 0.0
+        longest_s = min(backoff.first_s * 2 ** min(self._failed - 1, 10), backoff.max_s, most_s)
+        if self._taking_over:
+            longest_s = min(longest_s, backoff.takeover_s)
+        return backoff.spread(longest_s / 2, longest_s)
+
+
 def _leader_named(error: RendezvousError) -> Endpoint | None:
     if not isinstance(error, NotLeaderError) or not error.leader:
         return None
@@ -269,7 +363,10 @@ class LastFailure:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node of a job. `reason` says why it is not seated; None if it is."""
+    """One node of a job. `reason` says why it is not seated; None if it is, and stays.
+
+    `drain_left_ms` is how much longer its workers have, if it is about to leave.
+    """
 
     node_id: str
     state: str
@@ -280,6 +377,7 @@ class NodeStatus:
     role: str | None
     state_age_ms: int
     reason: str | None
+    drain_left_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +391,69 @@ class RankProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """A worker that takes far longer for a step than the worker in the middle of its role."""
+
+    rank: int
+    step_s: float
+    median_s: float
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeclinedNode:
+    """A node that could not run a submitted job, and is not chosen for it again."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """How a job was submitted, and how far it is placed. `placed` are the nodes that are chosen.
+
+    `jobs_before` are served before it; None for one that does not wait. Of its environment only
+    names are told. `gpus_per_node` is None if each worker has one where there are any.
+    """
+
+    submitted_by: str | None
+    age_ms: int
+    args: tuple[str, ...]
+    env_names: tuple[str, ...]
+    chdir: str | None
+    labels: dict[str, str]
+    priority: int
+    gpus_per_node: int | None
+    placed: tuple[str, ...]
+    jobs_before: int | None
+    declined: tuple[DeclinedNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What the rounds of a run have ended by, and how often they may; None: any number.
+
+    `restarts_in_vain` are those in a row that did not move the job on, beyond `furthest_step` or to
+    another snapshot; after `no_progress_restarts` of them it has failed, unless that is 0.
+    """
+
+    preemptions: int
+    max_preemptions: int | None
+    store_failures: int
+    max_store_failures: int | None
+    restarts_in_vain: int
+    no_progress_restarts: int
+    furthest_step: int | None
+    restart_window_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """What a job is doing, and why. `round` and `world_size` are those of the last complete one.
 
     `backend` is who forms its group: `rdzv`, or `c10d`, which the server only watches. `progress`
     has those workers of the round that runs which have said how far they are, by RANK.
+    `submission` is None if its nodes were not chosen by the server.
     """
 
     rdzv_id: str
@@ -320,6 +476,12 @@ class JobStatus:
     last_failure: LastFailure | None
     backend: str
     progress: tuple[RankProgress, ...]
+    submission: Submission | None = None
+    budgets: Budgets | None = None
+    no_progress: bool = False
+    """It has failed for it did not move on: the same launch would do no better."""
+    stragglers: tuple[Straggler, ...] = ()
+    """Workers that have straggled for a while, by RANK."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +501,70 @@ class JobSummary:
     restarts: int | None
     max_restarts: int | None
     backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of a node."""
+
+    uuid: str
+    name: str | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a node has for submitted jobs; it takes at most `capacity` of them at once."""
+
+    cpus: int | None
+    memory_bytes: int | None
+    gpus: tuple[Gpu, ...]
+    labels: dict[str, str]
+    capacity: int | None
+    topology: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJob:
+    """A job that a node is in, holds, or was chosen for."""
+
+    rdzv_id: str
+    gpus: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node, across its jobs. `resources` is None if it takes no submitted jobs.
+
+    `gpus_free` is None where the number of its GPUs is not known. A cordoned node takes no more,
+    nor does one that is quarantined, or unhealthy; `quarantine` and `unhealthy` say why.
+    """
+
+    node_id: str
+    state: str
+    state_age_ms: int
+    program: str | None
+    address: str | None
+    agent_version: str | None
+    resources: Resources | None
+    gpus_free: int | None
+    jobs: tuple[NodeJob, ...]
+    cordoned: bool
+    cordon_reason: str | None
+    cordon_age_ms: int | None
+    metrics: str | None = None
+    quarantine: str | None = None
+    quarantine_age_ms: int | None = None
+    quarantine_left_ms: int | None = None
+    unhealthy: str | None = None
+    unhealthy_age_ms: int | None = None
+    drain: str | None = None
+    """`draining` while something of a job is left there, then `drained`; None: it stays."""
+    drain_reason: str | None = None
+    drain_left_ms: int | None = None
+    """How much longer its workers have; 0: their time is over."""
+    drained_by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +593,72 @@ class LogLines:
     round: int
     data: bytes
     note: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One call; `line` is None if it is not known."""
+
+    name: str
+    file: str
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStack:
+    """One thread of a worker: its frames, innermost first."""
+
+    name: str
+    main: bool
+    frames: tuple[StackFrame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStack:
+    """What one worker was doing. `state` is that of its process, as in /proc."""
+
+    rank: int
+    node_id: str
+    local_rank: int
+    pid: int
+    state: str | None
+    threads: tuple[ThreadStack, ...]
+    kernel: tuple[str, ...]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Workers that were at the same place."""
+
+    ranks: tuple[int, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class SilentNode:
+    """A node of which nothing is known."""
+
+    node_id: str
+    rank_first: int
+    local_world_size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackReport:
+    """What the workers of one round were doing at one moment."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    age_ms: int
+    reason: str
+    summary: str
+    groups: tuple[StackGroup, ...]
+    stacks: tuple[WorkerStack, ...]
+    left_out: int
+    silent: tuple[SilentNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,20 +728,22 @@ class ControlClient:
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         return _job_status(self._call(lambda stub: stub.GetStatus, request))
 
-    def watch(self, rdzv_id: str) -> Iterator[JobStatus]:
+    def watch(
+        self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
+    ) -> Iterator[JobStatus]:
         """Yield what a job is doing, at once and then whenever it changes; this never ends.
 
         While no server answers it asks those that it knows in turn, and raises only when none of
-        them has for a while.
+        them has for a while; `silent` is told once, each time that this begins, and why.
         """
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
-        silent_since_s = time.monotonic()
+        silent_since_s, told = time.monotonic(), False
         while True:
             call = self._stub().WatchJob(request)
             try:
                 for status in call:
                     yield _job_status(status)
-                    silent_since_s = time.monotonic()
+                    silent_since_s, told = time.monotonic(), False
             except grpc.RpcError as failure:
                 error = self._error(failure)
                 silent_s = time.monotonic() - silent_since_s
@@ -457,6 +751,9 @@ class ControlClient:
                 if lasting or silent_s > WATCH_TIMEOUT_S:
                     raise error from failure
                 if not self._rota.failed(error):
+                    if silent is not None and not told:
+                        silent(error)
+                    told = True
                     time.sleep(WATCH_RETRY_S)
             finally:
                 call.cancel()
@@ -489,15 +786,18 @@ class ControlClient:
         follow: bool = False,
         tail_bytes: int = 0,
         tail_lines: int = 0,
+        run: str = "",
     ) -> Iterator[LogLines]:
         """Yield what a job's workers have written: of one RANK or all, in a round or the last.
 
         With `follow` it goes on into later rounds, until the run ends. Of each file of the first
         round only the tail is read, if one is given. If the stream is cut it goes on where it was,
-        at whichever server leads; it raises when none has answered for a while.
+        at whichever server leads; it raises when none has answered for a while. `run` is the run
+        that is meant, if not the present or last one.
         """
         request = pb.ReadLogsRequest(
             rdzv_id=_checked_name(rdzv_id),
+            run=run,
             rank=rank,
             round=number,
             stdout=stdout,
@@ -534,6 +834,16 @@ class ControlClient:
                 time.sleep(WATCH_RETRY_S)
             del request.positions[:]
             request.positions.extend(places.positions())
+
+    def stacks(self, rdzv_id: str, number: int | None = None) -> StackReport:
+        """Return what the workers of a job do, or did in a round that hung and is over.
+
+        If none run, those of the last round that hung are returned. It may take `STACKS_S` longer
+        than other answers.
+        """
+        request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
+        within_s = self._timeout_s + STACKS_S
+        return _stack_report(self._call(lambda stub: stub.TakeStacks, request, within_s))
 
     def backup(self, file: BinaryIO) -> Summary:
         """Write all that the server's store holds into a file; return what has come.
@@ -596,6 +906,77 @@ class ControlClient:
         )
         return _job_status(self._call(lambda stub: stub.ScaleJob, request))
 
+    def submit(
+        self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
+    ) -> JobStatus:
+        """Begin a run whose nodes the server chooses; return the job as it then is.
+
+        `run` is a uid that the caller makes: while the connection is lost on the way the same
+        request is repeated, for `timeout_s`, and submits nothing twice.
+
+        Raises:
+            JobExistsError: a run of this name has not ended.
+            InvalidRequestError: no node could ever take it, or a limit is exceeded.
+
+        """
+        request = pb.SubmitJobRequest(
+            rdzv_id=_checked_name(rdzv_id),
+            run=run,
+            settings=settings_message(settings),
+            spec=_spec_message(spec),
+            submitted_by=submitted_by,
+        )
+        until_s = time.monotonic() + self._timeout_s
+        within_s, tries = self._timeout_s, list[RendezvousConnectionError]()
+        while True:
+            try:
+                return _job_status(
+                    self._call(lambda stub: stub.SubmitJob, request, within_s, tries.append)
+                )
+            except RendezvousConnectionError as error:
+                within_s = until_s - time.monotonic() - SUBMIT_RETRY_S
+                if not any(map(_perhaps_done, tries)):
+                    raise RendezvousConnectionError(f"{error}; nothing was submitted") from error
+                if within_s <= 0:
+                    raise RendezvousConnectionError(
+                        f"{error}; whether {rdzv_id} was submitted is not known"
+                    ) from error
+                time.sleep(SUBMIT_RETRY_S)
+
+    def nodes(self, *node_ids: str) -> tuple[Node, ...]:
+        """Return every node that is connected, away, cordoned or quarantined; of these, if any."""
+        request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
+        response = self._call(lambda stub: stub.ListNodes, request)
+        return tuple(map(_node, response.nodes))
+
+    def cordon(self, node_id: str, reason: str) -> Node:
+        """Have nothing more placed on a node; what is there goes on."""
+        request = pb.CordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
+        return _node(self._call(lambda stub: stub.CordonNode, request))
+
+    def uncordon(self, node_id: str) -> Node:
+        """Let submitted jobs be placed on a node again."""
+        request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"))
+        return _node(self._call(lambda stub: stub.UncordonNode, request))
+
+    def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
+        """Empty a node: its workers are told, and are ended at the deadline.
+
+        Raises:
+            TooFewNodesError: with `keep_min`, a job of it would be left with too few nodes.
+
+        """
+        name = _checked_name(node_id, "node")
+        request = pb.DrainNodeRequest(
+            node_id=name, deadline_ms=deadline_ms, reason=reason, keep_min=keep_min
+        )
+        return _node(self._call(lambda stub: stub.DrainNode, request))
+
+    def undrain(self, node_id: str) -> Node:
+        """Lift the drain of a node, and let submitted jobs be placed on it again."""
+        request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"))
+        return _node(self._call(lambda stub: stub.UndrainNode, request))
+
     def servers(self) -> tuple[Server, ...]:
         """Return the servers that share a store, the one that leads among them."""
         response = self._call(lambda stub: stub.ListServers, pb.ListServersRequest())
@@ -605,15 +986,20 @@ class ControlClient:
         self,
         method: Callable[[ControlStub], grpc.UnaryUnaryMultiCallable[_Request, _Response]],
         request: _Request,
+        within_s: float | None = None,
+        failed: Callable[[RendezvousConnectionError], None] | None = None,
     ) -> _Response:
+        """Ask the servers in turn; `failed` is told of each that did not answer."""
         turns = self._turns
         while True:
             try:
-                return method(self._stub())(request, timeout=self._timeout_s)
+                return method(self._stub())(request, timeout=within_s or self._timeout_s)
             except grpc.RpcError as failure:
                 error = self._error(failure)
                 if not isinstance(error, RendezvousConnectionError):
                     raise error from failure
+                if failed is not None:
+                    failed(error)
                 turns -= 0 if self._rota.failed(error) else 1
                 if not turns:
                     raise error from failure
@@ -621,13 +1007,15 @@ class ControlClient:
     def _error(self, error: grpc.RpcError) -> RendezvousError:
         # What a blocking call raises is always a call as well; the base class does not say so.
         assert isinstance(error, grpc.Call)
-        return error_from_status(
+        found = error_from_status(
             error.code(),
             error.details(),
             error.trailing_metadata(),
             self.server,
             self._timeout_s,
         )
+        found.__cause__ = error
+        return found
 
 
 class _Places:
@@ -670,13 +1058,31 @@ class _Places:
         return found[:LOG_POSITIONS]
 
 
-def _checked_name(rdzv_id: str) -> str:
+def _checked_name(name: str, kind: str = "job") -> str:
     """Refuse a name that can not travel: bytes from a shell that are no UTF-8."""
     try:
-        rdzv_id.encode()
+        name.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"job name {rdzv_id!r} can not be used: no UTF-8") from None
-    return rdzv_id
+        raise InvalidRequestError(f"{kind} name {name!r} can not be used: no UTF-8") from None
+    return name
+
+
+_NO_CONNECTION = re.compile(
+    "failed to connect to all addresses|errors resolving|dns resolution failed", re.IGNORECASE
+)
+"""What gRPC says of a call for which there was no connection at any time."""
+
+
+def _perhaps_done(error: RendezvousConnectionError) -> bool:
+    """Say whether a request may have reached a server that did not answer."""
+    failure = error.__cause__
+    if error.definite or not isinstance(failure, grpc.Call):
+        return False
+    if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return True
+    # Otherwise there was no connection that it could have gone over.
+    never = _NO_CONNECTION.search(failure.details() or "")
+    return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
 
 
 # ------------------------------------------------------------------------------------ the errors
@@ -752,7 +1158,9 @@ def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnec
 
 # ------------------------------------------------------------------------------------ the wire
 
-_Message = pb.JobStatus | pb.JobSummary | pb.NodeStatus | pb.WorkerFailure
+_Message = (
+    pb.JobStatus | pb.JobSummary | pb.NodeStatus | pb.WorkerFailure | pb.Submission | pb.Budgets
+)
 
 
 def _optional(message: _Message, field: str) -> int | None:
@@ -796,6 +1204,98 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
             RankProgress(one.rank, one.step, one.age_ms, one.rate or None)
             for one in status.progress
         ),
+        stragglers=tuple(
+            Straggler(one.rank, one.step_s, one.median_s, one.age_ms) for one in status.stragglers
+        ),
+        submission=_submission(status.submission) if status.HasField("submission") else None,
+        budgets=_budgets(status.budgets) if status.HasField("budgets") else None,
+        no_progress=status.no_progress,
+    )
+
+
+def _budgets(budgets: pb.Budgets) -> Budgets:
+    return Budgets(
+        preemptions=budgets.preemptions,
+        max_preemptions=_optional(budgets, "max_preemptions"),
+        store_failures=budgets.store_failures,
+        max_store_failures=_optional(budgets, "max_store_failures"),
+        restarts_in_vain=budgets.restarts_in_vain,
+        no_progress_restarts=budgets.no_progress_restarts,
+        furthest_step=_optional(budgets, "furthest_step"),
+        restart_window_ms=budgets.restart_window_ms,
+    )
+
+
+def _submission(submission: pb.Submission) -> Submission:
+    return Submission(
+        submitted_by=submission.submitted_by or None,
+        age_ms=submission.age_ms,
+        args=tuple(submission.args),
+        env_names=tuple(submission.env_names),
+        chdir=submission.chdir or None,
+        labels=_labels(submission.labels),
+        priority=submission.priority,
+        gpus_per_node=_optional(submission, "gpus_per_node"),
+        placed=tuple(submission.placed),
+        jobs_before=_optional(submission, "jobs_before"),
+        declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
+    )
+
+
+def _labels(labels: Iterable[pb.Label]) -> dict[str, str]:
+    return {label.name: label.value for label in labels}
+
+
+def _spec_message(spec: JobSpec) -> pb.JobSpec:
+    return pb.JobSpec(
+        args=spec.args,
+        env=[pb.EnvironmentVariable(name=name, value=value) for name, value in spec.env],
+        chdir=spec.chdir,
+        labels=[pb.Label(name=name, value=value) for name, value in spec.labels],
+        priority=spec.priority,
+        gpus_per_node=spec.gpus_per_node,
+        local_world_size=spec.local_world_size,
+        needs_gpu=spec.needs_gpu,
+    )
+
+
+def _node(node: pb.Node) -> Node:
+    return Node(
+        node_id=node.node_id,
+        state=node.state,
+        state_age_ms=node.state_age_ms,
+        program=node.program or None,
+        address=node.address or None,
+        agent_version=node.agent_version or None,
+        resources=_resources(node.resources) if node.HasField("resources") else None,
+        gpus_free=node.gpus_free if node.HasField("resources") else None,
+        jobs=tuple(NodeJob(job.rdzv_id, job.gpus, job.state) for job in node.jobs),
+        cordoned=node.cordoned,
+        cordon_reason=node.cordon_reason or None,
+        cordon_age_ms=node.cordon_age_ms if node.cordoned else None,
+        metrics=node.metrics or None,
+        quarantine=node.quarantine or None,
+        quarantine_age_ms=node.quarantine_age_ms if node.quarantine else None,
+        quarantine_left_ms=node.quarantine_left_ms if node.quarantine else None,
+        unhealthy=node.unhealthy or None,
+        unhealthy_age_ms=node.unhealthy_age_ms if node.unhealthy else None,
+        drain=node.drain or None,
+        drain_reason=node.drain_reason or None,
+        drain_left_ms=node.drain_left_ms if node.drain else None,
+        drained_by_operator=node.drained_by_operator,
+    )
+
+
+def _resources(resources: pb.Resources) -> Resources:
+    return Resources(
+        cpus=resources.cpus or None,
+        memory_bytes=resources.memory_bytes or None,
+        gpus=tuple(
+            Gpu(gpu.uuid, gpu.name or None, gpu.memory_bytes or None) for gpu in resources.gpus
+        ),
+        labels=_labels(resources.labels),
+        capacity=resources.capacity or None,
+        topology=resources.topology or None,
     )
 
 
@@ -810,6 +1310,7 @@ def _node_status(node: pb.NodeStatus) -> NodeStatus:
         role=node.role or None,
         state_age_ms=node.state_age_ms,
         reason=node.reason or None,
+        drain_left_ms=_optional(node, "drain_left_ms"),
     )
 
 
@@ -865,5 +1366,77 @@ def _log_lines(lines: pb.LogLines) -> LogLines:
     )
 
 
+def _stack_report(report: pb.StackReport) -> StackReport:
+    return StackReport(
+        rdzv_id=report.rdzv_id,
+        run=report.run,
+        round=report.round,
+        age_ms=report.age_ms,
+        reason=report.reason,
+        summary=report.summary,
+        groups=tuple(StackGroup(tuple(one.ranks), one.where) for one in report.groups),
+        stacks=tuple(map(_worker_stack, report.stacks)),
+        left_out=report.left_out,
+        silent=tuple(
+            SilentNode(one.node_id, one.rank_first, one.local_world_size, one.reason)
+            for one in report.silent
+        ),
+    )
+
+
+def _worker_stack(stack: pb.WorkerStack) -> WorkerStack:
+    threads = tuple(
+        ThreadStack(
+            thread.name,
+            thread.main,
+            tuple(StackFrame(f.name, f.file, f.line or None) for f in thread.frames),
+        )
+        for thread in stack.threads
+    )
+    return WorkerStack(
+        rank=stack.rank,
+        node_id=stack.node_id,
+        local_rank=stack.local_rank,
+        pid=stack.pid,
+        state=stack.state or None,
+        threads=threads,
+        kernel=tuple(stack.kernel),
+        note=stack.note or None,
+    )
+
+
 def _event(event: pb.Event) -> Event:
     return Event(event.unix_ms, event.run or None, event.name, event.text)
+
+
+# ------------------------------------------------------------------ for who has the message already
+
+
+def job_status_of(message: pb.JobStatus) -> JobStatus:
+    """Return what a message says of a job; `ControlClient.status` answers with the same."""
+    return _job_status(message)
+
+
+def job_summary_of(message: pb.JobSummary) -> JobSummary:
+    """Return what a message says of a job in a list."""
+    return _job_summary(message)
+
+
+def node_of(message: pb.Node) -> Node:
+    """Return what a message says of a node."""
+    return _node(message)
+
+
+def server_of(message: pb.Server) -> Server:
+    """Return what a message says of an rdzvd."""
+    return _server(message)
+
+
+def event_of(message: pb.Event) -> Event:
+    """Return what a message says of something that has happened to a job."""
+    return _event(message)
+
+
+def log_lines_of(message: pb.LogLines) -> LogLines:
+    """Return what a message carries of a log."""
+    return _log_lines(message)

@@ -47,6 +47,13 @@ class RendezvousClosedError(RendezvousError):
     grpc_status = "FAILED_PRECONDITION"
 
 
+class JobExistsError(RendezvousError):
+    """A job of this name has not ended. The caller chooses another, or waits."""
+
+    code = "JobExistsError"
+    grpc_status = "ALREADY_EXISTS"
+
+
 class NodeSupersededError(RendezvousError):
     """Another instance speaks for this node_id. The caller stops its workers and exits."""
 
@@ -82,6 +89,13 @@ class LimitExceededError(RendezvousError):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
+class TooFewNodesError(RendezvousError):
+    """A job would be left with too few nodes. The caller waits, and asks again."""
+
+    code = "TooFewNodesError"
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class RendezvousConnectionError(RendezvousError):
     """Network or store failed, and the request may or may not have happened.
 
@@ -91,6 +105,13 @@ class RendezvousConnectionError(RendezvousError):
     code = "RendezvousConnectionError"
     grpc_status = "UNAVAILABLE"
     definite = False
+
+
+class RunStoppingError(RendezvousConnectionError):
+    """A run is being stopped, and the next can not begin yet. The caller asks again soon."""
+
+    code = "RunStoppingError"
+    definite = True
 
 
 class NotLeaderError(RendezvousConnectionError):
@@ -135,13 +156,16 @@ ERRORS = _table(
     InvalidRequestError,
     SettingsMismatchError,
     RendezvousClosedError,
+    JobExistsError,
     NodeSupersededError,
     UnknownNodeError,
     UnknownJobError,
     StaleRoundError,
     LimitExceededError,
+    TooFewNodesError,
     RendezvousConnectionError,
     NotLeaderError,
+    RunStoppingError,
     RendezvousStateError,
     RendezvousTimeoutError,
     InvariantError,

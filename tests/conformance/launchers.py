@@ -21,11 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ready_torchrun import Forked, Start
+
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = ("torchrun", "rdzvrun", "python")
 DEADLINE_S = 60.0
+
+VARIABLE = re.compile(r"(?<!\S)([A-Z_]+)=")
+"""A variable that a line gives, and what looks like one."""
+
+READ_LATE = ("PET_", "CUDA_VISIBLE_DEVICES", "PYTHON_EXEC", "REAL_PYTHON")
+READ_LATE += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+"""How variables begin that torchrun reads only once it runs."""
 
 Seen = dict[str, Any]
 """What was seen, by what it is of: `exit codes`, `argv` of each worker, `env RANK`, `files`, ..."""
@@ -76,15 +85,29 @@ class Case:
     whole_stderr: bool = False
     """Compare all that came on stderr, not only what workers wrote."""
 
+    @property
+    def may_be_forked(self) -> bool:
+        """Whether a torchrun that has done its imports before is as good as another.
+
+        Not if the case has variables that the imports may depend on, nor if torchrun runs its
+        workers as its own modules, or tells where in its code it has failed.
+        """
+        early = {name for name in VARIABLE.findall(self.line) if not name.startswith(READ_LATE)}
+        own = "--run-path" in self.line or self.whole_stderr or early
+        return self.launchers[0] == "torchrun" and not own
+
 
 class Launched:
     """A case under one launcher: a launcher process for each node."""
 
-    def __init__(self, case: Case, launcher: str, line: str, folder: Path) -> None:
+    def __init__(
+        self, case: Case, launcher: str, line: str, folder: Path, fork: Start | None = None
+    ) -> None:
         self._case = case
         self._launcher = launcher
         self._line = line
         self._folder = folder
+        self._fork = fork
         self._port = free_port()
         self._mark = uuid.uuid4().hex
         self._seen = folder / "seen"
@@ -94,7 +117,7 @@ class Launched:
     def _home(self, node: int) -> Path:
         return self._folder / f"n{node}"
 
-    def _start(self, node: int) -> subprocess.Popen[bytes]:
+    def _start(self, node: int) -> subprocess.Popen[bytes] | Forked:
         home = self._home(node)
         (home / "tmp").mkdir(parents=True)
         for script in SCRIPTS.iterdir():
@@ -112,7 +135,10 @@ class Launched:
             "TMPDIR": str(home / "tmp"),
             "CONFORMANCE_SEEN": str(self._seen),
             "CONFORMANCE_MARK": self._mark,
+            **given,
         }
+        if self._fork is not None:
+            return self._fork(words, home, environ)
         launcher = [
             str(BIN / word) if word in PROGRAMS else word for word in self._launcher.split()
         ]
@@ -127,7 +153,7 @@ class Launched:
                 stdout=stdout,
                 stderr=stderr,
                 cwd=home,
-                env=environ | given,
+                env=environ,
             )
 
     def _replace(self, text: str, node: int) -> str:
@@ -198,6 +224,7 @@ class Launched:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
+            process.kill()
             process.wait()
 
     @property
@@ -284,11 +311,12 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(case: Case, folder: Path) -> Iterator[tuple[Launched, Launched]]:
+def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, Launched]]:
     """Start a case under both launchers at once; leave nothing of them."""
     torchrun, rdzvrun = case.launchers
     with contextlib.ExitStack() as stack:
-        theirs = Launched(case, torchrun, case.line, folder / "torchrun")
+        start = fork if case.may_be_forked else None
+        theirs = Launched(case, torchrun, case.line, folder / "torchrun", start)
         stack.callback(theirs.kill)
         ours = Launched(case, rdzvrun, case.rdzvrun_line or case.line, folder / "rdzvrun")
         stack.callback(ours.kill)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import BIN, Case, Differ, Seen, Send, launched
+from launchers import BIN, Case, Differ, Seen, Send, clean_environ, launched
+from ready_torchrun import Start, ready_torchrun
 
 from rdzv.errors import InvalidRequestError
 
@@ -34,6 +35,8 @@ EVERYWHERE = {
     "env RDZV_ROUND",
     # Where a worker may say how far it is; under torchrun nobody would read it.
     "env RDZV_PROGRESS_FILE",
+    # Where a worker finds that its node is about to leave, which torchrun's never is.
+    "env RDZV_NOTICE_FILE",
     # How torchrun's command tells torchrun's agent which signals to handle; no worker reads it.
     "env TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
@@ -657,8 +660,8 @@ class Result:
     stderrs: tuple[str, str]
 
 
-def run(case: Case, folder: Path) -> Result:
-    with launched(case, folder) as both:
+def run(case: Case, folder: Path, fork: Start) -> Result:
+    with launched(case, folder, fork) as both:
         for each in both:
             each.poke()
         theirs, ours = (each.end() for each in both)
@@ -672,22 +675,28 @@ def run(case: Case, folder: Path) -> Result:
 def _results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Future[Result]]]:
-    """Run the cases that were asked for, two at a time: most of it is `import torch`."""
+    """Run the cases that were asked for, two at a time: a launcher waits for its workers."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = [item.callspec.params["case"] for item in items if "results" in item.fixturenames]
+    own = (item for item in items if item.module is request.module)
+    asked = [item.callspec.params["case"] for item in own if "results" in item.fixturenames]
     pool = ThreadPoolExecutor(max_workers=2)
-    try:
-        yield {
-            case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"case_{number}"))
-            for number, case in enumerate(asked)
-        }
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ready_torchrun(tmp_path_factory.mktemp("ready"), clean_environ()) as fork:
+        try:
+            yield {
+                case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"case_{number}"), fork)
+                for number, case in enumerate(asked)
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 def test_it_is_as_under_torchrun(case: Case, results: Mapping[str, Future[Result]]) -> None:
-    found = results[case.name].result()
+    check(case, results[case.name].result())
+
+
+def check(case: Case, found: Result) -> None:
+    """Insist that both launchers have shown the same, but for what the case says of it."""
     told = "torchrun:\n{}\nrdzvrun:\n{}".format(*found.stderrs)
     assert differences(case, found.theirs, found.ours) == {}, told
     assert {key: found.ours[key] for key in case.shows} == case.shows, told
@@ -745,10 +754,10 @@ def test_every_flag_of_torchrun_is_in_the_table() -> None:
 def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
     from torch.distributed.run import get_args_parser
 
-    from rdzv.agent import flags
+    from rdzv import flags
 
     theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
-    actions = flags._options(flags._parser({}, legacy=False))
+    actions = flags.options(flags._parser({}, legacy=False))
     own = {name for name in actions if name.startswith("--")} - theirs.keys()
     assert {name.replace("_", "-") for name in own} == flags.OWN & {*actions}
     for name, dest in theirs.items():

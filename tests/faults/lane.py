@@ -93,6 +93,7 @@ class Lane:
         self._diaries_folder.mkdir(parents=True)
         self.diaries = sources.Diaries(self._diaries_folder)
         self._finish = folder / "finish"
+        self.store_hosts_killed = 0
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -186,6 +187,7 @@ class Lane:
             "--nnodes=2:3",
             "--nproc-per-node=1",
             "--max-restarts=100000",
+            "--restart-backoff=0",
             f"--node-id={node_id}",
             "--rdzv-conf=last_call_timeout=2",
             "--shutdown-timeout=5",

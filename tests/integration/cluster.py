@@ -77,6 +77,10 @@ class Cluster:
         """Start rdzvd on a free port; again, on the port and data that it had before."""
         command = [str(BIN / "rdzvd"), "--data-dir", str(self.folder / "data")]
         command += ["--listen", listen or self.endpoint or "127.0.0.1:0", *options]
+        self.start_server_by(command)
+
+    def start_server_by(self, command: list[str]) -> None:
+        """Start rdzvd by a command of the caller's, and wait until it is ready."""
         with (self.folder / "rdzvd.log").open("a") as log:
             self.server = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environ()
@@ -257,8 +261,15 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Run a cluster until the body ends; what it wrote is shown where the test fails."""
+    with cluster_without_server(folder) as made:
+        made.start_server()
+        yield made
+
+
+@contextlib.contextmanager
+def cluster_without_server(folder: Path) -> Iterator[Cluster]:
+    """The same, where the server is the caller's to start."""
     made = Cluster(folder)
-    made.start_server()
     try:
         yield made
     except BaseException:

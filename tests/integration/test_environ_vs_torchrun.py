@@ -44,6 +44,8 @@ ONLY_HERE = {
     "RDZV_ROUND",
     # Where a worker may say how far it is.
     "RDZV_PROGRESS_FILE",
+    # Where a worker finds that its node is about to leave.
+    "RDZV_NOTICE_FILE",
 }
 DIFFERENT_VALUES = {
     "MASTER_PORT",
@@ -81,6 +83,7 @@ def test_workers_get_the_variables_that_torchrun_exports(tmp_path: Path) -> None
             local_world_size=2,
             error_file="/logs/error.json",
             progress_file="/tmp/progress",
+            notice_file="/tmp/notice",
         )
         assert theirs.keys() - ours.keys() == ONLY_TORCHRUN
         assert ours.keys() - theirs.keys() == ONLY_HERE

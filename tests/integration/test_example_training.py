@@ -182,12 +182,12 @@ def test_killed_workers_change_nothing_in_the_result(
 
 def test_training_goes_on_with_another_number_of_workers(launch: Launcher, tmp_path: Path) -> None:
     snapshot = f"--snapshot={tmp_path / 'snapshot.pt'}"
-    before = lines(launch(snapshot, "--epochs=3").finish())
-    output = launch(snapshot, nproc=4).finish()
-    assert "rank 0 of 4: resuming from epoch 3 | step 24 | " in output
+    before = lines(launch(snapshot, "--epochs=3", nproc=1).finish())
+    output = launch(snapshot, nproc=2).finish()
+    assert "rank 0 of 2: resuming from epoch 3 | step 48 | " in output
     after = lines(output)
-    assert [line.step for line in after] == [28, 32, 36]
-    assert {line.world_size for line in after} == {4}
+    assert [line.step for line in after] == [56, 64, 72]
+    assert {line.world_size for line in after} == {2}
     assert after[-1].loss < before[-1].loss
     first, last = re.findall(r"training finished: .* loss first ([\d.]+) -> last ([\d.]+)", output)[
         0
@@ -222,7 +222,7 @@ def test_sigterm_saves_the_step_it_interrupts(
 def test_a_corrupt_snapshot_is_told_by_the_launcher(launch: Launcher, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.pt"
     snapshot.write_bytes(b"this is no snapshot")
-    job = launch(f"--snapshot={snapshot}", max_restarts=0)
+    job = launch(f"--snapshot={snapshot}", nproc=1, max_restarts=0)
     assert job.process.wait(60) != 0
     assert f"{snapshot} is not a whole snapshot" in job.output
     assert "remove the file to train from the beginning" in job.output

@@ -1,6 +1,7 @@
 """A real Prometheus, with the configuration that is delivered, scrapes a real rdzvd and its nodes.
 
-Each rule and alert is asked what it says while the thing happens that it is about.
+Each rule, each alert, and each query of each dashboard is asked what it says while the thing
+happens that it is about.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, JOB, Cluster, cluster
+from cluster import BIN, JOB, WORKERS, Cluster, cluster
 from etcd_cluster import EtcdCluster, Member, free_ports
+from grafana import panel_queries, variable_queries
+from test_daemon import Daemons
 from test_store_faults import set_file_limit
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
 """Also when the tests are killed before they can tidy up."""
-NEVER_DRIVEN = {"RdzvSlowCommit"}
+NEVER_DRIVEN = {"RdzvSlowCommit", "RdzvJobSilent", "RdzvProcessesStuck", "RdzvMetricsIncomplete"}
 """What no test can bring about in seconds; promtool's unit test shows that it fires."""
+MISSING = {"RdzvServerMissing", "RdzvAgentMissing"}
+"""These ask for what is not there; the others compare what is."""
 
 
 def tool(name: str) -> str:
@@ -90,10 +95,10 @@ class Prometheus:
         """Name the alerts that fire, or will when they have waited for long enough."""
         return {one["labels"]["alertname"] for one in self.ask("alerts")["alerts"]}
 
-    def up(self) -> bool:
-        """Whether it answers, and has scraped every server."""
+    def up(self, kind: str, count: int) -> bool:
+        """Whether it answers, and has scraped so many of this kind."""
         try:
-            return len(self.query('up{job=~"rdzv.*"} == 1')) == 2
+            return len(self.query(f'up{{rdzv_kind="{kind}"}} == 1')) == count
         except OSError:
             return False
 
@@ -111,15 +116,18 @@ class Prometheus:
 def prometheus(folder: Path, http: str, other: str, port: int) -> Iterator[Prometheus]:
     """Run one with the delivered rules and configuration, but faster, and with a second job."""
     text = (FOLDER / "prometheus.yml").read_text()
+    # The second job is as the first, of another server.
+    _, _, delivered = text.partition("  - job_name: rdzv\n")
+    delivered = delivered.partition("\n# alerting")[0]
+    second = "  - job_name: rdzv-two\n" + delivered.replace("127.0.0.1:29480", other)
     for old, new in (
         ("15s", "500ms"),
-        ("http://127.0.0.1:29480/sd", f"http://{http}/sd"),
+        ("http://127.0.0.1:29480/sd", f"http://{http}/sd\n        refresh_interval: 1s"),
         ("- rules.yml", f"- {FOLDER / 'rules.yml'}"),
         ("- alerts.yml", f"- {FOLDER / 'alerts.yml'}"),
     ):
         assert old in text
         text = text.replace(old, new)
-    second = f"  - job_name: rdzv-two\n    http_sd_configs:\n      - url: http://{other}/sd\n"
     config, log = folder / "prometheus.yml", folder / "prometheus.log"
     config.write_text(text.replace("scrape_configs:\n", f"scrape_configs:\n{second}"))
     command = [*DIES_WITH_US, tool("prometheus"), f"--config.file={config}"]
@@ -158,21 +166,63 @@ def left_side(query: str) -> str:
     return re.sub(r" (>|<|==) [0-9.]+$", "", query)
 
 
+@pytest.mark.timeout(400)
 def test_every_rule_and_alert_says_something_when_it_happens(tmp_path: Path) -> None:
     tool("prometheus")
-    http_port, other_port, port = free_ports(3)
+    http_port, other_port, port, c10d_port = free_ports(4)
     http, other = f"127.0.0.1:{http_port}", f"127.0.0.1:{other_port}"
     with on_etcd(tmp_path, other_port) as etcd, cluster(tmp_path) as c:
         c.kill_server()
-        c.start_server("--http", http)
+        c.start_server("--http", http, f"--c10d=127.0.0.1:{c10d_port}")
+        # One of two nodes of torch's own rendezvous, which waits for the other.
+        torchrun = [str(BIN / "torchrun"), "--rdzv-backend=c10d", "--rdzv-id=torchs", "--nnodes=2"]
+        torchrun += [f"--rdzv-endpoint=127.0.0.1:{c10d_port}", str(WORKERS / "report.py")]
+        c.start("torchs", torchrun)
         with prometheus(tmp_path, http, other, port) as p:
-            p.wait_until("both servers are scraped", p.up)
-            fired = drive(c, p, etcd)
+            p.wait_until("both servers are scraped", lambda: p.up("server", 2))
+            fired = drive(c, p, etcd, http)
             names = {rule.name for rule in p.rules() if rule.kind == "alerting"}
             assert fired == names - NEVER_DRIVEN
 
 
-def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
+def every_panel_has_data(p: Prometheus, instance: str) -> None:
+    """Wait until every query of every dashboard has some, for some choice of what it is about."""
+    values = {
+        "job": ["rdzv"],
+        "rdzv_id": [JOB, "submitted", "crash"],
+        "node_id": ["g1"],
+        "instance": [instance],
+    }
+    left = panel_queries()
+    assert len(left) > 100
+
+    def all_have() -> bool:
+        left[:] = [q for q in left if not any(p.query(text) for text in q.with_values(values))]
+        return not left
+
+    try:
+        p.wait_until("every panel has data", all_have)
+    except AssertionError as error:
+        raise AssertionError("without data:\n" + "\n".join(map(str, left))) from error
+    chosen = {"job": "rdzv", "rdzv_id": JOB, "node_id": "g1", "instance": instance}
+    for board, series, label in variable_queries():
+        found = {
+            name[label] for name in p.ask("series", **{"match[]": series.replace("$job", "rdzv")})
+        }
+        assert chosen[label] in found, (board, series)
+
+
+def what_dashboards_draw_is_told(c: Cluster) -> None:
+    """Ask rdzvctl for the same story, in sentences and as a trace."""
+    explained = c.run("rdzvctl", "--server", c.endpoint, "explain", JOB)
+    assert (explained.returncode, explained.stderr) == (0, "")
+    assert "node lost: twice, " in explained.stdout
+    traced = c.run("rdzvctl", "--server", c.endpoint, "trace", JOB, "-o", "-")
+    slices = [e["name"] for e in json.loads(traced.stdout)["traceEvents"] if e["ph"] == "X"]
+    assert {"round 0", "round 1"} <= set(slices)
+
+
+def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     """Let everything go wrong that an alert is about; return the alerts that were seen."""
     seen: set[str] = set()
 
@@ -184,12 +234,20 @@ def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
         p.wait_until(f"{names} fire; {seen} have", all_do)
 
     etcd.kill()
-    # What these workers say of themselves is not to be taken for what those of the other job say.
-    apart = c.folder / "crashes"
+    d = Daemons(c)
+    g1 = d.start("g1", 'metrics_listen = "127.0.0.1:0"\ngpus = "GPU-a,GPU-b"\ncapacity = 2\n')
+    p.wait_until("the agent is scraped", lambda: p.up("agent", 1))
+    # What these workers say of themselves is not to be taken for what those of the last job say.
+    apart = c.folder / "apart"
     apart.mkdir()
+    env = (("RDZV_TEST_REPORTS", str(apart)),)
+    for name in ("submitted", "queued"):
+        d.submit(name, "--nproc-per-node=2", str(WORKERS / "steps.py"), env=env)
     c.start_node(
         "crashes",
-        *("--rdzv-id=crash", "--max-restarts=5"),
+        # One scrape after the other is to see it: a counter that is first seen at its end has not
+        # grown.
+        *("--rdzv-id=crash", "--max-restarts=5", "--restart-backoff=1.5:1.5"),
         nnodes="1:1",
         args=("exit=3",),
         environ={"RDZV_TEST_REPORTS": str(apart)},
@@ -208,12 +266,19 @@ def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
         assert (rule.health, rule.error) == ("ok", ""), rule
         if rule.kind == "recording":
             p.wait_until(f"{rule.name} has data", lambda name=rule.name: p.query(name))
-        elif rule.name != "RdzvServerMissing":
-            assert p.query(left_side(rule.query)), rule
+        elif rule.name not in MISSING:
+            says = left_side(rule.query)
+            p.wait_until(f"{rule.name} has data: {says}", lambda says=says: p.query(says))
+    (node,) = p.query('rdzv_agent_gpus{state="running"} == 2')
+    assert json.loads(node)["node_id"] == "g1"
+    assert list(p.query('rdzv_jobs{state="queued"}').values()) == [1]
+    every_panel_has_data(p, http)
     values = p.query(f'rdzv_job_membership_changes_total{{rdzv_id="{JOB}",kind="lost"}}')
     assert list(values.values()) == [2]
     (goodput,) = p.query(f'rdzv:job_goodput:ratio_rate1h{{rdzv_id="{JOB}"}}').values()
     assert 0 < goodput < 1
+
+    what_dashboards_draw_is_told(c)
 
     # The next join can not be written.
     assert c.server is not None
@@ -221,7 +286,10 @@ def drive(c: Cluster, p: Prometheus, etcd: Member) -> set[str]:
     c.start_node("n3", "--rdzv-id=other", nnodes="1:1")
     fires("RdzvStoreAway")
     c.kill_server()
-    fires("RdzvServerMissing")
+    fires("RdzvServerMissing", "RdzvAgentCutOff")
+    # Prometheus keeps what it was told last of where agents are.
+    g1.kill_tree()
+    fires("RdzvAgentMissing")
     return seen
 
 

@@ -15,18 +15,16 @@ import struct
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
 
 from rdzv.agent import runner, runner_link
 from rdzv.agent.runner_link import (
-    RunnerEvent,
     RunnerExited,
     RunnerLink,
     RunnerRefused,
@@ -43,43 +41,7 @@ from rdzv.agent.runner_link import (
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
 STORE_HOST = Path(runner_link.__file__).with_name("store_host.py")
-PATIENCE_S = 30.0
-FOR_EVER_MS = 3_600_000
-
-E = TypeVar("E", bound=RunnerEvent)
-
-
 # ---------------------------------------------------------------------- tools
-
-
-async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait for something outside this process, which sends no event, to become so."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-def marked(mark: str) -> list[int]:
-    """List the processes that carry a mark; zombies have lost theirs."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                environ = (process / "environ").read_bytes()
-            except OSError:
-                continue
-            if mark.encode() in environ:
-                found.append(int(process.name))
-    return found
-
-
-def state_of(pid: int) -> str:
-    """Return the state letter of a process, "" if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 @contextmanager
@@ -102,60 +64,6 @@ def line_of(process: subprocess.Popen[str]) -> list[str]:
     """Return the words of the next line that a script says."""
     assert process.stdout is not None
     return process.stdout.readline().split()
-
-
-class Node:
-    """A runner and what it says."""
-
-    link: RunnerLink
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = f"RDZV_TEST_MARK={uuid.uuid4()}"
-        self.env = {"PATH": os.environ["PATH"], **dict([self.mark.split("=")])}
-        self.events: list[RunnerEvent] = []
-        self._news = asyncio.Event()
-
-    def hear(self, event: RunnerEvent) -> None:
-        self.events.append(event)
-        self._news.set()
-
-    async def heard(self, kind: type[E], **fields: object) -> E:
-        """Wait for the first event of a kind with these fields."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                self._news.clear()
-                for event in self.events:
-                    if isinstance(event, kind) and all(
-                        getattr(event, name) == value for name, value in fields.items()
-                    ):
-                        return event
-                await self._news.wait()
-
-    def spec(self, *argv: str | Path, local_rank: int = 0) -> WorkerSpec:
-        return WorkerSpec(local_rank, tuple(map(str, argv)), self.env, None, None, None)
-
-    def python(self, code: str, local_rank: int = 0) -> WorkerSpec:
-        return self.spec(sys.executable, "-S", "-c", code, local_rank=local_rank)
-
-    async def start(self, number: int, *workers: WorkerSpec) -> list[int]:
-        """Start workers; return their pids."""
-        self.link.start_workers(number, workers)
-        return [
-            (await self.heard(WorkerStarted, round=number, local_rank=worker.local_rank)).pid
-            for worker in workers
-        ]
-
-    async def stop(self, number: int, grace_ms: int = FOR_EVER_MS) -> None:
-        self.link.stop_workers(number, signal.SIGTERM, grace_ms)
-        await self.heard(WorkersGone, round=number)
-
-    def start_store_host(self, number: int, python: str = sys.executable) -> int:
-        """Start a store host; return its port."""
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            self.link.start_store_host(number, listening, python, self.env)
-            port: int = listening.getsockname()[1]
-            return port
 
 
 @pytest.fixture
@@ -214,6 +122,34 @@ signal.signal(signal.SIGTERM, save)
     await node.stop(0)
     assert saved.read_text() == "saved\n"
     assert (await node.heard(WorkerExited)).exit_code == 3
+
+
+async def test_workers_that_are_notified_go_on_and_hear_it_once(node: Node) -> None:
+    ready, told = node.folder / "ready", node.folder / "told"
+    handler = f"""
+def tell(*_):
+    with open({str(told)!r}, "a") as file:
+        file.write("told\\n")
+signal.signal(signal.SIGTERM, tell)
+"""
+    await node.start(0, node.python(waiting(ready, handler)))
+    await until(ready.exists)
+    node.link.notify_workers(0, signal.SIGTERM)
+    await until(told.exists)
+    node.link.notify_workers(0, signal.SIGTERM)
+    # Nor by a stop: whoever saves what it has is left alone until the grace is over.
+    node.link.stop_workers(0, signal.SIGTERM, 100)
+    await node.heard(WorkersGone)
+    assert told.read_text() == "told\n"
+    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
+
+
+async def test_who_is_notified_of_another_round_hears_nothing(node: Node) -> None:
+    (pid,) = await node.start(3, node.python("import signal\nsignal.pause()"))
+    for number in (2, 4):
+        node.link.notify_workers(number, signal.SIGTERM)
+    node.link.notify_workers(3, signal.SIGUSR1)
+    assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
 
 
 IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"

@@ -113,6 +113,7 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
         ({"read_timeout": "nan"}, "read_timeout=nan is no number of seconds"),
         ({"reuse": "maybe"}, "reuse=maybe is neither true nor false"),
         ({"scale_up": "never"}, "scale_up=never is none of eager, on-restart"),
+        ({"scale_up": "after"}, "scale_up=after is none of .*after:SECONDS"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(given: Any, message: str) -> None:

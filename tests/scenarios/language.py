@@ -15,36 +15,46 @@ from typing import TypeVar
 
 from rdzv.core import nodes
 from rdzv.core.commands import (
+    Bar,
     Command,
+    Decline,
     Fail,
     FailureReport,
+    GiveUp,
     Join,
     Leave,
     MarkAway,
     MarkBack,
     MarkLost,
+    Place,
     ReportStoreHost,
     ReportStuck,
     Restart,
     Resume,
     Scale,
     Stop,
+    Submit,
     Succeed,
     Tick,
+    Withdraw,
 )
 from rdzv.core.events import (
     Event,
+    JobQueued,
     JobScaled,
     LastCallBegan,
     NodeAdopted,
     NodeCameBack,
+    NodeDeclined,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeLost,
+    NodesPlaced,
     NodeStopped,
     NodeStuck,
     NodeSucceeded,
+    NodesWithdrawn,
     NodeWentAway,
     RoundAdopted,
     RoundCompleted,
@@ -55,7 +65,18 @@ from rdzv.core.events import (
     WorkerFailed,
 )
 from rdzv.core.explain import JobView
-from rdzv.core.model import Failure, LeaveCause, Offer, Round, ScaleUp, Settings, State, Tuning
+from rdzv.core.model import (
+    Failure,
+    JobSpec,
+    LeaveCause,
+    Moved,
+    Offer,
+    Round,
+    ScaleUp,
+    Settings,
+    State,
+    Tuning,
+)
 from rdzv.core.nodes import NodesEvent, NodesTuning
 from rdzv.core.root_cause import describe_failure
 
@@ -146,16 +167,22 @@ def read_settings(line: Line, default: Settings) -> Settings:
     return Settings(
         min_nodes=int(bounds[0]),
         max_nodes=int(bounds[2] or bounds[0]),
-        max_restarts=_read_max_restarts(line, default),
+        max_restarts=_read_budget(line, "max_restarts", default.max_restarts),
         join_timeout_ms=line.ms("join_timeout", default.join_timeout_ms),
         last_call_timeout_ms=line.ms("last_call", default.last_call_timeout_ms),
         scale_up=ScaleUp(line.take("scale_up", default.scale_up)),
         restart_window_ms=line.ms("restart_window", default.restart_window_ms),
+        scale_up_after_ms=line.ms("scale_up_after", default.scale_up_after_ms),
+        restart_backoff_ms=line.ms("restart_backoff", default.restart_backoff_ms),
+        restart_backoff_max_ms=line.ms("restart_backoff_max", default.restart_backoff_max_ms),
+        max_preemptions=_read_budget(line, "max_preemptions", default.max_preemptions),
+        max_store_failures=_read_budget(line, "max_store_failures", default.max_store_failures),
+        no_progress_restarts=line.number("no_progress_restarts", default.no_progress_restarts),
     )
 
 
-def _read_max_restarts(line: Line, default: Settings) -> int | None:
-    value = line.take("max_restarts", f"{default.max_restarts}")
+def _read_budget(line: Line, key: str, default: int | None) -> int | None:
+    value = line.take(key, f"{default}")
     return None if value == "None" else int(value)
 
 
@@ -164,12 +191,17 @@ def write_settings(settings: Settings, default: Settings) -> list[str]:
     written = []
     if (settings.min_nodes, settings.max_nodes) != (default.min_nodes, default.max_nodes):
         written.append(f"nodes={settings.min_nodes}:{settings.max_nodes}")
-    if settings.max_restarts != default.max_restarts:
-        written.append(f"max_restarts={settings.max_restarts}")
+    budgets = ("max_restarts", "max_preemptions", "max_store_failures", "no_progress_restarts")
+    for name in budgets:
+        if getattr(settings, name) != getattr(default, name):
+            written.append(f"{name}={getattr(settings, name)}")
     if settings.scale_up != default.scale_up:
         written.append(f"scale_up={settings.scale_up}")
     durations = {"join_timeout": "join_timeout_ms", "last_call": "last_call_timeout_ms"}
     durations["restart_window"] = "restart_window_ms"
+    durations["scale_up_after"] = "scale_up_after_ms"
+    durations["restart_backoff"] = "restart_backoff_ms"
+    durations["restart_backoff_max"] = "restart_backoff_max_ms"
     for word, name in durations.items():
         if getattr(settings, name) != getattr(default, name):
             written.append(f"{word}={write_ms(getattr(settings, name))}")
@@ -224,6 +256,8 @@ def read_command(line: Line, said: Said) -> Command:
         return Tick()
     if line.verb in ("stop", "restart", "scale"):
         return _read_operator(line, said)
+    if line.verb in ("submit", "place", "withdraw", "bar", "decline", "give-up"):
+        return _read_submitted(line, said)
     reader = _READERS.get(line.verb)
     if reader is None:
         raise ScenarioError(f"no such command: {line.verb}")
@@ -257,7 +291,14 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
         offer=_read_offer(line, node_id),
         left_round=int(line.pairs.pop("left_round")) if "left_round" in line.pairs else None,
         refuse_reuse=line.take("reuse", "true") == "false",
+        moved=_read_moved(line),
     )
+
+
+def _read_moved(line: Line) -> Moved:
+    """Read how far the workers had come: `step=120 snapshot=new`."""
+    step = int(line.pairs.pop("step")) if "step" in line.pairs else None
+    return Moved(step, line.take("snapshot", "same") == "new")
 
 
 def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
@@ -268,6 +309,7 @@ def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Com
         settings=said.settings,
         left_round=line.number("round", 0),
         failures=_read_failures(line),
+        moved=_read_moved(line),
         offer=_read_offer(line, node_id),
     )
 
@@ -298,9 +340,10 @@ def _read_fail(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
 def _read_leave(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
     cause = LeaveCause(line.take("cause", LeaveCause.SIGNAL))
     run = line.take("run", said.run)
-    left_round = line.number("left_round", -1)
+    number, exited_zero = line.number("left_round", -1), line.number("exited_zero", 0) == 1
     reason = line.word("its agent received SIGTERM")
-    return Leave(node_id, incarnation, run, cause, reason, None if left_round < 0 else left_round)
+    left_round = None if number < 0 else number
+    return Leave(node_id, incarnation, run, cause, reason, left_round, exited_zero)
 
 
 def _read_stuck(line: Line, node_id: str, incarnation: int, said: Said) -> Command:
@@ -340,6 +383,30 @@ def _read_operator(line: Line, said: Said) -> Command:
             return Scale(run, int(bounds[0]), int(bounds[2]), reason)
 
 
+def _read_submitted(line: Line, said: Said) -> Command:
+    if line.verb == "submit":
+        run, by = line.take("run", "run-1"), line.take("by", "ada")
+        settings = read_settings(line, said.settings)
+        line.finish()
+        return Submit(run, settings, JobSpec(args=("train.py",)), by)
+    run = line.take("run", said.run)
+    node_ids = () if line.verb == "give-up" else tuple(line.word().split(","))
+    reason = line.word("it is so")
+    line.finish()
+    match line.verb:
+        case "place":
+            return Place(run, node_ids)
+        case "withdraw":
+            return Withdraw(run, node_ids, reason)
+        case "bar":
+            names = () if node_ids == ("none",) else node_ids
+            return Bar(tuple((node_id, reason) for node_id in names))
+        case "decline":
+            return Decline(node_ids[0], run, reason)
+        case _:
+            return GiveUp(run, reason)
+
+
 _Reader = Callable[[Line, str, int, Said], Command]
 
 _READERS: Mapping[str, _Reader] = {
@@ -370,10 +437,28 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             return f"restart run={command.run} round={command.round}"
         case Scale():
             return f"scale {command.min_nodes}:{command.max_nodes} run={command.run}"
+        case Submit():
+            words = ["submit", f"run={command.run}", *write_settings(command.settings, default)]
+            return " ".join(words)
+        case Place():
+            return f"place {','.join(command.node_ids)} run={command.run}"
+        case Withdraw():
+            return f'withdraw {",".join(command.node_ids)} run={command.run} "{command.reason}"'
+        case Bar():
+            # One reason does for all of them, as they are read.
+            names = ",".join(node_id for node_id, _ in command.barred) or "none"
+            reasons = [reason for _, reason in command.barred] or ["nobody is"]
+            return f'bar {names} "{reasons[0]}"'
+        case Decline():
+            return f'decline {command.node_id} run={command.run} "{command.reason}"'
+        case GiveUp():
+            return f'give-up run={command.run} "{command.reason}"'
         case Join():
             words = ["join", name, *([f"run={command.run}"] if command.run else [])]
             words += [f"left_round={command.left_round}"] if command.left_round is not None else []
             words += [f"workers={command.offer.local_world_size}"]
+            words += [f"step={command.moved.step}"] if command.moved.step is not None else []
+            words += ["snapshot=new"] if command.moved.snapshot else []
             return " ".join(words + write_settings(command.settings, default))
         case Resume() | Succeed():
             verb = type(command).__name__.lower()
@@ -438,6 +523,14 @@ def _what(event: Event | NodesEvent) -> str:
             return f"{event.node_id} round={event.round} GROUP_RANK={event.group_rank}"
         case JobScaled():
             return f"{event.min_nodes}:{event.max_nodes}: {event.reason}"
+        case NodesPlaced():
+            return ",".join(event.node_ids)
+        case NodesWithdrawn():
+            return f"{','.join(event.node_ids)}: {event.reason}"
+        case NodeDeclined():
+            return f"{event.node_id}: {event.reason}"
+        case JobQueued():
+            return event.reason
         case RoundEnded():
             broken = " (broken)" if event.end.broken else ""
             return f"round={event.round}{broken} {event.end.cause}: {event.end.reason}"
@@ -459,6 +552,8 @@ def _what_of_node(event: NodesEvent) -> str:
             replaced = f" replaces #{old}" if old else ""
             stale = f" closes stream {event.stale_stream}" if event.stale_stream else ""
             return f"{who} lease={write_ms(event.lease_ms)}{replaced}{stale}"
+        case nodes.LeaseGrown():
+            return f"{who} lease={write_ms(event.lease_ms)}"
         case nodes.NodeAway():
             return f"{who} until {write_ms(event.until_ms)}" + (" firm" if event.firm else "")
         case nodes.NodeLost():

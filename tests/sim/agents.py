@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from rdzv.agent import wire
 from rdzv.agent.core import begin, commands, events, step
+from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
+from rdzv.agent.draining import Event, NodeDrain
+from rdzv.agent.hangs import HungReport
 from rdzv.client import FINAL_REFUSALS, PROTOCOL_VERSION
-from rdzv.core.model import Offer
+from rdzv.core.hangs import HungWorker
+from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.core.nodes import AgentKind
+from rdzv.core.placement import Resources
+from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
 
@@ -37,6 +43,9 @@ PING_MS = (5_000, 10_000)
 """Within what time a node notices by HTTP/2 pings that its server is silent."""
 SIGKILL_WAIT_MS = 5_000
 """Workers that survive SIGKILL for so long are stuck."""
+NOTICE_HANG_MS = 2_000
+"""How long a worker may say nothing of its progress."""
+SAY_HUNG_AGAIN_MS = 20_000
 ORPHAN_TIMEOUT_MS = 5_000
 """For how long a daemon's runner goes on without its agent, unless a later deadline was said."""
 
@@ -56,6 +65,8 @@ class NodeSpec:
     topology: str
     can_host_store: bool
     shutdown_timeout_ms: int
+    resources: Resources | None = None
+    """What it has for submitted jobs; None if it takes none."""
 
 
 # ------------------------------------------------------------------ the workers
@@ -73,6 +84,8 @@ class Runner:
         self.alive: set[int] = set()
         self.stuck = False
         self.succeeding = False
+        self.hung: set[int] = set()
+        """LOCAL_RANKs that do nothing any more, and would do so for ever."""
         self._stop_due_ms: int | None = None
         self._told_ms = 0
         self._unheard: list[events.Event] = []
@@ -101,6 +114,7 @@ class Runner:
         self.era = self.world.judge.era
         self.workers, self.alive = workers, set(range(self.part.job.local_world_size))
         self.stuck = self.succeeding = False
+        self.hung = set()
         self._stop_due_ms = None
         if self.world.happens("start fails"):
             self.tell(events.StartFailed(assignment.round, "no such script"))
@@ -150,7 +164,17 @@ class Runner:
         for local_rank in sorted(self.alive):
             self.tell(self._exit(workers, local_rank, None, int(signal.SIGTERM)))
         self.vanish()
-        self.tell(events.WorkersGone(workers[2]))
+        self.tell(events.WorkersGone(workers[2], self._moved(workers)))
+
+    def _moved(self, workers: Workers) -> Moved:
+        """Say how far the workers had come: most loops get nowhere."""
+        chance = self.world.moves_random
+        if not self.part.job.settings.no_progress_restarts:
+            return UNMOVED
+        step = chance.choice((None, chance.randint(0, 3), chance.randint(0, 50)))
+        moved = Moved(step, snapshot=chance.random() < 0.1)
+        self.world.judge.moved[self.part.node_id, workers] = moved
+        return moved
 
     def _say_stuck(self, workers: Workers) -> None:
         if self.workers == workers and self.stuck:
@@ -160,12 +184,43 @@ class Runner:
         self.stuck = False
         self._ended(workers)
 
+    def notify(self, round_: int, signum: int | None) -> None:
+        """Tell the workers that the node leaves: some save and exit, some die of it, some go on."""
+        world, workers = self.world, self.workers
+        if workers is None or workers[2] != round_ or self.stuck:
+            return
+        exit_code = world.random.choice((0, None, 1))
+        in_ms = world.random.choice((0, 50, 800, 3_000, 10_000_000))
+        if signum is not None:
+            world.agenda.after(in_ms, lambda: self._heed(workers, exit_code))
+
+    def _heed(self, workers: Workers, exit_code: int | None) -> None:
+        """Exit because the node leaves; that breaks the others' collectives."""
+        world, notice = self.world, self.part.state.notice
+        gone = self.workers != workers or not self.alive or self.stuck or self.succeeding
+        if gone or notice is None or self._stop_due_ms is not None or self.part.agent.frozen:
+            return
+        if notice.due_ms is None:
+            # By now nobody may remember that it was told to.
+            world.blame()
+        world.count(f"workers heed a notice: {exit_code}")
+        if exit_code == 0:
+            world.judge.left_with_0.add((self.part.node_id, workers))
+        for local_rank in sorted(self.alive):
+            signum = int(signal.SIGTERM) if exit_code is None else None
+            self.tell(self._exit(workers, local_rank, exit_code, signum))
+        self.alive.clear()
+        world.collectives_break(workers, self.era)
+        if not self.part.agent.alive:
+            self.vanish()
+
     def fail(self, workers: Workers) -> None:
         """One worker of this round exits 1."""
         if self.workers != workers or not self.alive or self.stuck or self.part.agent.frozen:
             return
         local_rank = self.world.random.choice(sorted(self.alive))
         self.alive.discard(local_rank)
+        self.hung.discard(local_rank)
         self.tell(self._exit(workers, local_rank, 1, None))
         if not self.part.agent.alive and not self.alive:
             self.vanish()
@@ -183,11 +238,47 @@ class Runner:
     def _exits_0(self, workers: Workers, local_rank: int) -> None:
         if self.workers != workers or local_rank not in self.alive or self.part.agent.frozen:
             return
-        if self._stop_due_ms is None:
+        if self._stop_due_ms is None and local_rank not in self.hung:
             self.alive.discard(local_rank)
             self.tell(self._exit(workers, local_rank, 0, None))
             if not self.alive:
                 self.world.judge.succeeded(self.part, workers)
+
+    def hang(self, local_rank: int, for_ms: int | None) -> None:
+        """A worker does nothing any more, for ever or for a while."""
+        workers = self.workers
+        if workers is None or local_rank not in self.alive or self._stop_due_ms is not None:
+            return
+        self.world.blame()
+        self.hung.add(local_rank)
+        self.world.agenda.after(NOTICE_HANG_MS, lambda: self.say_hung(workers, again=True))
+        if for_ms is not None:
+            self.world.agenda.after(for_ms, lambda: self._recover(workers, local_rank))
+
+    def _recover(self, workers: Workers, local_rank: int) -> None:
+        if self.workers != workers or local_rank not in self.hung:
+            return
+        self.hung.discard(local_rank)
+        self.say_hung(workers)
+        if self.succeeding:
+            self._exits_0(workers, local_rank)
+
+    def say_hung(self, workers: Workers | None = None, *, again: bool = False) -> None:
+        """Say who hangs, and say it again now and then; see `HangWatch`."""
+        line, state = self.part.state.assignment, self.part.state
+        if self.workers is None or workers not in (None, self.workers) or line is None:
+            return
+        if again and self.hung:
+            in_ms = SAY_HUNG_AGAIN_MS
+            self.world.agenda.after(in_ms, lambda: self.say_hung(workers, again=True))
+        if state.phase is Phase.RUNNING and (self.hung or workers is not None):
+            hung = tuple(
+                HungWorker(line.rank_first + rank, rank, 100 + rank, 60_000, "no word of it")
+                for rank in sorted(self.hung)
+            )
+            report = HungReport(line.run, line.round, hung)
+            agent = self.part.agent
+            agent.awake(lambda: agent.say(wire.hung(report, self.part.rdzv_id)))
 
     def _exit(
         self, workers: Workers, local_rank: int, exit_code: int | None, signum: int | None
@@ -207,6 +298,7 @@ class Runner:
         """No process of the round is left; those that were alive break their peers' collectives."""
         workers, alive = self.workers, self.alive
         self.workers, self.alive, self.stuck = None, set(), False
+        self.hung = set()
         if workers is not None and alive:
             self.world.collectives_break(workers, self.era)
         self.world.buried(self.part.agent)
@@ -218,13 +310,14 @@ class Runner:
 class Part:
     """What one node does for one job; see `JobDriver`."""
 
-    def __init__(self, agent: Agent, rdzv_id: str) -> None:
+    def __init__(self, agent: Agent, rdzv_id: str, run: str = "") -> None:
         self.agent = agent
         self.rdzv_id = rdzv_id
         world = agent.world
         self.world = world
         self.job: Job = world.swarm.job(rdzv_id, agent.spec)
-        self.state = begin(self.job, world.agenda.now_ms)
+        self.state = begin(self.job, world.agenda.now_ms, run)
+        self.joined = False
         self.runner = Runner(world, self)
         self.outcome: Outcome | None = None
         self.reason = ""
@@ -238,12 +331,16 @@ class Part:
     def node_id(self) -> str:
         return self.agent.name
 
+    def say_join(self) -> None:
+        self._do(rejoin(self.state))
+
     def belief(self) -> pb.Belief | None:
         if self.state.phase is Phase.ENDED:
             return None
         return wire.belief(self.state, self._offer(), self.world.agenda.now_ms, refuse_reuse=False)
 
     def post(self, event: events.Event) -> None:
+        self.joined = self.joined or isinstance(event, events.Joined)
         self._inbox.append(event)
         if self._busy:
             return
@@ -284,7 +381,7 @@ class Part:
         spec = self.agent.spec
         return Offer(
             address=f"{spec.name}.net",
-            local_world_size=spec.workers,
+            local_world_size=self.job.local_world_size,
             role=spec.role,
             topology=spec.topology,
             machine=f"machine-of-{spec.name}",
@@ -304,7 +401,9 @@ class Part:
                 self.runner.start(command.assignment)
             case commands.StopWorkers():
                 self.runner.stop(command.round, command.grace_ms)
-            case commands.StopStoreHost():
+            case commands.NotifyWorkers():
+                self.runner.notify(command.round, command.signum)
+            case commands.StopStoreHost() | commands.TakeBackNotice():
                 pass
             case commands.Exit():
                 self.outcome = command.outcome
@@ -334,8 +433,10 @@ class Agent:
         self.leadership = 0
         self.deadline_ms = 0
         """Until when its runner waits for the next agent, if it says that it goes away."""
+        self.drain = NodeDrain(lambda: world.agenda.now_ms, self._tell_notice)
         self.said: list[pb.NodeMessage] = []
         self._welcomed_at_ms: int | None = None
+        self._beat_every_ms = 0
         self._greeted = False
         self._failed_attempts = 0
         self._beat = 0
@@ -358,6 +459,11 @@ class Agent:
             part.post(events.ServerLost("the agent was restarted"))
             part.runner.adopted()
         self.connect()
+
+    @property
+    def greeted(self) -> bool:
+        """Whether its stream is open, and the server has welcomed it."""
+        return self.connection is not None and self._greeted
 
     @property
     def has_workers(self) -> bool:
@@ -446,6 +552,16 @@ class Agent:
             self.deadline_ms = self.world.agenda.now_ms + for_ms
             self.connection.up(pb.NodeMessage(away=pb.Away(deadline_ms=for_ms)))
 
+    def preempt(self, left_ms: int) -> None:
+        """Hear that this node is about to be taken away."""
+        if self.drain.wish(left_ms, "preempted") and self.connection is not None:
+            self.connection.up(pb.NodeMessage(draining=wire.draining(self.drain)))
+
+    def _tell_notice(self, event: Event) -> None:
+        for part in list(self.parts.values()):
+            if part.outcome is None:
+                part.post(event)
+
     def signal(self) -> None:
         for part in list(self.parts.values()):
             part.post(events.Signalled(int(signal.SIGTERM), "SIGTERM"))
@@ -483,6 +599,7 @@ class Agent:
             incarnation=self.incarnation,
             agent_version="simulated",
             beliefs=beliefs,
+            draining=wire.draining(self.drain),
         )
 
     def _give_up_unless_greeted(self, connection: Connection) -> None:
@@ -525,11 +642,43 @@ class Agent:
             self.leadership = message.leadership
             if message.HasField("welcome"):
                 self._welcome(connection, message.welcome)
+            elif message.HasField("lease"):
+                self._beat_every_ms = max(message.lease.heartbeat_interval_ms, 100)
+            elif message.HasField("drain"):
+                drain = message.drain
+                self.world.note(f"{self.instance} is drained: {drain.deadline_ms} ms")
+                self.drain.hear(drain.number, drain.deadline_ms, drain.reason)
+            elif message.HasField("undrain"):
+                self.drain.lift()
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 self.world.count(f"told to say hello again: {message.refused.code}")
                 self.hang_up("the server can not do it now")
+            elif message.HasField("take_stacks"):
+                self._take_stacks(message.take_stacks)
             else:
                 self._deliver(message)
+
+    def _take_stacks(self, asked: pb.TakeStacks) -> None:
+        """Say what workers do, unless this agent is too old, or held up."""
+        if self.world.happens_in("hang", 0.2):
+            return
+        part = self.parts.get(asked.rdzv_id)
+        line = part.state.assignment if part is not None else None
+        workers = (asked.rdzv_id, asked.run, asked.round)
+        if part is None or line is None or part.runner.workers != workers:
+            self._answer(wire.stacks(asked.request, (), last=True, error="it has none"))
+            return
+        for rank in sorted(part.runner.alive):
+            where = Frame("hang" if rank in part.runner.hung else "step", "train.py", 1)
+            main = Thread("MainThread", True, (where,))
+            stack = WorkerStack(line.rank_first + rank, rank, 100 + rank, "S", (main,))
+            self._answer(wire.stacks(asked.request, (stack,), last=False, error=""))
+        self._answer(wire.stacks(asked.request, (), last=True, error=""))
+
+    def _answer(self, message: pb.NodeMessage) -> None:
+        """Send what is of no run, and so of no later repetition either."""
+        if self.connection is not None:
+            self.connection.up(message)
 
     def _hear_end(self, end: End) -> None:
         connection, self.connection = self.connection, None
@@ -545,15 +694,17 @@ class Agent:
         self.incarnation = welcome.incarnation
         self._greeted = True
         self._welcomed_at_ms = self.world.agenda.now_ms
-        self._beat_on(connection, max(welcome.heartbeat_interval_ms, 100))
+        self._beat_every_ms = max(welcome.heartbeat_interval_ms, 100)
+        self._beat_on(connection)
         for part in list(self.parts.values()):
             part.post(events.ServerConnected())
+            part.runner.say_hung()
 
-    def _beat_on(self, connection: Connection, every_ms: int) -> None:
+    def _beat_on(self, connection: Connection) -> None:
         def beat() -> None:
             if self.connection is connection:
                 connection.up(HEARTBEAT)
-                self.world.agenda.after(every_ms, lambda: self.awake(beat))
+                self.world.agenda.after(self._beat_every_ms, lambda: self.awake(beat))
 
         beat()
 

@@ -7,32 +7,58 @@ workers run where. Nothing here decides anything; every check raises `SafetyErro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest.mock import patch
+
+import msgspec
 
 from rdzv.agent.core import commands as agent_commands
 from rdzv.agent.core import events as agent_events
 from rdzv.agent.core.machine import Transition as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Assignment, Phase
-from rdzv.core import nodes, rendezvous
-from rdzv.core.commands import Command, Leave
+from rdzv.agent.submitted import Placed
+from rdzv.core import nodes, placement, rendezvous
+from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
 from rdzv.core.events import (
     Event,
+    JobQueued,
+    JobScaled,
+    NodeDeclined,
     NodeLeft,
     NodeLost,
+    NodeStopped,
     NodeStuck,
+    NodesWithdrawn,
     RoundCompleted,
     RoundEnded,
+    RoundSettled,
     RunEnded,
 )
-from rdzv.core.model import Cause, Membership, Result, Round, State, stand_in
+from rdzv.core.model import (
+    UNMOVED,
+    Cause,
+    JobSpec,
+    Membership,
+    Moved,
+    Result,
+    Round,
+    State,
+    stand_in,
+)
+from rdzv.core.placement import Demand, Host, Plan
+from rdzv.core.quarantine import Record as QuarantineRecord
 from rdzv.core.rendezvous import Transition
+from rdzv.core.submitted import MAX_DECLINED
 from rdzv.errors import RendezvousError
+from rdzv.server import placer
 from rdzv.server.jobs import News
+from rdzv.server.quarantine import QUARANTINE
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.scenarios.language import write_events
 from tests.unit.builders import BrokenPromiseError, check_calm, check_step
@@ -52,6 +78,10 @@ class LivenessError(BrokenPromiseError):
     """Nothing is wrong any more, and still nothing runs."""
 
 
+A_MOMENT_MS = 20_000
+"""Other jobs hear of a quarantine a moment later, and a pause of the server may come between."""
+UNHEARD = "while it was not heard"
+"""Said to who comes back to a job that goes on without it; of its seat it has heard before that."""
 CALM_SHARE = 0.03
 """How many steps are also repeated, ticked early and crashed after; it costs ten steps."""
 
@@ -85,16 +115,24 @@ class Judge:
         self.given_up: set[tuple[str, Workers]] = set()
         """Which node's seat in which round was given up by a server."""
         self.succeeded_on: set[tuple[str, Workers]] = set()
+        self.left_with_0: set[tuple[str, Workers]] = set()
+        """Where workers have exited 0 because their node leaves."""
         self.started: set[tuple[str, Workers]] = set()
         self.highest_round: dict[str, int] = {}
         self.replaced: set[Workers] = set()
         """Rounds that a server without memory has announced anew, with others."""
         self.known_ms: dict[Workers, int] = {}
         """Since when it is stored that there is, or was, such a round."""
+        self.moved: dict[tuple[str, Workers], Moved] = {}
+        """How far the workers of a round had come on a node when they were gone."""
+        self.tallies: dict[tuple[str, str], Counter[str]] = {}
+        """What the rounds of each run have ended by, as stored, and what is in a row now."""
         self.leadership = 0
         self.incarnations: dict[str, tuple[int, str]] = {}
         self.moves: set[str] = set()
         """Jobs in which newcomers, a late store host or everyone's success ended a round or run."""
+        self.placed_once: set[tuple[str, str, str]] = set()
+        """Which node was chosen for which run, ever."""
         self.trace: dict[str, list[Said]] = {}
         self._decided: dict[tuple[int, str], tuple[State, Command, Transition, int]] = {}
 
@@ -124,9 +162,18 @@ class Judge:
             self._watch_nodes(before, command, transition, now_ms)
             return transition
 
+        def watched_plan(
+            demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True
+        ) -> Plan:
+            demands, hosts = tuple(demands), tuple(hosts)
+            decided = placement.plan(demands, hosts, settled=settled)
+            self._watch_plan(demands, hosts, decided, settled)
+            return decided
+
         with (
             patch.object(rendezvous, "step", watched_step),
             patch.object(nodes, "step", watched_nodes),
+            patch.object(placer, "plan", watched_plan),
         ):
             yield
 
@@ -143,7 +190,9 @@ class Judge:
             world.count(f"event {type(event).__name__}")
         self._raising(check_step, before, command, transition, now_ms)
         if world.check_random.random() < CALM_SHARE:
-            self._raising(check_calm, command, transition, now_ms)
+            # A join that was all that the end of its run waited for would begin the next one.
+            ends = isinstance(command, Join) and transition.state.membership.ended is not None
+            self._raising(check_calm, Tick() if ends else command, transition, now_ms)
         rdzv_id = transition.state.membership.rdzv_id
         key = (id(process), rdzv_id)
         self._decided[key] = (before, command, transition, now_ms)
@@ -197,6 +246,119 @@ class Judge:
                 if silent_ms < record.lease_ms - 2_000:
                     self.fail(f"lease: {event.node_id} was lost, and spoke {silent_ms} ms ago")
 
+    # -------------------------------------------------------------- placement
+
+    def _watch_plan(
+        self, demands: Sequence[Demand], hosts: Sequence[Host], plan: Plan, settled: bool
+    ) -> None:
+        """Check a plan by itself: what nobody may get, and who may not be passed over."""
+        queue = sorted(demands, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
+        waiting: list[Demand] = []
+        room = {host.node_id: host for host in hosts}
+        for job in queue:
+            given = plan.places.get(job.rdzv_id, ())
+            self.world.counts["plan: places"] += bool(given)
+            missing = job.min_nodes - len(job.here - job.going)
+            if missing > 0 and given and len(given) < missing:
+                self.fail(f"gang: {job.rdzv_id} gets {given}, and needs {missing}")
+            if given and len(given) + len(job.here - job.going) > job.max_nodes:
+                self.fail(f"gang: {job.rdzv_id} gets {given} above {job.max_nodes} nodes")
+            if missing > 0 and not given:
+                if job.rdzv_id in plan.hopeless:
+                    left = {h.node_id for h in hosts if self._could_have(job, h, now=False)}
+                    tried = len(job.declined) >= MAX_DECLINED
+                    enough = len(left | job.here) >= job.min_nodes and not tried
+                    if not settled or job.seated or not job.declined or enough:
+                        self.fail(f"hopeless: {job.rdzv_id} is given up")
+                    continue
+                waiting.append(job)
+                if not plan.waits[job.rdzv_id].reason:
+                    self.fail(f"always a reason: {job.rdzv_id} is not placed")
+        for job in queue:
+            for node_id in plan.places.get(job.rdzv_id, ()):
+                self._check_place(job, node_id, room, waiting)
+                host = room[node_id]
+                gpus = placement.gpus_needed(job.spec, host.resources)
+                taken = {**host.taken, (job.rdzv_id, job.run): gpus}
+                room[node_id] = dataclasses.replace(host, taken=taken)
+        if waiting:
+            free = [h for h in room.values() if self._could_have(waiting[0], h, now=True)]
+            if len(free) >= waiting[0].missing:
+                self.fail(f"starved: {waiting[0].rdzv_id} waits, and could have {free}")
+
+    def _check_place(
+        self, job: Demand, node_id: str, room: dict[str, Host], waiting: Sequence[Demand]
+    ) -> None:
+        where = f"{job.rdzv_id} is placed on {node_id}"
+        if node_id not in room or not self._could_have(job, room[node_id], now=True):
+            self.fail(f"capacity: {where}, which is {room.get(node_id)}")
+            return
+        for other in waiting:
+            before = (-other.spec.priority, other.at_ms) < (-job.spec.priority, job.at_ms)
+            could = {h.node_id for h in room.values() if self._could_have(other, h, now=False)}
+            could -= {h.node_id for h in room.values() if h.cordoned}
+            # For whom there are too few nodes anyway, none is kept back.
+            before = before and len(could | (other.here - other.going)) >= other.min_nodes
+            if before and self._could_have(other, room[node_id], now=False):
+                self.fail(f"order: {where}, and {other.rdzv_id} waits for it")
+
+    def _could_have(self, job: Demand, host: Host, *, now: bool) -> bool:
+        if host.node_id in job.here or host.node_id in job.declined:
+            return False
+        if now and (host.unusable or (job.rdzv_id, job.run) in host.taken):
+            return False
+        return fits(job.spec, host, now=now)
+
+    def _check_placed(self, server: Server, after: Membership, new: set[str]) -> None:
+        """What is stored gives no node more than it has; nothing goes to one that is cordoned."""
+        world = self.world
+        if cordoned := new & world.operators.cordoned:
+            self.fail(f"cordon: {after.rdzv_id} is placed on {cordoned}")
+        if bad := new & self._quarantined(server):
+            self.fail(f"quarantine: {after.rdzv_id} is placed on {bad}")
+        for node_id in new:
+            resources = world.specs[node_id].resources
+            if resources is None:
+                self.fail(f"{after.rdzv_id} is placed on {node_id}, which takes no such job")
+                continue
+            mine = [
+                placement.gpus_needed(job.submission.spec, resources)
+                for job in self.stored.values()
+                if job.submission is not None
+                and job.ended is None
+                and node_id in job.submission.placed
+            ]
+            if len(mine) > resources.capacity or sum(mine) > len(resources.gpus):
+                self.fail(f"capacity: {node_id} has {len(mine)} jobs and {sum(mine)} GPUs in use")
+
+    def _quarantined(self, server: Server) -> set[str]:
+        """Name the nodes that are quarantined, and not only since a moment, by what is stored."""
+        stored = self.world.disk.document(QUARANTINE)
+        record = msgspec.json.decode(stored, type=QuarantineRecord)
+        now_ms = server.process.now_ms()
+        return {
+            name
+            for name, held in record.quarantined(now_ms).items()
+            if held.at_ms + A_MOMENT_MS < now_ms
+        }
+
+    def _check_quarantine(self, server: Server, news: News) -> None:
+        """No round of a submitted job is formed with a node that should be let go of."""
+        membership = news.after.membership
+        completed = [e.round for e in news.events if isinstance(e, RoundCompleted)]
+        if not completed or membership.submission is None:
+            return
+        bad = self._quarantined(server) & {p.node_id for p in completed[-1].participants}
+        if bad & set(membership.submission.placed):
+            self.fail(f"quarantine: {membership.rdzv_id} goes on with {bad}")
+        if news.before.barred and not bad:
+            self.world.count("quarantine: goes on without")
+
+    def told_placed(self, agent: Agent, placed: Placed) -> None:
+        self.world.count("told placed")
+        if (agent.name, placed.rdzv_id, placed.run) not in self.placed_once:
+            self.fail(f"durability: {agent.name} hears of {placed}, which is not stored")
+
     def fail(self, text: str) -> None:
         self.world.fail(SafetyError(text))
 
@@ -216,6 +378,7 @@ class Judge:
     def rolled_back(self, stored: dict[str, Membership]) -> None:
         """The store has lost what it had; what was announced before may be announced anew."""
         self.era += 1
+        self.world.operators.cordoned.clear()
         self.blameless = False
         self.incarnations.clear()
         self.stored = stored
@@ -230,6 +393,12 @@ class Judge:
         rdzv_id = after.rdzv_id
         before = self.stored.get(rdzv_id)
         self.stored[rdzv_id] = after
+        if after.submission is not None:
+            placed = set(after.submission.placed)
+            if before is not None and before.run == after.run and before.submission is not None:
+                placed -= set(before.submission.placed)
+            self.placed_once |= {(node_id, rdzv_id, after.run) for node_id in placed}
+            self._check_placed(server, after, placed)
         if before is not None:
             self._check_durable(before, after)
         round_ = after.round
@@ -253,6 +422,7 @@ class Judge:
         decided = self._decided.get((id(server.process), rdzv_id))
         if decided is not None:
             self._note_given_up(*decided[:3])
+            self._check_budgets(decided[0], decided[2], after)
 
     def _check_durable(self, before: Membership, after: Membership) -> None:
         if after.next_round < before.next_round:
@@ -275,6 +445,91 @@ class Judge:
             self.fail(f"durability: round {old.number} was forgotten")
         elif new.number == old.number and old.end is not None and new.end is None:
             self.fail(f"durability: round {old.number} had ended, and is live again")
+
+    def _check_budgets(self, before: State, transition: Transition, after: Membership) -> None:
+        """Count for myself what rounds end by, and how long each is waited for."""
+        if self.era:
+            return
+        mine = self.tallies.setdefault((after.rdzv_id, after.run), Counter())
+        round_, seats = before.membership.round, {*before.seats}
+        for event in transition.events:
+            match event:
+                case NodeStopped():
+                    # What it has said counts, also if it is let go of in the same step.
+                    seats.discard(event.node_id)
+                case RoundEnded():
+                    assert round_ is not None
+                    round_ = dataclasses.replace(round_, end=event.end)
+                case NodeLost() | NodeLeft() | NodeStuck() if round_ and event.node_id in seats:
+                    round_ = dataclasses.replace(round_, gone=(*round_.gone, event.node_id))
+                case RoundSettled():
+                    assert round_ is not None
+                    self._count_end(mine, after, round_, event)
+                    self._check_spent(mine, after, event)
+                case RoundCompleted():
+                    self._check_backoff(mine, after, event.round)
+                    round_ = event.round
+
+    def _count_end(
+        self, mine: Counter[str], after: Membership, round_: Round, settled: RoundSettled
+    ) -> None:
+        """Count an end by its cause, and the rounds in a row that failed soon, or in vain."""
+        assert round_.end is not None
+        mine[settled.cause] += 1
+        failed = settled.cause is Cause.WORKER_FAILURE
+        moved = self._moved_on(mine, after, round_)
+        if moved or round_.end.at_ms - round_.at_ms >= 60_000:
+            mine["row"] = 0
+        elif failed:
+            mine["row"] += 1
+        if moved:
+            mine["in vain"] = 0
+        elif failed and mine["restarts"]:
+            mine["in vain"] += 1
+        mine["restarts"] += failed
+        mine["free from"] = 0
+        if failed and mine["row"] > 1:
+            waits_ms = after.settings.restart_backoff_ms * 2 ** (mine["row"] - 2)
+            waits_ms = min(waits_ms, after.settings.restart_backoff_max_ms)
+            mine["free from"] = round_.end.at_ms + waits_ms
+
+    def _moved_on(self, mine: Counter[str], after: Membership, round_: Round) -> bool:
+        """Whether this round has moved the job on, by those who have said that they stopped."""
+        workers = (after.rdzv_id, after.run, round_.number)
+        names = [p.node_id for p in round_.participants if p.node_id not in round_.gone]
+        said = [self.moved.get((name, workers), UNMOVED) for name in names]
+        steps = [one.step for one in said if one.step is not None]
+        # Above 0 by one, so that a job that has said nothing is below all.
+        further = max(steps, default=-1) + 1 > mine["step"]
+        mine["step"] = max(mine["step"], *(step + 1 for step in (*steps, -1)))
+        return further or any(one.snapshot for one in said)
+
+    def _check_spent(self, mine: Counter[str], after: Membership, settled: RoundSettled) -> None:
+        settings, ended = after.settings, after.ended
+        preempted, stores = mine[Cause.NODE_LOST] + mine[Cause.NODE_LEFT], mine[Cause.STORE_HOST]
+        spent, step = after.spent, mine["step"] - 1
+        counted = (spent.preemptions, spent.store_failures, spent.in_vain, spent.step)
+        if counted != (preempted, stores, mine["in vain"], None if step < 0 else step):
+            self.fail(f"charge: {counted} were counted of {mine}")
+        in_vain_most = settings.no_progress_restarts - 1 if settings.no_progress_restarts else None
+        for count, most, word in (
+            (preempted, settings.max_preemptions, "preemptions spent"),
+            (stores, settings.max_store_failures, "store failures spent"),
+            (mine["in vain"], in_vain_most, "no progress: none"),
+        ):
+            over = most is not None and count > most
+            failed = ended is not None and ended.result is Result.FAILED and word in ended.reason
+            if over != failed:
+                self.fail(f"budget: {word}, {count} of {most} with {settled}, and {ended}")
+            if over:
+                self.world.count(f"failed: {word}")
+
+    def _check_backoff(self, mine: Counter[str], after: Membership, new: Round) -> None:
+        if len(set(self.world.swarm.clock_offsets_ms)) > 1:
+            return
+        if new.at_ms < mine["free from"]:
+            self.fail(f"backoff: round {new.number} is early, {mine['row']} failed in a row")
+        self.world.counts["backed off"] += mine["free from"] > 0
 
     def _note_given_up(self, before: State, command: Command, transition: Transition) -> None:
         """Note whose workers may run on, as far as the server knows."""
@@ -315,6 +570,7 @@ class Judge:
                 self.fail("durability: what is published is not what is stored")
         for event in news.events:
             self._check_event(news, event)
+        self._check_quarantine(server, news)
         if self.blameless and news.after.membership.restarts:
             self.fail("charge: a restart was spent, and no worker has failed by itself")
 
@@ -328,21 +584,46 @@ class Judge:
                 self.moves.add(membership.rdzv_id)
                 if not (news.before.waiting or news.after.waiting):
                     self.fail("calm: a round ended for newcomers, and nobody waits")
+            case JobScaled():
+                if membership.scaled != (event.min_nodes, event.max_nodes):
+                    self.fail(f"scale: {event} is not stored")
+                live = membership.round is not None and membership.round.live
+                if live and len(news.after.seats) > event.max_nodes:
+                    self.fail(f"scale: a round of {len(news.after.seats)} nodes goes on: {event}")
+            case NodeDeclined() if membership.submission is not None:
+                if event.node_id not in {one.node_id for one in membership.submission.declined}:
+                    self.fail(f"durability: {event} is not stored")
+            case JobQueued():
+                self.moves.add(membership.rdzv_id)
+            case NodesWithdrawn(node_ids=node_ids):
+                # Where a queue takes its nodes back, seats may have been given up in the same step.
+                state = news.before if isinstance(news.command, Withdraw) else news.after
+                if seated := set(node_ids) & state.seats.keys():
+                    self.fail(f"{seated} hear that they are withdrawn, and have seats")
             case RoundCompleted():
                 count = len(event.round.participants)
-                if not membership.min_nodes <= count <= membership.max_nodes:
+                settings = membership.settings
+                bounds = membership.scaled or (settings.min_nodes, settings.max_nodes)
+                if not bounds[0] <= count <= bounds[1]:
                     self.fail(f"barrier: round {event.round.number} has {count} nodes")
             case RunEnded():
                 ended = event.ended
-                if ended.result is Result.SUCCEEDED:
+                if ended.result is Result.SUCCEEDED or self.world.swarm.specs:
                     self.moves.add(membership.rdzv_id)
                 if self.blameless and ended.failures:
                     self.fail(f"charge: {ended} and no worker failed by itself")
                 round_ = news.before.membership.round
                 if ended.result is Result.SUCCEEDED and round_ is not None and self.era == 0:
                     workers = (membership.rdzv_id, event.run, round_.number)
+                    done = self.succeeded_on | (
+                        self.left_with_0
+                        if any(
+                            (p.node_id, workers) in self.succeeded_on for p in round_.participants
+                        )
+                        else set()
+                    )
                     for participant in round_.participants:
-                        if (participant.node_id, workers) not in self.succeeded_on:
+                        if (participant.node_id, workers) not in done:
                             self.fail(
                                 f"success: {participant.node_id} has not succeeded in {workers}"
                             )
@@ -441,14 +722,33 @@ class Judge:
             self.world.count(f"agent does {type(command).__name__}")
             stops = isinstance(command, agent_commands.StopWorkers)
             if stops and before.phase is Phase.RUNNING:
-                self._check_reason_to_stop(part, before, event, transition.state)
+                self._check_reason_to_stop(part, before, event, transition.state, now_ms)
         if self.world.check_random.random() < CALM_SHARE:
             self._check_agent_calm(part, event, transition, now_ms)
 
     def _check_reason_to_stop(
-        self, part: Part, before: AgentState, event: agent_events.Event, after: AgentState
+        self,
+        part: Part,
+        before: AgentState,
+        event: agent_events.Event,
+        after: AgentState,
+        now_ms: int,
     ) -> None:
-        if not _is_reason_to_stop(before, event, after):
+        notice = before.notice
+        exited = notice is not None and notice.exited_ms is not None
+        if exited or (notice is not None and notice.due_ms is not None and now_ms >= notice.due_ms):
+            # The node leaves: its workers have exited, or had the time to.
+            return
+        line = before.assignment
+        workers = (part.rdzv_id, before.run, line.round if line is not None else -1)
+        given_up = (part.node_id, workers) in self.given_up
+        if isinstance(event, agent_events.Withdrawn) and given_up and UNHEARD not in event.reason:
+            # It came back before its loss was stored, and hears of its placement first.
+            self.world.count("withdrawn with workers, after its seat was given up")
+        elif isinstance(event, agent_events.Withdrawn) and self.era:
+            # A server that knows who holds a seat by its rank alone may take it for a spare.
+            self.world.count("withdrawn with workers, after the store's loss")
+        elif not _is_reason_to_stop(before, event, after):
             self.fail(f"{part.node_id} stops its workers because of {event}")
 
     def _check_agent_calm(
@@ -517,6 +817,21 @@ class Judge:
             self.fail(f"{part.node_id} exits {outcome.exit_code}, and the job has succeeded")
 
 
+def fits(spec: JobSpec, host: Host, *, now: bool) -> bool:
+    """Whether a node could ever run a job, or has room for it `now`."""
+    resources = host.resources
+    if not set(spec.labels) <= set(resources.labels):
+        return False
+    gpus = spec.gpus_per_node
+    if spec.needs_gpu and not resources.gpus:
+        return False
+    if gpus is None:
+        gpus = (spec.local_world_size or len(resources.gpus)) if resources.gpus else 0
+    used = sum(host.taken.values()) if now else 0
+    places = resources.capacity - (len(host.taken) if now else 0)
+    return gpus <= len(resources.gpus) - used and (places > 0 or not now)
+
+
 def _words(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
     """Write events for a trace; no event that has no words yet may change the history by that."""
     try:
@@ -537,6 +852,9 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
             return event.code in ("RendezvousClosedError", "NodeSupersededError")
         case agent_events.WorkerExited():
             return event.exit_code != 0 or after.phase is Phase.SUCCEEDED
+        case agent_events.NoticeGiven():
+            # Given with no time left.
+            return event.left_ms == 0
         case agent_events.Signalled() | agent_events.StartFailed() | agent_events.RunnerLost():
             return True
         case _:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rdzv.core.commands import Command
 from rdzv.core.model import Membership
 from rdzv.errors import (
     InvalidRequestError,
@@ -26,14 +28,14 @@ from rdzv.server import wire
 from rdzv.server.config import Config, Listen
 from rdzv.server.driver import Driver
 from rdzv.server.jobs import Job, News
-from rdzv.server.messages import Refused
+from rdzv.server.messages import Holdings, Hung, Refused
 from rdzv.server.meter import Meter
 from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.v1 import rdzv_pb2 as pb
-from tests.sim.loop import Process
+from tests.sim.loop import Looks, Process
 from tests.sim.network import Connection, End
 
 if TYPE_CHECKING:
@@ -71,6 +73,10 @@ class Disk:
         """Lose everything, as a store in memory does."""
         self.kept, self.leader = MemoryStore(HISTORY_ROWS), 0
 
+    def document(self, name: str) -> bytes:
+        """Return a document as it was last written; an empty one if it never was."""
+        return self.kept._documents.get(name, (b"{}", 0))[0]
+
     def restore(self) -> None:
         """Go back to the last backup, if there is one."""
         if self.backup is not None:
@@ -101,6 +107,15 @@ class SimStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
+        async def write() -> int:
+            kept = self._disk.kept
+            new = await kept.compare_and_swap(rdzv_id, membership, revision, records)
+            self._world.judge.committed(self._server, membership)
+            return new
+
+        return await self._write(write)
+
+    async def _write(self, write: Callable[[], Awaitable[int]]) -> int:
         await self._reach()
         disk = self._disk
         if self.leadership != disk.leader:
@@ -111,8 +126,7 @@ class SimStore:
             self._world.count("store: write lost, unknown")
             await self._late()
             raise RendezvousConnectionError("no answer; it was not written")
-        new = await disk.kept.compare_and_swap(rdzv_id, membership, revision, records)
-        self._world.judge.committed(self._server, membership)
+        new = await write()
         await self._late()
         if lost:
             self._world.count("store: write done, unknown")
@@ -130,6 +144,21 @@ class SimStore:
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         await self._reach()
         return await self._disk.kept.history(rdzv_id, limit)
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        await self._reach()
+        return await self._disk.kept.load_document(name)
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        return await self._write(lambda: self._disk.kept.swap_document(name, data, revision))
+
+    async def list_documents(self) -> tuple[str, ...]:
+        await self._reach()
+        return await self._disk.kept.list_documents()
+
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Forget nothing: no history is so long that a job is pruned."""
+        raise AssertionError(f"{rdzv_id} is deleted")
 
     async def take_over(self, at_least: int = 0) -> int:
         await self._reach()
@@ -192,6 +221,7 @@ class _Door:
         self.stream: Stream | None = None
         self.inbox: asyncio.Queue[Any] = asyncio.Queue(CONFIG.limits.inbox)
         self.tasks: list[asyncio.Task[None]] = []
+        self.early_hung: list[Hung] = []
 
 
 class Server:
@@ -207,6 +237,8 @@ class Server:
         self.era = 0
         self._doors: dict[Connection, _Door] = {}
         self._backlog: list[Callable[[], None]] = []
+        self._read_ms = -1
+        """Until when what came in during the last pause is being read."""
         self.driver: WatchedDriver
         self.store: SimStore
 
@@ -226,15 +258,18 @@ class Server:
         self.process = Process(world.agenda, self.clock_offset_ms)
         self.process.on_error, self.process.name = world.fail, str(self.number)
         self.era = world.judge.era
-        self._doors, self._backlog = {}, []
+        self._doors, self._backlog, self._read_ms = {}, [], -1
         self.process.enter(self._boot)
 
     def _boot(self) -> None:
         world, tasks = self.world, Tasks(_Group(self.process))  # type: ignore[arg-type]
         self.store = SimStore(world.disk, self)
         # Not by `running`, which stops in order: what is killed does nothing any more.
-        self.driver = WatchedDriver(self.store, self.process, CONFIG, tasks, world.new_uid, Meter())
+        config = dataclasses.replace(CONFIG, quarantine=world.swarm.quarantine)
+        self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
         self.driver.world, self.driver.server = world, self
+        watch = self.driver._watch
+        watch._timer = self.process.looks = Looks(self.process, watch._every_ms, watch._look)
         self.process.create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -283,6 +318,7 @@ class Server:
                 for do in backlog:
                     in_ms = min(in_ms + self.world.random.choice((0, 0, 1, 20)), 400)
                     self.world.agenda.after(in_ms, lambda do=do: self._do(process, do))
+                self._read_ms = self.world.agenda.now_ms + in_ms
 
         self.world.agenda.after(for_ms, resume)
 
@@ -297,9 +333,13 @@ class Server:
 
     def take(self, connection: Connection, message: Any) -> None:
         """Hear something, as soon as the process runs."""
-        process = self.process
+        process, agenda = self.process, self.world.agenda
         if process.paused:
             self._backlog.append(lambda: self._hear(connection, message))
+        elif agenda.now_ms <= self._read_ms:
+            # Nothing overtakes what came in during a pause.
+            in_ms = self._read_ms - agenda.now_ms
+            agenda.after(in_ms, lambda: self._do(process, lambda: self._hear(connection, message)))
         else:
             self._do(process, lambda: self._hear(connection, message))
 
@@ -347,19 +387,49 @@ class Server:
                 pass
             case "away":
                 self.driver.plan_away(stream, wire.away_ms_of(message.away, CONFIG.limits))
+            case "hung":
+                hung = wire.hung_of(message.hung, CONFIG.limits)
+                if stream.greeted:
+                    self._note_hung(stream, hung)
+                else:
+                    door.early_hung.append(hung)
+            case "stacks":
+                self.driver.take_stacks_in(stream, wire.stacks_of(message.stacks, CONFIG.limits))
+            case "holdings":
+                self._queue(
+                    door, stream, Holdings(wire.holdings_of(message.holdings, CONFIG.limits))
+                )
+            case "draining":
+                draining = wire.draining_of(message.draining, CONFIG.limits)
+                self.driver.note_draining(stream, draining)
             case _:
                 speaker = wire.Speaker(stream.node_id, stream.incarnation)
                 try:
-                    door.inbox.put_nowait(wire.command_of(message, speaker, CONFIG.limits))
+                    self._queue(door, stream, wire.command_of(message, speaker, CONFIG.limits))
                 except InvalidRequestError as error:
                     stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
-                except asyncio.QueueFull:
-                    stream.close(LimitExceededError("too many messages wait"))
+
+    def _queue(self, door: _Door, stream: Stream, said: tuple[str, Command] | Holdings) -> None:
+        try:
+            door.inbox.put_nowait(said)
+        except asyncio.QueueFull:
+            stream.close(LimitExceededError("too many messages wait"))
+
+    def _note_hung(self, stream: Stream, hung: Hung) -> None:
+        try:
+            self.driver.note_hung(stream, hung)
+        except InvalidRequestError as error:
+            stream.send(Refused(hung.rdzv_id, error.code, str(error)))
 
     async def _obey(self, door: _Door, stream: Stream, beliefs: list[Any]) -> None:
         await self.driver.greet(stream, beliefs)
+        for hung in door.early_hung:
+            self._note_hung(stream, hung)
         while (said := await door.inbox.get()) is not None:
-            await self.driver.hear(stream, *said)
+            if isinstance(said, Holdings):
+                await self.driver.note_holdings(stream, said.held)
+            else:
+                await self.driver.hear(stream, *said)
         stream.close()
 
     async def _write(self, door: _Door, stream: Stream) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
+from rdzv.server.clock import Timer
+
 T = TypeVar("T")
 
 
@@ -32,26 +34,69 @@ class Agenda:
         self._count += 1
         heapq.heappush(self._entries, (self.now_ms + in_ms, self._count, do))
 
-    def step(self, until_ms: int) -> bool:
-        """Do the next thing that is due; where nothing is until then, let time pass, say False."""
-        if self._entries and self._entries[0][0] <= until_ms:
-            self.now_ms, _, do = heapq.heappop(self._entries)
+    def run(self, until_ms: int, check: Callable[[], None]) -> None:
+        """Do what is due until then, in order; `check` may raise after each thing."""
+        entries, pop = self._entries, heapq.heappop
+        while entries and entries[0][0] <= until_ms:
+            self.now_ms, _, do = pop(entries)
             do()
-            return True
+            check()
         self.now_ms = until_ms
-        return False
 
 
 class Call:
-    """A callback that can be taken back."""
+    """A callback of a process that can be taken back."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("callback", "due_ms", "process")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, process: Process, due_ms: int, callback: Callable[[], None]) -> None:
+        self.process = process
+        self.due_ms = due_ms
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
         self.callback = None
+
+    def fire(self) -> None:
+        process = self.process
+        if self.callback is None or not process.alive:
+            return
+        if process.paused:
+            process.hold(self)
+        else:
+            process.enter(self.callback)
+
+
+class Looks(Timer):
+    """The timer of a `LoopWatch`, which looks all the time, and finds nothing but after a pause.
+
+    So only the look that a pause has delayed is one; of the others nothing but the time is known.
+    """
+
+    def __init__(self, process: Process, every_ms: int, look: Callable[[int], None]) -> None:
+        super().__init__(process, look)
+        self._process = process
+        self._every_ms = every_ms
+        self._is_late = False
+        """Whether a look that a pause has delayed is still to come."""
+
+    @property
+    def due_ms(self) -> int | None:
+        if self._due_ms is not None and not self._process.paused and not self._is_late:
+            passed_ms = self._process.now_ms() - self._due_ms
+            if passed_ms >= 0:
+                self._due_ms += (passed_ms // self._every_ms + 1) * self._every_ms
+        return self._due_ms
+
+    def arm(self, at_ms: int | None) -> None:
+        self._due_ms, self._is_late = at_ms, False
+
+    def late(self) -> Call | None:
+        """Return the look that fell due in the pause that is now over, if any did."""
+        if self._due_ms is None or self._due_ms > self._process.now_ms():
+            return None
+        self._is_late = True
+        return Call(self._process, self._due_ms - self._process.offset_ms, self._fire)
 
 
 def _raise(error: BaseException) -> None:
@@ -72,6 +117,7 @@ class Process(asyncio.AbstractEventLoop):
         self.resumed_ms = 0
         """When the last pause was over, by this machine's clock."""
         self.alive = True
+        self.looks: Looks | None = None
         self.on_error: Callable[[BaseException], None] = _raise
         """Hears what a task raises, which would have ended the process."""
 
@@ -82,19 +128,14 @@ class Process(asyncio.AbstractEventLoop):
 
     def call_at(self, at_ms: float, callback: Callable[[], None]) -> Call:  # type: ignore[override]
         """Call back at `at_ms` by this machine's clock; late if the process is paused then."""
-        call = Call(callback)
         due_ms = int(at_ms) - self.offset_ms
-
-        def fire() -> None:
-            if call.callback is None or not self.alive:
-                return
-            if self.paused:
-                heapq.heappush(self._held, (due_ms, len(self._held), call))
-            else:
-                self.enter(call.callback)
-
-        self._agenda.after(max(due_ms - self._agenda.now_ms, 0), fire)
+        call = Call(self, due_ms, callback)
+        self._agenda.after(max(due_ms - self._agenda.now_ms, 0), call.fire)
         return call
+
+    def hold(self, call: Call) -> None:
+        """Keep what fell due while this process was paused."""
+        heapq.heappush(self._held, (call.due_ms, len(self._held), call))
 
     # -------------------------------------------------------------- life
 
@@ -117,10 +158,14 @@ class Process(asyncio.AbstractEventLoop):
             events._set_running_loop(None)
 
     def pause(self) -> None:
+        if self.looks is not None:
+            _ = self.looks.due_ms
         self.paused = True
 
     def resume(self) -> None:
         """Go on: timers that are late fire first, the earliest of them before the others."""
+        if self.looks is not None and (late := self.looks.late()) is not None:
+            self.hold(late)
         self.paused, self.resumed_ms = False, self.now_ms()
         while self._held and self.alive:
             _, _, call = heapq.heappop(self._held)
@@ -155,6 +200,8 @@ class Process(asyncio.AbstractEventLoop):
         self, coro: Coroutine[Any, Any, T], *, name: object = None, context: object = None
     ) -> asyncio.Task[T]:
         task = asyncio.Task(coro, loop=self)
+        # A killed process leaves tasks behind.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
         task.add_done_callback(self._note_error)
         return task
 
@@ -170,4 +217,4 @@ class Process(asyncio.AbstractEventLoop):
             self._ready.append((callback, args))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Say nothing: errors of tasks are noted, and a killed process leaves tasks behind."""
+        """Say nothing: errors of tasks are noted."""

@@ -28,6 +28,7 @@ SOURCES = ("proto", "rendezvous", "agent")
 SIMULATOR = "sim"
 
 RENDEZVOUS = "rendezvous/rdzv/core/rendezvous.py"
+BUDGETS = "rendezvous/rdzv/core/budgets.py"
 NODES = "rendezvous/rdzv/core/nodes.py"
 ADOPT = "rendezvous/rdzv/core/adopt.py"
 RANKS = "rendezvous/rdzv/core/ranks.py"
@@ -36,6 +37,15 @@ JOBS = "rendezvous/rdzv/server/jobs.py"
 DRIVER = "rendezvous/rdzv/server/driver.py"
 CLOCK = "rendezvous/rdzv/server/clock.py"
 MACHINE = "agent/rdzv/agent/core/machine.py"
+MODEL = "rendezvous/rdzv/core/model.py"
+PLACEMENT = "rendezvous/rdzv/core/placement.py"
+SUBMITTED = "rendezvous/rdzv/core/submitted.py"
+PLACER = "rendezvous/rdzv/server/placer.py"
+HANGS = "rendezvous/rdzv/server/hangs.py"
+STACKS = "rendezvous/rdzv/server/stacks.py"
+VIGIL = "agent/rdzv/agent/core/hangs.py"
+QUARANTINE = "rendezvous/rdzv/core/quarantine.py"
+QUARANTINE_TESTS = "tests/unit/test_quarantine.py tests/unit/test_quarantine_of_jobs.py"
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,47 @@ def _unit(*words: str) -> str:
 
 
 MUTANTS = (
+    # ---------------------------------------------------------- drains
+    Mutant(
+        "who exits because it was told to has failed",
+        MACHINE,
+        "    if state.phase is Phase.RUNNING and _follows_notice(work, event):",
+        "    if False and _follows_notice(work, event):",
+    ),
+    Mutant(
+        "a drained node takes part in the next round",
+        MACHINE,
+        "    if notice is not None and notice.due_ms is not None and not ends:",
+        "    if False and notice is not None and not ends:",
+        by="tests/unit/test_agent_notice.py",
+    ),
+    Mutant(
+        "a drained node is placed on",
+        PLACER,
+        '            return what + (f" ({drain.reason})" if drain.reason else "")',
+        '            return ""',
+    ),
+    Mutant(
+        "a repeated drain has the deadline of another server's clock",
+        "agent/rdzv/agent/draining.py",
+        "        if self.told is None or self.told.number != number:",
+        "        if True:",
+        by="tests/unit/test_agent_notice.py",
+    ),
+    Mutant(
+        "who leaves is counted among those that a job has",
+        PLACEMENT,
+        "        return len(self.here) - len(self.going)",
+        "        return len(self.here)",
+        by="tests/unit/test_placement.py tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "a lifted drain is not told to who was away",
+        PLACER,
+        "        return UndrainNode() if lifted else None",
+        "        return None",
+        by="tests/unit/test_placer.py",
+    ),
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
         "an old incarnation is heard",
@@ -114,8 +165,8 @@ MUTANTS = (
     Mutant(
         "other settings are let in",
         RENDEZVOUS,
-        "        if work.state.anybody or command.run:\n            raise",
-        "        if False:\n            raise",
+        "command.run or work.membership.submission:\n            raise _settings",
+        "False:\n            raise _settings",
         by=_unit(),
     ),
     Mutant(
@@ -207,6 +258,97 @@ MUTANTS = (
         "    if round_ is None or not round_.live:\n        return\n    end = RoundEnd(",
         "    if round_ is None:\n        return\n    end = RoundEnd(",
     ),
+    # ---------------------------------------------------------- budgets
+    Mutant(
+        "a crash loop does not back off",
+        RENDEZVOUS,
+        "    earliest_ms = max(earliest_ms, restart_due_ms(state))\n",
+        "",
+    ),
+    Mutant(
+        "a backoff is as long each time",
+        BUDGETS,
+        "settings.restart_backoff_ms << doublings,",
+        "settings.restart_backoff_ms,",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
+    Mutant(
+        "the first restart backs off, too",
+        BUDGETS,
+        "    if membership.spent.soon < 2:",
+        "    if membership.spent.soon < 1:",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
+    Mutant(
+        "a round that ran for long does not end the row",
+        BUDGETS,
+        "    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:",
+        "    if has_moved:",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
+    Mutant(
+        "a lost node backs off as a failure does",
+        BUDGETS,
+        "round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:",
+        "round_.end is None:",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
+    Mutant(
+        "a node that leaves is no preemption",
+        BUDGETS,
+        "PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})",
+        "PREEMPTIONS = frozenset({Cause.NODE_LOST})",
+    ),
+    Mutant(
+        "the budget of preemptions has one more",
+        BUDGETS,
+        "given is not None and spent.preemptions > given:",
+        "given is not None and spent.preemptions > given + 1:",
+    ),
+    Mutant(
+        "the budget of store failures is never spent",
+        BUDGETS,
+        "    if end.cause is Cause.STORE_HOST and given is not None and",
+        "    if False and given is not None and",
+    ),
+    Mutant(
+        "what was spent is forgotten",
+        RENDEZVOUS,
+        "            spent=others,\n",
+        "",
+    ),
+    Mutant(
+        "the first round is a restart in vain",
+        BUDGETS,
+        "    elif failed and membership.restarts:",
+        "    elif failed:",
+    ),
+    Mutant(
+        "a job without progress goes on",
+        BUDGETS,
+        "most and spent.in_vain >= most:",
+        "most and spent.in_vain > most:",
+    ),
+    Mutant(
+        "a step that was reached before is progress",
+        BUDGETS,
+        "(than is None or step > than)",
+        "(than is None or step >= than)",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
+    Mutant(
+        "only the last to stop says how far a round has come",
+        RENDEZVOUS,
+        "moved=further(work.state.moved, command.moved))",
+        "moved=command.moved)",
+    ),
+    Mutant(
+        "how far one round has come counts for the next",
+        RENDEZVOUS,
+        "    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)\n",
+        "    work.state = replace(work.state, stop_deadline_ms=None)\n",
+        by=_unit("tests/unit/test_budgets.py"),
+    ),
     # ---------------------------------------------------------- rendezvous: state rules
     Mutant(
         "an away node holds up an ended round",
@@ -251,8 +393,8 @@ MUTANTS = (
     Mutant(
         "every end of a round spends a restart",
         RENDEZVOUS,
-        "    if end.cause is Cause.WORKER_FAILURE:\n        failures = root_cause",
-        "    if True:\n        failures = root_cause",
+        "    if end.cause is Cause.WORKER_FAILURE and budget_left:",
+        "    if budget_left:",
     ),
     Mutant(
         "the budget of restarts has one more",
@@ -329,7 +471,7 @@ MUTANTS = (
     Mutant(
         "newcomers end a round under on-restart",
         RENDEZVOUS,
-        "or settings.scale_up is not ScaleUp.EAGER:\n        return 0",
+        "or settings.scale_up is ScaleUp.ON_RESTART:\n        return 0",
         "or False:\n        return 0",
         by=_unit(),
     ),
@@ -461,8 +603,8 @@ MUTANTS = (
     Mutant(
         "heartbeats are not heard",
         NODES,
-        "        node_id: replace(record, heard_ms=now_ms)\n",
-        "        node_id: record\n",
+        "replace(record, heard_ms=now_ms, lease_ms=lease_ms)",
+        "replace(record, lease_ms=lease_ms)",
     ),
     Mutant(
         "a planned absence is given a lease only",
@@ -506,13 +648,13 @@ MUTANTS = (
     Mutant(
         "who comes back hears nothing of its seat",
         TOLD,
-        "        return (_about_its_seat(state.membership, node_id),)",
-        "        return ()",
+        "        told.append(_about_its_seat(state.membership, node_id))",
+        "        pass",
     ),
     Mutant(
         "who comes back is not told that its seat was given up",
         TOLD,
-        "    if belief.has_workers and belief.round is not None:",
+        "    if belief.has_workers and belief.round is not None and not current:",
         "    if False:",
     ),
     Mutant(
@@ -589,6 +731,13 @@ MUTANTS = (
         by=_unit(),
     ),
     Mutant(
+        "nobody is told that its lease has grown",
+        DRIVER,
+        "                    stream.send(Lease(interval_ms, event.lease_ms))",
+        "                    pass",
+        by=_unit(),
+    ),
+    Mutant(
         "jobs are not told who is lost",
         DRIVER,
         "                self._mark_soon(event.node_id, reason=event.reason)",
@@ -645,8 +794,8 @@ MUTANTS = (
     Mutant(
         "a seat of which the node has not heard is kept",
         MACHINE,
-        "left_round=round_, failures=(), fenced=False)\n        work.do(rejoin(work.state))",
-        "left_round=round_, failures=(), fenced=False)",
+        "moved=UNMOVED, fenced=False)\n        work.do(rejoin(work.state))",
+        "moved=UNMOVED, fenced=False)",
         by="tests/unit/test_agent_machine.py",
     ),
     Mutant(
@@ -703,6 +852,258 @@ MUTANTS = (
         MACHINE,
         "        exit_code = EXIT_SUCCESS\n    else:",
         "        exit_code = EXIT_FAILED\n    else:",
+    ),
+    # ---------------------------------------------------------- operators
+    Mutant(
+        "other bounds are forgotten",
+        RENDEZVOUS,
+        "    work.store(replace(membership, scaled=bounds))\n",
+        "",
+    ),
+    Mutant(
+        "a round above its bounds goes on",
+        RENDEZVOUS,
+        "    if round_ is not None and len(work.state.seats) > command.max_nodes:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "other bounds have no effect",
+        MODEL,
+        "        return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)",
+        "        return (self.settings.min_nodes, self.settings.max_nodes)",
+    ),
+    # ---------------------------------------------------------- submitted jobs
+    Mutant(
+        "a job gets fewer nodes than it needs",
+        PLACEMENT,
+        "        if len(ready) >= job.missing:\n            self._give(job, ready, job.missing)",
+        "        if ready:\n            self._give(job, ready, job.missing)",
+    ),
+    Mutant(
+        "nothing is kept for who waits first",
+        PLACEMENT,
+        "                self._kept_for.setdefault(host.node_id, job.rdzv_id)",
+        "                pass",
+    ),
+    Mutant(
+        "whoever is later comes first",
+        PLACEMENT,
+        "key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))",
+        "key=lambda job: (-job.spec.priority, -job.at_ms, job.rdzv_id))",
+    ),
+    Mutant(
+        "priorities count for nothing",
+        PLACEMENT,
+        "key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))",
+        "key=lambda job: (job.at_ms, job.rdzv_id))",
+    ),
+    Mutant(
+        "nodes that are away or cordoned are given",
+        PLACEMENT,
+        "            and not host.unusable\n",
+        "",
+    ),
+    Mutant(
+        "a place is given twice",
+        PLACEMENT,
+        "            self._places_free[host.node_id] -= 1\n",
+        "",
+    ),
+    Mutant(
+        "a GPU is given twice",
+        PLACEMENT,
+        "            self._gpus_free[host.node_id] -= gpus_needed(job.spec, host.resources)",
+        "            pass",
+    ),
+    Mutant(
+        "a job gets more nodes than it wants",
+        PLACEMENT,
+        "        self._give(job, ready, min(wanted, len(ready)))",
+        "        self._give(job, ready, len(ready))",
+    ),
+    Mutant(
+        "who has declined is chosen again",
+        SUBMITTED,
+        "    return replace(withdraw(submission, (node_id,)), declined=declined)",
+        "    return withdraw(submission, (node_id,))",
+    ),
+    Mutant(
+        "nodes are given while a placement is in doubt",
+        PLACER,
+        "while not self._stopping and await self._resolved() and (",
+        "while not self._stopping and (",
+        by="tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "cordons are forgotten by the next server",
+        PLACER,
+        "        await self._load_cordons()\n        self._settled_at_ms",
+        "        self._settled_at_ms",
+    ),
+    Mutant(
+        "quarantined nodes are given",
+        PLACER,
+        '            return f"quarantined ({held.reason})"',
+        "            pass",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a quarantine is forgotten by the next server",
+        DRIVER,
+        "        await self._quarantine.load()\n",
+        "",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a job keeps a quarantined node",
+        RENDEZVOUS,
+        "    _withdraw_barred,\n",
+        "",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a quarantined node is let go of after the next round",
+        JOBS,
+        "            transition = self._decide(job.state, command)\n        return await",
+        "        return await",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "one broken job has node after node quarantined",
+        QUARANTINE,
+        "if one.run not in blamed) < tuning.failures",
+        "if True) < tuning.failures",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a strike counts twice when its step is taken again",
+        QUARANTINE,
+        " or _known(record, strike):",
+        ":",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a failed connection is held against its node",
+        QUARANTINE,
+        "            if is_connection_error(failure):",
+        "            if False:",
+        by=QUARANTINE_TESTS,
+    ),
+    Mutant(
+        "a placement is not taken back from who is not heard of again",
+        PLACER,
+        "        lost = self._vanished(states) if settled else {}",
+        "        lost: dict[str, tuple[str, ...]] = {}",
+    ),
+    Mutant(
+        "who is placed is not told",
+        TOLD,
+        "                    yield node_id, placed(membership)",
+        "                    continue",
+    ),
+    Mutant(
+        "who comes back is not told where it is placed",
+        TOLD,
+        "    if chosen and membership.run not in held:\n        yield placed(membership)",
+        "    pass",
+    ),
+    Mutant(
+        "who is withdrawn is not told",
+        TOLD,
+        "                    yield node_id, withdrawn",
+        "                    continue",
+        by="tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "a job that left a node unheard keeps it",
+        DRIVER,
+        "        await self._note_left(stream, believed)\n",
+        "",
+    ),
+    Mutant(
+        "a later round is adopted beside workers of an earlier one",
+        RENDEZVOUS,
+        " and not _others_run_on(work.state, command):",
+        ":",
+        by="tests/unit/test_adopt.py",
+    ),
+    Mutant(
+        "who has a seat is withdrawn",
+        SUBMITTED,
+        "        if node_id not in state.seats and (node_id in state.placed or",
+        "        if (node_id in state.placed or",
+        by=_unit(),
+    ),
+    Mutant(
+        "who loses its placement as it leaves is not told",
+        TOLD,
+        "                gone = event.node_id in before.placed and event",
+        "                gone = False and event",
+        by="tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "who joins from an old round does not hear that its seat is of one that has ended",
+        TOLD,
+        "    if round_.live and command.left_round is None:\n",
+        "    if not round_.live or command.left_round is None:\n",
+        by="tests/unit/test_driver.py",
+    ),
+    Mutant(
+        "who lets go of a job keeps its place in it",
+        DRIVER,
+        "                await self._note_let_go(stream, rdzv_id, run)\n",
+        "                pass\n",
+        by="tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "who believes in another run keeps its seat in this one",
+        DRIVER,
+        "            if not self._is_of_another_run(belief):\n",
+        "            if True:\n",
+        by="tests/unit/test_placer.py",
+    ),
+    Mutant(
+        "what was told before its node knew the run counts as heard",
+        "rendezvous/rdzv/server/streams.py",
+        "            self._last.pop(told.rdzv_id, None)\n",
+        "            pass\n",
+        by="tests/unit/test_streams.py",
+    ),
+    # ---------------------------------------------------------- hangs
+    Mutant(
+        "a hang ends no round",
+        HANGS,
+        "                await self._submit(episode.rdzv_id, command)\n",
+        "                pass\n",
+        by="tests/unit/test_hangs_of_jobs.py",
+    ),
+    Mutant(
+        "a node that takes no stacks is waited for without end",
+        STACKS,
+        "        timer.arm(self._clock.now_ms() + self._answer_ms)\n",
+        "",
+        by="tests/unit/test_stacks_of_jobs.py",
+    ),
+    Mutant(
+        "who hangs no more is stopped all the same",
+        HANGS,
+        "            if not episode.hung:\n",
+        "            if not episode:\n",
+        by="tests/unit/test_hangs_of_jobs.py",
+    ),
+    Mutant(
+        "time in which nobody watched is silence",
+        "agent/rdzv/agent/hangs.py",
+        "min(now_ms - self._looked_ms, 2 * self._look_every_ms)",
+        "now_ms - self._looked_ms",
+        by="tests/unit/test_agent_hangs.py",
+    ),
+    Mutant(
+        "every D state is one long sleep",
+        VIGIL,
+        "look.switches == self.switches is not None",
+        "True",
+        by="tests/unit/test_agent_hangs.py",
     ),
 )
 

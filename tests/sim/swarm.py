@@ -6,16 +6,26 @@ only happens where something else does not is found too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from random import Random
 
 from rdzv.agent.core.model import Job
-from rdzv.core.model import ScaleUp, Settings
+from rdzv.agent.submitted import SERVER_TIMEOUT_MS
+from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.core.nodes import AgentKind
+from rdzv.core.placement import Gpu, Resources, gpus_needed
+from rdzv.core.quarantine import QuarantineTuning
 from tests.sim.agents import NodeSpec
 
 TROUBLES = 40
 """How many things go wrong, or right, in one history."""
+
+SUBMITTED_SHARE = 0.25
+"""In how many histories jobs are submitted, and placed by the server."""
+HANGING_SHARE = 0.2
+"""In how many histories workers hang."""
+OPERATED_SHARE = 0.5
+"""In how many of the others operators ask for something."""
 
 NODE_TROUBLES = (
     "worker_fails",
@@ -54,6 +64,25 @@ SERVER_TROUBLES = (
 )
 """What happens to a server, or to what it stores."""
 
+OPERATOR_TROUBLES = (
+    "operator_scales",
+    "operator_restarts",
+    "operator_stops",
+    "operator_drains",
+    "operator_undrains",
+    "operator_preempts",
+    "operator_cordons",
+    "operator_uncordons",
+    "operator_submits",
+)
+"""What people ask of a server."""
+
+BUDGETED_SHARE = 0.4
+"""In how many histories jobs have budgets beside that of restarts."""
+
+BUDGET_TROUBLES = ("crash_loops",)
+"""What happens in such histories alone."""
+
 CHANCES = ("slow stop", "workers stuck", "start fails", "store host is late", "peer hangs")
 """What may happen whenever it can, each with its own chance."""
 
@@ -87,10 +116,49 @@ class Swarm:
     server_timeout_ms: int
     clock_offsets_ms: tuple[int, ...]
     """How far the servers' clocks are from each other."""
+    specs: dict[str, JobSpec] = field(default_factory=dict)
+    """The jobs that are submitted, if nodes take such jobs."""
+    quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     @classmethod
-    def of(cls, random: Random, without: frozenset[str] = frozenset()) -> Swarm:
+    def of(cls, seed: int, random: Random, without: frozenset[str] = frozenset()) -> Swarm:
         """Choose sizes and rates."""
+        swarm = cls._of(random, without)
+        swarm = _with_budgets(swarm, Random(f"{seed}, with budgets"), without)
+        swarm = cls._with_hangs(swarm, Random(f"{seed}, with hangs"), without)
+        return cls._with_operators(swarm, seed, without)
+
+    @classmethod
+    def _with_operators(cls, swarm: Swarm, seed: int, without: frozenset[str]) -> Swarm:
+        # By chance of its own: most histories are what they are without operators.
+        other = Random(f"{seed}, with operators")
+        if other.random() < SUBMITTED_SHARE:
+            swarm = _with_submitted(swarm, other)
+            swarm = _with_budgets(swarm, Random(f"{seed}, submitted, with budgets"), without)
+            # By chance of its own, too. With more failures than elsewhere, or hardly any counts.
+            fails = swarm.rates["worker_fails"] * 4
+            swarm = replace(
+                swarm,
+                quarantine=_quarantine(Random(f"{seed}, with quarantine")),
+                rates={**swarm.rates, "worker_fails": fails},
+            )
+        elif other.random() >= OPERATED_SHARE:
+            return swarm
+        rates = {name: other.choice((0.0, 0.3, 1.0)) for name in OPERATOR_TROUBLES}
+        if not swarm.specs:
+            rates = {name: rates[name] for name in OPERATOR_TROUBLES[:6]}
+        rates = {name: 0.0 if name in without else rate for name, rate in rates.items()}
+        return replace(swarm, rates={**swarm.rates, **rates})
+
+    @classmethod
+    def _with_hangs(cls, swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
+        """Let workers hang in some histories; all others are what they are without."""
+        if random.random() >= HANGING_SHARE or "worker_hangs" in without:
+            return swarm
+        return replace(swarm, rates={**swarm.rates, "worker_hangs": random.choice((0.3, 1.0, 3.0))})
+
+    @classmethod
+    def _of(cls, random: Random, without: frozenset[str]) -> Swarm:
         names = ["job-7"] if random.random() < 0.9 else ["job-7", "job-8"]
         jobs = {name: _settings(random) for name in names}
         most = max(settings.max_nodes for settings in jobs.values())
@@ -114,6 +182,17 @@ class Swarm:
 
     def job(self, rdzv_id: str, spec: NodeSpec) -> Job:
         """Say how a job is launched on a node."""
+        submitted = self.specs.get(rdzv_id)
+        if submitted is not None and spec.resources is not None:
+            gpus = gpus_needed(submitted, spec.resources)
+            return Job(
+                rdzv_id=rdzv_id,
+                node_id=spec.name,
+                settings=self.jobs[rdzv_id],
+                local_world_size=submitted.local_world_size or gpus or 1,
+                shutdown_timeout_ms=spec.shutdown_timeout_ms,
+                server_timeout_ms=SERVER_TIMEOUT_MS,
+            )
         return Job(
             rdzv_id=rdzv_id,
             node_id=spec.name,
@@ -136,14 +215,84 @@ class Swarm:
     def describe(self) -> str:
         """Write it in a few lines: what a failure prints first."""
         lines = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("rates", "chances"):
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("rates", "chances"):
                 value = ", ".join(f"{name} {rate:g}" for name, rate in value.items() if rate)
-            elif field.name == "nodes":
+            elif one.name == "specs":
+                value = ", ".join(_describe_spec(name, spec) for name, spec in value.items())
+            elif one.name == "nodes":
                 value = ", ".join(_describe_node(node) for node in value)
-            lines.append(f"{field.name}: {value}")
+            lines.append(f"{one.name}: {value}")
         return "\n".join(lines)
+
+
+def _with_budgets(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
+    """Let some jobs have budgets for what is free else, or back off otherwise."""
+    if random.random() < BUDGETED_SHARE:
+        jobs = {name: _budgeted(settings, random) for name, settings in swarm.jobs.items()}
+        loops = random.choice((0.0, 0.5, 2.0)) if "crash_loops" not in without else 0.0
+        swarm = replace(swarm, jobs=jobs, rates={**swarm.rates, "crash_loops": loops})
+    return swarm
+
+
+def _budgeted(settings: Settings, random: Random) -> Settings:
+    base_ms, max_ms = random.choice(((0, 60_000), (1_000, 60_000), (200, 5_000)))
+    return replace(
+        settings,
+        max_restarts=random.choice((settings.max_restarts, 20)),
+        restart_backoff_ms=base_ms,
+        restart_backoff_max_ms=max_ms,
+        max_preemptions=random.choice((None, None, 0, 2)),
+        max_store_failures=random.choice((None, None, 0, 1)),
+        no_progress_restarts=random.choice((0, 0, 1, 2)),
+    )
+
+
+def _with_submitted(swarm: Swarm, random: Random) -> Swarm:
+    """Let all nodes take submitted jobs, and several jobs be submitted."""
+    names = [f"job-{number}" for number in range(1, random.randint(2, 5) + 1)]
+    topologies = random.choice(((("", "rack-1", "rack-2")), ("",)))
+    nodes = []
+    for number in range(1, random.randint(2, 6) + 1):
+        node = _node(f"n{number}", random, [AgentKind.FOREGROUND])
+        gpus = tuple(Gpu(f"GPU-{i}", "H100", 2**30) for i in range(random.choice((0, 2, 4))))
+        resources = Resources(
+            cpus=8,
+            memory_bytes=2**30,
+            gpus=gpus,
+            labels=random.choice(((), (("kind", "new"),), (("kind", "old"), ("rack", "1")))),
+            capacity=random.choice((1, 1, 2, 3)),
+            topology=random.choice(topologies),
+        )
+        nodes.append(replace(node, resources=resources))
+    return replace(
+        swarm,
+        jobs={name: _settings(random) for name in names},
+        specs={name: _spec(random) for name in names},
+        nodes=tuple(nodes),
+        rates={**swarm.rates, "comes_twice": 0.0, "workers_succeed": 1.0},
+        chances={**swarm.chances, "declines": random.choice((0.0, 0.0, 0.1))},
+    )
+
+
+def _quarantine(random: Random) -> QuarantineTuning:
+    return QuarantineTuning(
+        failures=random.choice((0, 1, 1, 2, 3)),
+        ttl_ms=random.choice((20_000, 12 * 3_600_000)),
+        max_nodes=random.choice((0, 0, 2)),
+    )
+
+
+def _spec(random: Random) -> JobSpec:
+    return JobSpec(
+        args=("train.py",),
+        labels=random.choice(((), (), (("kind", "new"),))),
+        priority=random.choice((0, 0, 0, 5)),
+        gpus_per_node=random.choice((None, None, 0, 1, 2)),
+        local_world_size=random.choice((0, 1, 2)),
+        needs_gpu=random.random() < 0.2,
+    )
 
 
 def _settings(random: Random) -> Settings:
@@ -172,4 +321,14 @@ def _node(name: str, random: Random, kinds: list[AgentKind]) -> NodeSpec:
 
 
 def _describe_node(node: NodeSpec) -> str:
-    return f"{node.name} ({node.kind}, {node.workers} workers, {node.role}, {node.topology or '-'})"
+    text = f"{node.name} ({node.kind}, {node.workers} workers, {node.role}, {node.topology or '-'}"
+    if (has := node.resources) is not None:
+        labels = " ".join(f"{name}={value}" for name, value in has.labels)
+        text += f", {has.capacity} at once, {len(has.gpus)} GPUs, {labels or 'no label'}"
+    return f"{text})"
+
+
+def _describe_spec(name: str, spec: JobSpec) -> str:
+    labels = " ".join(f"{name}={value}" for name, value in spec.labels)
+    gpus = "-" if spec.gpus_per_node is None else spec.gpus_per_node
+    return f"{name} (priority {spec.priority}, {gpus} GPUs, {labels or 'no label'})"

@@ -29,12 +29,23 @@ from rdzv.core.nodes import AgentKind, NodesTuning
 from tests.sim.agents import PING_MS, Agent, NodeSpec, Part, Workers
 from tests.sim.checkers import Judge, LivenessError
 from tests.sim.cluster import Disk, Server
+from tests.sim.daemons import Daemon
 from tests.sim.loop import Agenda, Process
 from tests.sim.network import DOWN, UP, Connection, Network
+from tests.sim.operators import Operators
 from tests.sim.swarm import Swarm, Trouble
 
 TRACED = ("store", "trouble", "attach", "refused", "chance")
 """Of what is counted only, what a trace shows too."""
+OF_A_PART = (
+    "worker_fails",
+    "crash_loops",
+    "worker_hangs",
+    "workers_succeed",
+    "store_host_fails",
+    "runner_dies",
+)
+"""What happens to a job on a node, and not to one that has none."""
 CALM_MS = 15_000
 """For how long nothing must happen once all is well."""
 SETTLE_MS = 10_000
@@ -56,13 +67,14 @@ class World:
     ) -> None:
         random = Random(seed)
         self.seed = seed
-        self.swarm = Swarm.of(random, without)
+        self.swarm = Swarm.of(seed, random, without)
         plan = self.swarm.plan(random)
         keep = None if only is None else set(only)
         self.plan = [trouble for trouble in plan if keep is None or trouble.number in keep]
         self.random = random
         self.check_random = Random(seed)
         """Chance for what is checked, apart, so that a check more or less changes no history."""
+        self.moves_random = Random(f"{seed}, how far workers come")
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.agenda = Agenda()
         self.calm = False
@@ -81,6 +93,7 @@ class World:
         """Whether agents are started where there are none, once nothing new goes wrong."""
         self.servers_from_ms = 0
         """Before this no server can start."""
+        self.operators = Operators(self)
         self._instances = 0
         self._uids = 0
         self.servers = [Server(self, number) for number in range(self.swarm.servers)]
@@ -117,6 +130,13 @@ class World:
         self.count(f"chance: {chance}")
         return True
 
+    def happens_in(self, what: str, likely: float) -> bool:
+        """Whether something happens that always has this chance, until all is healed."""
+        if self.calm or self.random.random() >= likely:
+            return False
+        self.count(f"chance: {what}")
+        return True
+
     def new_uid(self) -> str:
         self._uids += 1
         return f"run-{self._uids}"
@@ -151,9 +171,10 @@ class World:
 
     def run(self, for_ms: int) -> None:
         """Let time pass; stop at the first thing that is wrong."""
-        agenda, until_ms = self.agenda, self.agenda.now_ms + for_ms
-        while self.failure is None and agenda.step(until_ms):
-            pass
+        self._check()
+        self.agenda.run(self.agenda.now_ms + for_ms, self._check)
+
+    def _check(self) -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -161,6 +182,9 @@ class World:
         self.servers[0].start()
         for name in self.specs:
             self.agenda.after(self.random.randint(0, 500), partial(self.start_node, name))
+        for rdzv_id in self.swarm.specs:
+            in_ms = self.random.choice((500, 3_000, 20_000))
+            self.agenda.after(in_ms, partial(self.operators.submit, rdzv_id))
 
     def start_node(self, name: str) -> None:
         """Start an agent on a node that has none; once nothing new happens, see `_start_core`."""
@@ -173,7 +197,8 @@ class World:
 
     def _start_instance(self, spec: NodeSpec) -> Agent:
         self._instances += 1
-        agent = Agent(self, spec, f"{spec.name}-{self._instances}")
+        kind = Agent if spec.resources is None else Daemon
+        agent = kind(self, spec, f"{spec.name}-{self._instances}")
         self.agents.append(agent)
         agent.begin(tuple(self.swarm.jobs))
         return agent
@@ -201,12 +226,17 @@ class World:
             self.start_node(chance.choice(list(self.specs)))
         elif name.startswith(("server_", "store_is", "store_refuses", "store_loses")):
             getattr(self, f"_{name}")(chance)
+        elif name.startswith("operator_"):
+            getattr(self.operators, name.removeprefix("operator_"))(chance)
         else:
             alive = [agent for agent in self.agents if agent.alive]
             if alive:
                 agent = alive[chance.randrange(len(alive))]
-                part = agent.parts[chance.choice(list(agent.parts))]
-                self.note(f"{name}: {agent.name} ({agent.instance}), {part.rdzv_id}")
+                part = agent.parts[chance.choice(list(agent.parts))] if agent.parts else None
+                if part is None and name in OF_A_PART:
+                    return
+                rdzv_id = part.rdzv_id if part is not None else "no job"
+                self.note(f"{name}: {agent.name} ({agent.instance}), {rdzv_id}")
                 getattr(self, f"_{name}")(chance, agent, part)
 
     def _worker_fails(self, chance: Random, agent: Agent, part: Part) -> None:
@@ -214,6 +244,29 @@ class World:
         if workers is not None:
             self.blame()
             part.runner.fail(workers)
+
+    def _crash_loops(self, chance: Random, agent: Agent, part: Part) -> None:
+        """The script is wrong: whenever a round of the job runs, it fails soon."""
+        for times in range(chance.randint(2, 5)):
+            at_ms = times * chance.choice((1_500, 5_000))
+            self.agenda.after(at_ms, partial(self._fail_wherever, part.rdzv_id))
+
+    def _fail_wherever(self, rdzv_id: str) -> None:
+        parts = [agent.parts[rdzv_id] for agent in self.agents if rdzv_id in agent.parts]
+        for part in parts:
+            if not self.calm and part.runner.workers is not None:
+                self.blame()
+                part.runner.fail(part.runner.workers)
+                return
+
+    def _worker_hangs(self, chance: Random, agent: Agent, part: Part) -> None:
+        """One or several at once; some only for a while."""
+        workers = part.runner.workers
+        for other in list(self.agents):
+            for there in other.parts.values():
+                if there.runner.workers == workers and (there is part or chance.random() < 0.3):
+                    for local_rank in sorted(there.runner.alive)[: chance.choice((1, 1, 3))]:
+                        there.runner.hang(local_rank, chance.choice((None, None, 3_000, 9_000)))
 
     def _workers_succeed(self, chance: Random, agent: Agent, part: Part) -> None:
         """All workers of the round come to their end; some a good while after the others."""
@@ -275,7 +328,9 @@ class World:
 
     def _start_twin(self, agent: Agent) -> None:
         """Start another agent under the name of one that still lives."""
-        if not self.calm and sum(1 for a in self.agents if a.name == agent.name) < 2:
+        same = sum(1 for other in self.agents if other.name == agent.name)
+        # No two daemons use one directory.
+        if not self.calm and not self.swarm.specs and same < 2:
             self._start_instance(agent.spec)
 
     def _agent_restarts(self, chance: Random, agent: Agent, part: Part) -> None:
@@ -456,6 +511,7 @@ class World:
         self._keep_one_server()
         names = sorted(self.specs)
         fewest = max(settings.min_nodes for settings in self.swarm.jobs.values())
+        fewest = 1 if self.swarm.specs else fewest
         core = self.random.sample(names, self.random.randint(fewest, len(names)))
         self.core = sorted(core)
         self.note(f"the core: {', '.join(self.core)}")
@@ -468,6 +524,7 @@ class World:
             elif agent.alive:
                 agent.die(silent=self.random.random() < 0.5)
         self._start_core()
+        self.operators.heal()
 
     def _keep_one_server(self) -> None:
         leader = self.leader
@@ -487,7 +544,8 @@ class World:
             for name in self.core:
                 self._start(name)
             for agent in list(self.agents):
-                if any(part.outcome is not None for part in agent.parts.values()):
+                over = any(part.outcome is not None for part in agent.parts.values())
+                if over and not self.swarm.specs:
                     # It takes part in one of two jobs only; such a node is started anew.
                     agent.awake(agent.signal)
         self.agenda.after(START_ANEW_MS, self._start_core)
@@ -504,6 +562,7 @@ class World:
             + leases.takeover_grace_ms
             + 2 * (stop_ms + tuning.stop_margin_ms)
             + tuning.store_backoff_max_ms
+            + max(s.restart_backoff_max_ms for s in settings)
             + tuning.gather_ms
             + 60_000  # Until workers that are stuck are reaped, ...
             + 60_000  # ... and for whatever was planned before all of it healed.
@@ -537,8 +596,15 @@ class World:
         return "; ".join(self._ills())
 
     def _ills(self) -> Iterable[str]:
+        for agent in self.agents:
+            # Who comes to the server late may bring news of a round, or be lost before.
+            if agent.alive and not agent.greeted:
+                yield f"{agent.name} is not connected"
+        yield from self.operators.ills()
         for rdzv_id in self.swarm.jobs:
             membership = self.judge.stored.get(rdzv_id)
+            if membership is None and rdzv_id in self.operators.refused:
+                continue
             if membership is None:
                 yield f"nobody has joined {rdzv_id}"
             elif membership.ended is None:
@@ -558,7 +624,10 @@ class World:
     def _ills_of(self, membership: Membership) -> Iterable[str]:
         round_, rdzv_id = membership.round, membership.rdzv_id
         if round_ is None or not round_.live:
-            reasons = [p.reason for a in self.agents for p in a.parts.values() if p.reason]
+            if rdzv_id in self.swarm.specs and self.operators.why_waits(membership):
+                return
+            parts = [agent.parts.get(rdzv_id) for agent in self.agents]
+            reasons = [part.reason for part in parts if part is not None and part.reason]
             yield f"no round of {rdzv_id} runs: {reasons[:1]}"
             return
         workers = (rdzv_id, membership.run, round_.number)
@@ -567,6 +636,10 @@ class World:
             gone = participant.node_id in round_.gone
             if not gone and not self._has_workers(participant.node_id, workers):
                 yield f"{participant.node_id} has no workers of {workers}"
+        for agent in self.agents:
+            part = agent.parts.get(rdzv_id)
+            if part is not None and part.runner.workers == workers and part.runner.hung:
+                yield f"{agent.name} hangs in {workers}"
         if not any(self._trains(agent, workers) for agent in self.agents):
             yield f"nobody trains in {workers} any more, and the run is not closed"
 
@@ -586,7 +659,10 @@ class World:
 
     def _trains(self, agent: Agent, workers: Workers) -> bool:
         part = agent.parts.get(workers[0])
-        return part is not None and part.runner.workers == workers and bool(part.runner.alive)
+        if part is None or part.runner.workers != workers or not part.runner.alive:
+            return False
+        # Who stops or leaves trains for the last time.
+        return part.state.phase is Phase.RUNNING
 
     # -------------------------------------------------------------- calm
 
@@ -596,13 +672,16 @@ class World:
         self._wait_until_well()
         self._starts_anew = False
         stored = self.judge.stored
-        open_jobs = [rdzv_id for rdzv_id in self.swarm.jobs if stored[rdzv_id].ended is None]
+        jobs = [rdzv_id for rdzv_id in self.swarm.jobs if rdzv_id in stored]
+        open_jobs = [rdzv_id for rdzv_id in jobs if stored[rdzv_id].ended is None]
         before = {rdzv_id: self._present(rdzv_id) for rdzv_id in open_jobs}
         self.judge.moves.clear()
         self.run(CALM_MS)
         for rdzv_id in open_jobs:
             after = self._present(rdzv_id)
-            if before[rdzv_id] != after and rdzv_id not in self.judge.moves:
+            # Where one job ends, the nodes that it had go to others.
+            moves = self.judge.moves & ({*jobs} if self.swarm.specs else {rdzv_id})
+            if before[rdzv_id] != after and not moves:
                 self.judge.fail(f"calm: {rdzv_id} was at {before[rdzv_id]} and is at {after}")
         if self.failure is not None:
             raise self.failure

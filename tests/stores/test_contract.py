@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sqlite3
 import subprocess
@@ -21,6 +22,7 @@ from rdzv.core.model import (
     Ended,
     EndedRun,
     Failure,
+    JobSpec,
     Membership,
     NodeState,
     Offer,
@@ -30,6 +32,8 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
+    Spent,
+    Submission,
 )
 from rdzv.errors import (
     InvalidRequestError,
@@ -62,7 +66,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-@pytest.fixture(params=["memory", "sqlite", "etcd"])
+@pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.slow)])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         opened: Store
@@ -461,6 +465,7 @@ async def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> No
     await (await SqliteStore.open(tmp_path)).close()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
     script = (
         "import os, sys, signal; from pathlib import Path; from rdzv.stores import sqlite;"
@@ -560,10 +565,43 @@ def test_the_envelope_names_its_format() -> None:
     assert codec.decode(data, "here") == membership()
 
 
+def test_what_an_older_server_would_drop_has_a_newer_format() -> None:
+    submission = Submission(JobSpec(("t.py",), env=(("K", "v"),)), "ada", 5, ("n1",))
+    submitted = replace(membership(), submission=submission)
+    after = Settings(1, 2, scale_up=ScaleUp.AFTER, scale_up_after_ms=5)
+    budgeted = (
+        Settings(1, 2, max_preemptions=0),
+        Settings(1, 2, max_store_failures=0),
+        Settings(1, 2, no_progress_restarts=3),
+    )
+    new_settings = (replace(membership(), settings=settings) for settings in (after, *budgeted))
+    for new in (submitted, *new_settings):
+        data = codec.encode(new)
+        assert data.startswith(b'{"format":2,')
+        assert codec.decode(data, "here") == new
+
+
+def test_what_a_run_has_spent_is_kept() -> None:
+    spent = Spent(preemptions=1, store_failures=2, soon=3, in_vain=4, step=2**64 - 1)
+    ended = Ended(Result.FAILED, "no progress", 5, no_progress=True)
+    full = replace(membership(), spent=spent, ended=ended)
+    assert codec.decode(codec.encode(full), "here") == full
+
+
+def test_what_was_stored_before_there_were_budgets_is_read_with_their_defaults() -> None:
+    old = json.loads(codec.encode(membership()))
+    del old["membership"]["spent"]
+    for name in ("restart_backoff_ms", "restart_backoff_max_ms", "no_progress_restarts"):
+        del old["membership"]["settings"][name]
+    for name in ("max_preemptions", "max_store_failures"):
+        del old["membership"]["settings"][name]
+    assert codec.decode(json.dumps(old).encode(), "here") == membership()
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b'{"format":2,"membership":{}}', "here has format 2, and this rdzvd reads format 1"),
+        (b'{"format":3,"membership":{}}', "here has format 3, and this rdzvd reads format 2"),
         (b"", "here can not be read"),
         (b"\xff\xfe", "here can not be read"),
         (b'{"membership":{}}', "missing required field `format`"),

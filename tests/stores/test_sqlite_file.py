@@ -39,6 +39,30 @@ def old_file(directory: Path, schema: int = 1) -> Path:
     return path
 
 
+@pytest.mark.parametrize("schema", [None, *OLDER, sqlite_file.SCHEMA_VERSION])
+async def test_nobody_else_may_read_what_is_stored(tmp_path: Path, schema: int | None) -> None:
+    """Environments of submitted jobs are in it, however readable an older rdzvd has left it."""
+    umask = os.umask(0)
+    try:
+        directory = tmp_path / "data"
+        if schema in OLDER:
+            old_file(directory, schema)
+            directory.chmod(0o755)
+        elif schema is not None:
+            await (await SqliteStore.open(directory)).close()
+            (directory / "rdzv.db").chmod(0o644)
+        store = await SqliteStore.open(directory)
+        await store.take_over()
+        found = {p.name: p.stat().st_mode & 0o077 for p in directory.iterdir() if p.name != "lock"}
+        await store.close()
+    finally:
+        os.umask(umask)
+    assert found.keys() >= {"rdzv.db", "rdzv.db-wal"}
+    assert set(found.values()) == {0}
+    if schema is None:
+        assert directory.stat().st_mode & 0o077 == 0
+
+
 def killed(path: Path, *statements: str) -> None:
     """Run statements on a file, and die."""
     script = (
@@ -47,7 +71,9 @@ def killed(path: Path, *statements: str) -> None:
         "for statement in sys.argv[2:]: db.execute(statement)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(path), *statements], check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, str(path), *statements], check=False
+    )
     assert done.returncode == -9
 
 
@@ -482,6 +508,7 @@ def as_nobody(begin: str, directory: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 async def test_a_directory_without_permission_is_refused(public_folder: Path) -> None:
     data = public_folder / "data"
     path = await new_file(data)
@@ -510,6 +537,7 @@ async def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
     assert sqlite_file.inspect(old) == sqlite_file.SCHEMA_VERSION
 
 
+@pytest.mark.slow
 async def test_a_file_without_permission_is_refused(public_folder: Path) -> None:
     data = public_folder / "data"
     path = await new_file(data)

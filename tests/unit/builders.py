@@ -25,9 +25,11 @@ from rdzv.core.events import Event
 from rdzv.core.explain import job_state, view, waiting_reason
 from rdzv.core.invariants import violations
 from rdzv.core.model import (
+    UNMOVED,
     JobState,
     LeaveCause,
     Membership,
+    Moved,
     Offer,
     Round,
     Settings,
@@ -62,6 +64,7 @@ def join(
     settings: Settings = SETTINGS,
     left_round: int | None = None,
     failures: Iterable[FailureReport] = (),
+    moved: Moved = UNMOVED,
     refuse_reuse: bool = False,
     new_run: str = RUN,
     **offered: Any,
@@ -75,6 +78,7 @@ def join(
         offer=offer(node_id, **offered),
         left_round=left_round,
         failures=tuple(failures),
+        moved=moved,
         refuse_reuse=refuse_reuse,
         new_run=new_run,
     )

@@ -226,6 +226,23 @@ def test_the_highest_round_wins():
     assert job.state.waiting.keys() == {"n9"}
 
 
+def test_who_has_left_a_later_round_starts_beside_no_worker_of_an_earlier_one():
+    """After its grace a server without memory has formed a round; then somebody comes back late."""
+    settings = Settings(1, 3, last_call_timeout_ms=0)
+    job = Job(settings)
+    job.join("n9", run=FORMER)
+    job.pass_until(30_000)
+    assert (job.seated, job.round.number) == (["n9"], 0)
+    alone = {"group_world_size": 1, "world_size": SIZES[0], "settings": settings}
+    job.do(replace(rejoin(0, **alone), settings=settings))
+    assert (job.seated, job.round.number) == (["n9"], 0)
+    job.pass_until(60_000)
+    assert job.round.end is not None, "there is room for the newcomer"
+    assert job.seated == ["n9"], "its workers may not be gone yet"
+    job.stopped("n9")
+    assert (job.seated, job.round.number) == (["n9", "n0"], 8)
+
+
 def test_a_later_run_follows_one_whose_nodes_are_gone():
     job = Job()
     job.join("n0", "n1", "n2")

@@ -45,7 +45,11 @@ EXPORTED_BY_TORCHRUN = {
 }
 """What torchrun 2.13 sets where nothing was set before, and no watchdog timer is on."""
 
-BEYOND_TORCHRUN = {"RDZV_ROUND": "5", "RDZV_PROGRESS_FILE": "/tmp/progress"}
+BEYOND_TORCHRUN = {
+    "RDZV_ROUND": "5",
+    "RDZV_PROGRESS_FILE": "/tmp/progress",
+    "RDZV_NOTICE_FILE": "/tmp/notice",
+}
 
 
 def environ(
@@ -60,6 +64,7 @@ def environ(
         local_world_size=local_world_size,
         error_file="/logs/error.json",
         progress_file="/tmp/progress",
+        notice_file="/tmp/notice",
     )
 
 
@@ -108,6 +113,7 @@ def test_false_is_spelled_as_torch_reads_it() -> None:
         local_world_size=1,
         error_file="/logs/error.json",
         progress_file="/tmp/progress",
+        notice_file="/tmp/notice",
     )
     assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import importlib.util
+import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,10 @@ from rdzv.agent import launch
 from rdzv.agent.core.model import Job
 from rdzv.agent.launch import (
     Launch,
+    ask_count_devices,
+    check_chdir,
     check_startable,
+    count_devices,
     has_torch,
     local_address,
 )
@@ -288,3 +293,86 @@ def test_what_can_be_started_passes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     check_startable(what)
+
+
+# ------------------------------------------------------------------ a job's own place
+
+
+def test_what_is_started_is_looked_for_from_where_the_workers_start(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    check_startable(Launch(JOB, "train.py", chdir=tmp_path))
+    check_startable(Launch(JOB, "./run.sh", no_python=True, chdir=tmp_path))
+    with pytest.raises(InvalidRequestError, match=f"looked in {tmp_path}"):
+        check_startable(Launch(JOB, "other.py", chdir=tmp_path))
+
+
+def test_programs_are_looked_for_in_the_jobs_own_path(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("#!/bin/sh\n")
+    (tmp_path / "mine").chmod(0o755)
+    here = Launch(JOB, "mine", no_python=True, environ={"PATH": str(tmp_path)})
+    check_startable(here)
+    with pytest.raises(InvalidRequestError, match="'mine' is no program on this node"):
+        check_startable(replace(here, environ={"PATH": "/nowhere"}))
+
+
+def test_a_folder_that_workers_can_not_start_in_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_chdir(tmp_path)
+    for folder, why in (
+        (tmp_path / "no", "can not be used on this node (No such file or directory)"),
+        (tmp_path / "file", "is no directory on this node"),
+        (tmp_path / "file" / "below", "can not be used on this node (Not a directory)"),
+        (Path("/a\0b"), "can not be used on this node"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            check_startable(Launch(JOB, "train.py", chdir=folder))
+        assert repr(str(folder)) in str(refused.value)
+        assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("says", "kind", "count"),
+    [("echo noise; echo 4", "gpu", 4), ("echo 0", "auto", len(os.sched_getaffinity(0)))],
+)
+async def test_devices_are_counted_while_other_jobs_go_on(
+    tmp_path: Path, says: str, kind: str, count: int
+) -> None:
+    python = program(tmp_path, says)
+    assert await ask_count_devices(kind, python, {}) == count
+    assert count_devices(kind, python) == count
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("echo 0", "torch sees no gpu on this node; give a number"),
+        ("echo 'no torch' >&2; exit 1", r"can not count them \(no torch\)"),
+    ],
+)
+async def test_devices_that_can_not_be_counted_are_refused(
+    tmp_path: Path, says: str, why: str
+) -> None:
+    python = program(tmp_path, says)
+    with pytest.raises(InvalidRequestError, match=why):
+        await ask_count_devices("gpu", python, {"PATH": os.defpath})
+    with pytest.raises(InvalidRequestError, match=why):
+        count_devices("gpu", python)
+
+
+async def test_an_interpreter_that_hangs_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "COUNT_TIMEOUT_S", 0.05)
+    python = program(tmp_path, "exec sleep 60")
+    with pytest.raises(InvalidRequestError, match="can not count them"):
+        await ask_count_devices("gpu", python, {})
+    with pytest.raises(InvalidRequestError, match="can not count them"):
+        count_devices("gpu", python)
+
+
+async def test_the_jobs_own_environment_is_asked_for_torch(tmp_path: Path) -> None:
+    python = program(tmp_path, 'test "$ASKED" = yes && echo True')
+    assert await has_torch(python, {"ASKED": "yes"})
+    assert not await has_torch(python, {"ASKED": "no"})

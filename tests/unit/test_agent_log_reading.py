@@ -361,6 +361,54 @@ async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: 
     assert "no regular file" in errors
 
 
+def remember(node: Node) -> None:
+    """Let the job be over, and its rounds be known from before."""
+    rounds = [found for number in range(8) if (found := node.written.at(number)) is not None]
+    node.reading.past = lambda name: Written.before(rounds) if name == "job-7" else None
+
+
+async def test_a_job_that_has_ended_is_read_from_what_is_known_of_it(node: Node) -> None:
+    node.begin(2)
+    node.begin(3)
+    node.write("before\n", 3)
+    remember(node)
+    node.reading.forget("job-7")
+    node.ask()
+    assert (await node.last()).error == ""
+    assert node.text() == "before\n"
+    node.ask(follow=True)
+    assert (await node.last(2)).error == ""
+    assert node.text(2) == "before\n"
+
+
+async def test_an_earlier_run_is_read_while_another_is_here(node: Node) -> None:
+    node.begin(2)
+    node.write("before\n", 2)
+    remember(node)
+    now = Written()
+    node.reading.serve("job-7", now)
+    node.written = now
+    node.begin(5)
+    node.write("now\n", 5)
+    node.ask(round=2)
+    node.ask()
+    node.ask(round=4)
+    for number, text in ((1, "before\n"), (2, "now\n"), (3, "")):
+        assert (await node.last(number)).error == ""
+        assert node.text(number) == text
+
+
+async def test_what_was_removed_meanwhile_is_said_to_be_gone(node: Node) -> None:
+    node.begin(2, files=False)
+    remember(node)
+    node.reading.forget("job-7")
+    node.ask()
+    await node.last()
+    errors = [piece.error for piece in node.of(1) if piece.error]
+    assert len(errors) == 4
+    assert "is not there any more" in errors[0]
+
+
 async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
     node.reading.read(ReadRequest(1, "job-8", PLENTY))
     assert (await node.last()).error == "this node takes no part in job-8"

@@ -22,7 +22,7 @@ from rdzv.agent.core.commands import (
     StopStoreHost,
     StopWorkers,
 )
-from rdzv.agent.core.machine import Transition
+from rdzv.agent.core.machine import Transition, rejoin
 from rdzv.agent.core.model import (
     AgentState,
     Assignment,
@@ -32,7 +32,7 @@ from rdzv.agent.core.model import (
     Outcome,
     Phase,
 )
-from rdzv.core.model import Cause, LeaveCause, Result, Settings
+from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
 JOB = Job("job-7", "n1", SETTINGS, local_world_size=2)
@@ -602,6 +602,63 @@ def test_workers_that_end_by_the_signal_are_no_failures() -> None:
     assert node.state.failures == ()
 
 
+# ------------------------------------------------------------------ a submitted job
+
+WITHDRAWN = events.Withdrawn("r1", "it was placed elsewhere")
+GIVEN_BACK = Leaving(LeaveCause.SIGNAL, "it was placed elsewhere", 75)
+
+
+def test_a_node_that_was_placed_asks_for_that_run_from_the_first() -> None:
+    state = begin(JOB, 0, "r1")
+    assert rejoin(state) == SayJoin("r1", None, ())
+    closed_before = step(state, closed(Result.STOPPED), 0)
+    assert outcome_of(list(closed_before.commands)).result is Result.STOPPED
+
+
+def test_a_node_that_was_placed_can_be_withdrawn_before_it_is_admitted() -> None:
+    after = step(begin(JOB, 0, "r1"), WITHDRAWN, 0)
+    assert after.commands[0] == SayLeave("r1", GIVEN_BACK, None)
+    assert outcome_of(list(after.commands)) == Outcome(75, "it was placed elsewhere")
+
+
+@pytest.mark.parametrize("name", ["joining", "rejoining", "at_barrier"])
+def test_a_job_that_is_withdrawn_from_a_node_without_workers_is_over_there(name: str) -> None:
+    node = PHASES[name]()
+    told = node.hear(WITHDRAWN)
+    round_ = None if name == "joining" else 0
+    assert SayLeave("r1", GIVEN_BACK, round_) in told
+    assert outcome_of(told) == Outcome(75, "it was placed elsewhere")
+
+
+@pytest.mark.parametrize("name", ["running", "stopping", "sweeping"])
+def test_workers_of_a_job_that_is_withdrawn_have_time_to_save(name: str) -> None:
+    node = PHASES[name]()
+    told = node.hear(WITHDRAWN)
+    assert told == [SayLeave("r1", GIVEN_BACK, None), StopWorkers(0, 30_000)]
+    assert outcome_of(node.hear(gone())) == Outcome(75, "it was placed elsewhere")
+
+
+def test_a_node_that_leaves_already_is_withdrawn_from_nothing() -> None:
+    node = leaving()
+    assert node.hear(WITHDRAWN) == []
+    assert outcome_of(node.hear(gone())).exit_code == 128 + SIGTERM
+
+
+def test_a_withdrawal_from_another_run_changes_nothing() -> None:
+    for make in PHASES.values():
+        node = make()
+        before = node.state
+        assert node.hear(replace(WITHDRAWN, run="r2")) == []
+        assert node.state == before
+
+
+def test_the_result_of_a_run_that_has_ended_is_not_lost_by_its_withdrawal() -> None:
+    node = running()
+    node.hear(closed(Result.STOPPED))
+    assert node.hear(WITHDRAWN) == []
+    assert outcome_of(node.hear(gone())).result is Result.STOPPED
+
+
 # ------------------------------------------------------------------ this node can not go on
 
 
@@ -955,6 +1012,9 @@ ALPHABET: tuple[events.Event, ...] = (
     events.StoreHostExited(0, "no"),
     RUNNER_LOST,
     signalled(),
+    events.Withdrawn("r1", "no"),
+    events.NoticeGiven(1_500, "drained"),
+    events.NoticeLifted(),
     TICKED,
 )
 REPEATABLE = tuple(
@@ -967,6 +1027,7 @@ STEP_MS = 700
 DEPTH = 6
 
 
+@pytest.mark.slow
 def test_no_order_of_events_breaks_a_promise() -> None:
     """Take every event in every state that any five events lead to, while time passes."""
     job = replace(JOB, store_host_timeout_ms=1_000, server_timeout_ms=2_000)
@@ -1007,3 +1068,72 @@ def test_a_tick_before_it_is_due_changes_nothing() -> None:
         before = node.state
         assert node.hear(TICKED) == []
         assert node.state == before
+
+
+# ------------------------------------------------------------------ a node that is not well
+
+UNWELL = events.Unhealthy(0, "disk /data has 1 % free")
+
+
+def test_a_node_that_is_not_well_leaves_and_its_failure_remains_one() -> None:
+    node = running()
+    node.hear(exited(1, 3))
+    leaving = Leaving(LeaveCause.FAILED, "unhealthy: disk /data has 1 % free", 75)
+    assert node.hear(UNWELL) == [SayLeave("r1", leaving, None)]
+    assert node.phase is Phase.LEAVING
+    told = node.hear(gone())
+    assert told == [StopStoreHost(0), SayLeave("r1", leaving, 0), Exit(Outcome(75, leaving.reason))]
+
+
+def test_one_that_was_stuck_is_looked_at_as_well() -> None:
+    node = stopping()
+    node.hear(events.WorkersStuck(0, (7,)))
+    assert isinstance(node.hear(UNWELL)[0], SayLeave)
+
+
+@pytest.mark.parametrize("event", [UNWELL, events.Unhealthy(3, "of another round")])
+def test_who_is_not_about_to_join_again_after_a_failure_does_not_hear_of_it(
+    event: events.Unhealthy,
+) -> None:
+    for node in (running(), stopping()):
+        assert node.hear(event) == []
+    failed = running()
+    failed.hear(exited(1, 3))
+    failed.hear(signalled())
+    assert failed.hear(event) == []
+
+
+# ------------------------------------------------------------------ how far it came
+
+
+def test_the_join_says_how_far_the_workers_had_come_and_so_does_each_repetition() -> None:
+    moved, node = Moved(step=120, snapshot=True), running()
+    node.hear(exited(0, 1), exited(1, None))
+    [say] = [c for c in node.hear(events.WorkersGone(0, moved)) if isinstance(c, SayJoin)]
+    assert say.moved == moved
+    assert rejoin(node.state).moved == moved
+
+
+def test_what_one_round_had_come_to_is_not_said_of_the_next() -> None:
+    node = running()
+    node.hear(exited(0, 1), exited(1, None), events.WorkersGone(0, Moved(step=120)), completed(1))
+    assert node.state.moved == UNMOVED
+    node.hear(ended(1), gone(1))
+    assert rejoin(node.state).moved == UNMOVED
+    node.hear(completed(2), ended(2), events.WorkersGone(2, Moved(step=7)))
+    # It has never heard of round 3, which has come to its end.
+    node.hear(ended(3))
+    assert rejoin(node.state).moved == UNMOVED
+
+
+def test_a_node_whose_workers_had_succeeded_says_so_too_when_another_ends_the_round() -> None:
+    node = sweeping()
+    node.hear(events.WorkersGone(0, Moved(step=7)))
+    [say] = [c for c in node.hear(ended(broken=True)) if isinstance(c, SayJoin)]
+    assert say.moved == Moved(step=7)
+
+
+def test_a_job_without_progress_is_not_to_be_queued_again() -> None:
+    node = running()
+    node.hear(replace(closed(Result.FAILED), no_progress=True))
+    assert outcome_of(node.hear(gone())).exit_code == 93

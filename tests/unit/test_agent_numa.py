@@ -384,6 +384,7 @@ async def seen(stub: str, visible: str, sysfs: Path, timeout_s: float = 10) -> t
     return await visible_gpu_pci_addresses(environ, library=stub, sysfs=sysfs, timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 async def test_the_driver_sees_the_environment_of_the_workers(stub: str, tmp_path: Path) -> None:
     assert await seen(stub, "0000:DC:00.0,0000:19:00.0", tmp_path) == (
         "0000:DC:00.0",
@@ -391,34 +392,41 @@ async def test_the_driver_sees_the_environment_of_the_workers(stub: str, tmp_pat
     )
 
 
+@pytest.mark.slow
 async def test_a_machine_without_gpus_has_none(stub: str, tmp_path: Path) -> None:
     assert await seen(stub, "none", tmp_path) == ()
 
 
+@pytest.mark.slow
 async def test_a_driver_that_fails_is_refused(stub: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"cuInit: unknown error \(error 999\)"):
         await seen(stub, "fail", tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_driver_that_crashes_takes_nobody_along(stub: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"signal 9 \(SIGKILL\); see whether nvidia-smi"):
         await seen(stub, "crash", tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_driver_that_ends_the_process_is_refused(stub: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"the CUDA driver fails: exit code 0; see"):
         await seen(stub, "exit", tmp_path)
 
 
+@pytest.mark.slow
 async def test_a_driver_that_hangs_is_given_up(stub: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"not list its GPUs within 0\.05 s"):
         await seen(stub, "hang", tmp_path, timeout_s=0.05)
 
 
+@pytest.mark.slow
 async def test_without_a_driver_there_are_no_gpus(tmp_path: Path) -> None:
     assert await seen("libno-such-cuda.so.1", "0", tmp_path) == ()
 
 
+@pytest.mark.slow
 async def test_a_library_that_is_no_driver_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"libc\.so\.6: .*cuInit"):
         await seen("libc.so.6", "0", tmp_path)

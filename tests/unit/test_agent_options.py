@@ -1,5 +1,6 @@
 """rdzvrun's command line: torchrun's options, their defaults, and what is wrong with bad ones."""
 
+import logging
 import os
 import socket
 import subprocess
@@ -9,13 +10,15 @@ from signal import Signals
 
 import pytest
 
-from rdzv.agent import flags
+from rdzv import flags
 from rdzv.agent.launch import Launch, Output
 from rdzv.agent.numa import NumaBinding
-from rdzv.agent.options import parse_conf, parse_launch, parse_nnodes, parse_streams
+from rdzv.agent.options import parse_launch
 from rdzv.client import Endpoint
+from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.job_options import parse_conf, parse_nnodes, parse_streams
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
 
@@ -70,7 +73,25 @@ def test_a_job_of_its_own_has_a_name_of_its_own() -> None:
     assert all(name.startswith("standalone-") for name in names)
 
 
+def test_the_snapshot_is_where_the_workers_see_it(tmp_path: Path) -> None:
+    assert launch().snapshot is None
+    given = ("--no-progress-restarts=3", "--snapshot=saved/last.pt")
+    found = launch(*given)
+    assert found.snapshot == Path.cwd() / "saved" / "last.pt"
+    assert found.job.settings.no_progress_restarts == 3
+    placed, _ = parse_launch([*given, "train.py"], environ={}, chdir=tmp_path)
+    assert placed.snapshot == tmp_path / "saved" / "last.pt"
+
+
+def test_a_snapshot_that_nobody_looks_at_is_refused() -> None:
+    said = "--snapshot=last.pt has no use without --no-progress-restarts; give a number of"
+    with pytest.raises(InvalidRequestError, match=said):
+        launch("--snapshot=last.pt")
+
+
 def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
+    assert launch(*HEAD).hang_timeout is None
+    assert launch(*HEAD, "--hang-timeout=600").hang_timeout == HangTimeout(600_000)
     assert launch(*HEAD).job.fence_after_ms == 0
     assert launch(*HEAD, "--fence-after=3.5").job.fence_after_ms == 3_500
     assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=head", "--fence-after=3").job
@@ -144,6 +165,12 @@ def test_every_option_arrives_in_either_spelling(spell: type[str], apart: bool) 
     assert found.refuse_reuse
     assert found.numa_binding is NumaBinding.NODE
     assert found.signals == (Signals.SIGTERM, Signals.SIGUSR1)
+
+
+def test_newcomers_may_have_to_wait_for_a_while() -> None:
+    settings = launch("--rdzv-conf=scale_up=after:90.5").job.settings
+    assert (settings.scale_up, settings.scale_up_after_ms) == (ScaleUp.AFTER, 90_500)
+    assert launch("--rdzv-conf=scale_up=on-restart").job.settings.scale_up_after_ms == 0
 
 
 def test_flags_arrive() -> None:
@@ -384,6 +411,7 @@ REFUSED = [
         "--shutdown-timeout=nan",
         "--shutdown-timeout=nan: give a number of seconds from 0 to 86400",
     ),
+    ("--rdzv-id=", "--rdzv-id is empty; give the job's name, or leave it out"),
     ("--rdzv-conf=a", "--rdzv-conf: 'a' is not of the form key=value"),
     ("--rdzv-conf=reuse=", "--rdzv-conf: 'reuse=' is not of the form key=value"),
     ("--rdzv-conf==1", "--rdzv-conf: '=1' is not of the form key=value"),
@@ -406,7 +434,19 @@ REFUSED = [
     ("--rdzv-conf=reuse=maybe", "--rdzv-conf: reuse=maybe is neither true nor false"),
     (
         "--rdzv-conf=scale_up=lazy",
-        "--rdzv-conf: scale_up=lazy is none of eager, on-restart",
+        "--rdzv-conf: scale_up=lazy is none of eager, on-restart, after:SECONDS",
+    ),
+    (
+        "--rdzv-conf=scale_up=after",
+        "--rdzv-conf: scale_up=after is none of eager, on-restart, after:SECONDS",
+    ),
+    (
+        "--rdzv-conf=scale_up=after:soon",
+        "--rdzv-conf: scale_up=after:soon is no number of seconds; give one from 0 on",
+    ),
+    (
+        "--rdzv-conf=scale_up=after:0",
+        "--rdzv-conf: scale_up=after:0 is too short; give at least 0.001 seconds",
     ),
     (
         "--redirects=4",
@@ -465,20 +505,21 @@ def test_usage_errors_exit_with_2(
 
 
 def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    conf = parse_conf("timeot=900, join_timeout = 5 ,,")
-    assert conf == {"timeot": "900", "join_timeout": "5"}
+    found = launch("--rdzv-conf=timeot=900, join_timeout = 5 ,,")
+    assert found.job.settings.join_timeout_ms == 5_000
     (record,) = caplog.records
     assert record.getMessage() == (
         "--rdzv-conf: unknown key timeot; known: join_timeout, last_call_timeout, scale_up, "
-        "restart_window, reuse, failure_stop_timeout, server_timeout, etcd_prefix, "
-        "protocol, cacert, cert, key, etcd_user, etcd_password_file, is_host"
+        "restart_window, restart_backoff, reuse, failure_stop_timeout, server_timeout, "
+        "etcd_prefix, protocol, cacert, cert, key, etcd_user, etcd_password_file, is_host"
     )
 
 
 def test_settings_of_torchruns_store_are_taken_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parse_conf("timeout=900,keep_alive_interval=5")
+    with caplog.at_level(logging.WARNING):
+        launch("--rdzv-conf=timeout=900,keep_alive_interval=5")
     assert not caplog.records
 
 
@@ -579,6 +620,7 @@ print(status)
 """
 
 
+@pytest.mark.slow
 def test_the_program_refuses_with_exit_code_2_and_without_torch(tmp_path: Path) -> None:
     lines = (
         "--nnodes=x train.py",

@@ -163,6 +163,24 @@ async def test_the_function_to_paste_is_understood(
     report_step(9)
 
 
+async def test_the_furthest_step_is_the_highest_of_all_workers_also_if_one_went_back(
+    desk: Desk,
+) -> None:
+    desk.files.open_round(line(), 2)
+    assert desk.files.furthest() is None
+    desk.path(0).write_text("120")
+    await desk.expect(r4=120)
+    desk.path(0).write_text("  3")
+    await desk.expect(r4=3)
+    assert desk.files.furthest() == 120
+    desk.path(1).write_text("121")
+    # What was written last is seen, though nobody was woken by it yet.
+    assert desk.files.furthest() == 121
+    desk.files.close_round()
+    desk.files.open_round(line(4), 2)
+    assert desk.files.furthest() is None
+
+
 async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     desk.files.open_round(line(), 2)
     for step in range(3):

@@ -6,6 +6,7 @@ Nothing here asserts how long something takes: a story waits for what must come.
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,8 +20,10 @@ from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
-from rdzv.client import Endpoint
-from rdzv.core.model import Result
+from rdzv.agent.submitted import Holding, Placed
+from rdzv.client import Backoff, Endpoint
+from rdzv.core.model import JobSpec, Result
+from rdzv.core.placement import FailingCheck, Resources
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -30,15 +33,8 @@ PATIENCE_S = 20.0
 NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the link try again at once, unless a story says otherwise."""
-    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 0.001)
-    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 0.01)
-    monkeypatch.setattr(server_link, "STEADY_S", 0.0)
+HASTY = Backoff(first_s=0.001, max_s=0.01, steady_s=0.0)
+"""A link tries again at once, unless a story says otherwise."""
 
 
 class Talk:
@@ -201,8 +197,10 @@ class Job:
         return event
 
 
-def link_to(*endpoints: Endpoint, jobs: tuple[Job, ...] = ()) -> ServerLink:
-    link = ServerLink(endpoints, IDENTITY)
+def link_to(
+    *endpoints: Endpoint, jobs: tuple[Job, ...] = (), backoff: Backoff = HASTY
+) -> ServerLink:
+    link = ServerLink(endpoints, IDENTITY, backoff)
     for job in jobs:
         link.add(job)
     return link
@@ -295,6 +293,19 @@ async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
             message = await talk.hear()
             assert message is not None
             assert message.HasField("heartbeat")
+
+
+async def test_a_lease_that_has_changed_changes_the_interval(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a stream that is open: no Welcome comes with it."""
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
+    link = link_to(server.endpoint, jobs=(Job(),))
+    async with running(link):
+        talk, _ = await server.greet(interval_ms=100)
+        await talk.say(1, lease=pb.Lease(lease_ms=3_600_000, heartbeat_interval_ms=200))
+        while link._heartbeat_interval_s != 0.2:
+            await talk.heartbeat()
 
 
 # ------------------------------------------------------------------ the fence
@@ -493,7 +504,7 @@ async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> No
 
 
 async def test_a_server_that_welcomes_and_then_hangs_up_is_not_asked_without_a_pause(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server,
 ) -> None:
     pauses = []
 
@@ -501,26 +512,21 @@ async def test_a_server_that_welcomes_and_then_hangs_up_is_not_asked_without_a_p
         pauses.append(longest_s)
         return 0.0
 
-    monkeypatch.setattr(server_link, "STEADY_S", 3_600.0)
-    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 0.1)
-    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 1.0)
-    monkeypatch.setattr("random.uniform", pause)
-    async with running(link_to(server.endpoint, jobs=(Job(),))):
+    backoff = Backoff(first_s=0.1, max_s=1.0, steady_s=3_600.0, spread=pause)
+    async with running(link_to(server.endpoint, jobs=(Job(),), backoff=backoff)):
         for _ in range(7):
             talk, _ = await server.greet()
             talk.end()
     assert pauses[:5] == [0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-async def test_a_stream_that_stood_for_long_is_opened_again_at_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_that_stood_for_long_is_opened_again_at_once(server: Server) -> None:
     def fail(*_: float) -> float:
         raise AssertionError("it waits")
 
-    monkeypatch.setattr("random.uniform", fail)
     job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
+    backoff = Backoff(steady_s=0.0, spread=fail)
+    async with running(link_to(server.endpoint, jobs=(job,), backoff=backoff)):
         for _ in range(4):
             talk, _ = await server.greet()
             await job.hear(events.ServerConnected)
@@ -632,13 +638,9 @@ async def test_all_that_was_said_is_sent_before_the_end(server: Server) -> None:
             await task
 
 
-async def test_a_link_that_is_closed_between_two_attempts_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server_link, "BACKOFF_FIRST_S", 3_600.0)
-    monkeypatch.setattr(server_link, "BACKOFF_MAX_S", 3_600.0)
+async def test_a_link_that_is_closed_between_two_attempts_ends() -> None:
     job = Job()
-    link = link_to(NOBODY, jobs=(job,))
+    link = link_to(NOBODY, jobs=(job,), backoff=Backoff(first_s=3_600.0, max_s=3_600.0))
     async with running(link) as task:
         await job.hear(events.ServerLost)
         await job.hear(events.ServerLost)
@@ -797,7 +799,9 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
     """And they are answered, so that no worker is fenced because somebody reads its log."""
     job = Job(fence_after_ms=FENCED_MS)
     link = link_to(server.endpoint, jobs=(job,))
-    link.log_reading.serve("job-7", written(tmp_path, "x" * (64 << 20)))
+    link.log_reading.serve("job-7", written(tmp_path, ""))
+    # With a hole in it, so that it takes no room and has no end that a slow heartbeat could meet.
+    os.truncate(tmp_path / "stdout.log", 16 << 30)
     async with running(link):
         talk, _ = await server.greet(interval_ms=100)
         await talk.heartbeat()
@@ -807,7 +811,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
         while heartbeats < 2:
             message = await talk.hear()
             assert message is not None
-            assert not message.log_piece.last, "no heartbeat while 64 MiB were sent"
+            assert not message.log_piece.last, "no heartbeat while 16 GiB were sent"
             between += message.HasField("log_piece")
             heartbeats += message.HasField("heartbeat")
         assert between
@@ -832,3 +836,270 @@ async def test_heartbeats_go_out_though_something_always_waits_to_be_sent(server
             await talk.heartbeat()
         finally:
             chatting.cancel()
+
+
+# ------------------------------------------------------------------ submitted jobs
+
+PLACED = pb.Placed(rdzv_id="job-7", run="r1", spec=pb.JobSpec(args=["train.py"]))
+
+
+class Placements:
+    """Has and holds what the story says, and notes what it hears."""
+
+    def __init__(self) -> None:
+        self.resources = Resources(cpus=8, capacity=2)
+        self.held: tuple[Holding, ...] = (Holding("job-1", "r0", 1),)
+        self.failing: tuple[FailingCheck, ...] = ()
+        self.heard: asyncio.Queue[object] = asyncio.Queue()
+
+    def holdings(self) -> tuple[Holding, ...]:
+        return self.held
+
+    def placed(self, placed: Placed) -> None:
+        self.heard.put_nowait(placed)
+
+    def look_again(self) -> None:
+        self.heard.put_nowait("look again")
+
+    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
+        self.heard.put_nowait((rdzv_id, run, reason))
+
+    def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
+        self.heard.put_nowait(event)
+
+    async def hear(self) -> object:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.heard.get()
+
+
+async def of_kind(talk: Talk, kind: str) -> pb.NodeMessage:
+    """Pass over what is said until this kind of message."""
+    while (message := await talk.hear()) is not None:
+        if message.WhichOneof("body") == kind:
+            return message
+    raise AssertionError("the node has ended the stream")
+
+
+async def test_who_takes_no_submitted_jobs_says_nothing_of_resources(server: Server) -> None:
+    async with running(link_to(server.endpoint)):
+        talk, hello = await server.greet()
+        assert not hello.HasField("resources")
+        assert not hello.HasField("holdings")
+        # A server that is wrong about that changes nothing.
+        await talk.say(placed=PLACED)
+        await talk.say(heard=pb.Heard(number=1))
+        assert await talk.heartbeat() == 0
+
+
+async def test_the_hello_says_what_a_node_has_and_holds(server: Server) -> None:
+    link = link_to(server.endpoint)
+    link.placements = Placements()
+    async with running(link):
+        talk, hello = await server.greet()
+        assert (hello.resources.cpus, hello.resources.capacity) == (8, 2)
+        assert [(held.rdzv_id, held.gpus) for held in hello.holdings.holdings] == [("job-1", 1)]
+        link.placements.held = ()
+        link.say_holdings()
+        assert not (await of_kind(talk, "holdings")).holdings.holdings
+        link.decline("job-7", "r1", "no such folder")
+        declined = (await of_kind(talk, "declined")).declined
+        assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no such folder")
+
+
+async def test_what_is_wrong_with_a_node_is_told_at_once_and_in_each_hello(server: Server) -> None:
+    link = link_to(server.endpoint)
+    link.placements = placements = Placements()
+    async with running(link):
+        talk, hello = await server.greet()
+        assert not hello.HasField("health")
+        placements.failing = (FailingCheck("disk /", "is full"),)
+        link.say_health()
+        (told,) = (await of_kind(talk, "health")).health.failing
+        assert (told.name, told.reason) == ("disk /", "is full")
+        link.decline_for_now("job-7", "r1", "it is full")
+        declined = (await of_kind(talk, "declined")).declined
+        assert (declined.reason, declined.passing) == ("it is full", True)
+        await talk.say(look_again=pb.LookAgain())
+        assert await placements.hear() == "look again"
+        talk.end()
+        talk, hello = await server.greet()
+        assert [check.name for check in hello.health.failing] == ["disk /"]
+        placements.failing = ()
+        link.say_health()
+        assert not (await of_kind(talk, "health")).health.failing
+
+
+async def test_placements_and_withdrawals_go_to_who_takes_up_jobs(server: Server) -> None:
+    link = link_to(server.endpoint)
+    link.placements = placements = Placements()
+    async with running(link):
+        talk, _ = await server.greet()
+        await talk.say(placed=PLACED)
+        assert await placements.hear() == Placed("job-7", "r1", JobSpec(args=("train.py",)))
+        await talk.say(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1", reason="scaled down"))
+        assert await placements.hear() == ("job-7", "r1", "scaled down")
+
+
+async def test_a_job_that_comes_while_the_stream_is_open_learns_that_there_is_a_server(
+    server: Server,
+) -> None:
+    link, job = link_to(server.endpoint), Job()
+    async with running(link):
+        talk, _ = await server.greet()
+        await talk.heartbeat()
+        link.add(job)
+        assert await job.hear(events.ServerConnected)
+        talk.end()
+        _, hello = await server.greet()
+        assert [belief.join.rdzv_id for belief in hello.beliefs] == ["job-7"]
+
+
+async def test_a_job_that_comes_with_a_fence_has_the_server_know_of_it(server: Server) -> None:
+    link, job = link_to(server.endpoint), Job(fence_after_ms=FENCED_MS)
+    async with running(link):
+        talk, hello = await server.greet()
+        await talk.heartbeat()
+        assert hello.fence_after_ms == 0
+        link.add(job)
+        _, hello = await server.greet()
+        assert hello.fence_after_ms == FENCED_MS
+        assert await job.renewed()
+
+
+async def test_a_job_whose_fence_comes_too_late_for_the_lease_is_refused_when_it_comes(
+    server: Server,
+) -> None:
+    link, job = link_to(server.endpoint), Job(fence_after_ms=FENCED_MS)
+    async with running(link):
+        talk, _ = await server.greet(lease_ms=FENCED_MS)
+        await talk.heartbeat()
+        link.add(job)
+        assert await job.hear(events.Refused)
+        # The others of this node have nothing of it: neither a new stream, nor a refused Hello.
+        link.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=77)))
+        while (message := await talk.hear()) and message.heartbeat.number != 77:
+            assert not message.HasField("away")
+        assert message
+        assert link._hello().fence_after_ms == 0
+
+
+async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(
+    server: Server,
+) -> None:
+    link = link_to(server.endpoint)
+    link.placements = Placements()
+    link.decline("job-7", "r1", "no such folder: /data")
+    async with running(link):
+        talk, _ = await server.greet()
+        message = await talk.hear()
+        while message is not None and not message.HasField("declined"):
+            message = await talk.hear()
+        assert message is not None
+        assert (message.declined.run, message.declined.reason) == ("r1", "no such folder: /data")
+        await talk.say(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1"))
+        await talk.say(round_completed=pb.RoundCompleted(rdzv_id="gone", run="r2", round=5))
+        while message is not None and not message.HasField("leave"):
+            message = await talk.hear()
+        assert message is not None
+        assert (message.leave.rdzv_id, message.leave.run, message.leave.left_round) == (
+            "gone",
+            "r2",
+            5,
+        )
+        assert link._declined == {}
+
+
+async def test_a_job_that_has_left_is_not_believed_in_any_more(server: Server) -> None:
+    link, job, other = link_to(server.endpoint), Job(), Job("job-8")
+    link.add(job)
+    link.add(other)
+    link.remove(job)
+    again = Job()
+    link.add(again)
+    link.remove(job)
+    async with running(link):
+        _, hello = await server.greet()
+        assert sorted(belief.join.rdzv_id for belief in hello.beliefs) == ["job-7", "job-8"]
+        assert await again.hear(events.ServerConnected)
+        assert job.everything == []
+
+
+async def test_a_hello_is_said_again_at_once_and_no_job_takes_it_for_a_loss(
+    server: Server,
+) -> None:
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
+    link.placements = Placements()
+    async with running(link):
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        link.placements.resources = Resources(cpus=8, capacity=3)
+        link.say_hello_again()
+        link.say_hello_again()
+        message = await talk.hear()
+        while message is not None and not message.HasField("away"):
+            message = await talk.hear()
+        assert message is not None, "its seats would be lost"
+        _, hello = await server.greet()
+        assert hello.resources.capacity == 3
+        await job.hear(events.ServerConnected)
+        async with asyncio.timeout(PATIENCE_S):
+            await talk.over.wait()
+        assert not [event for event in job.everything if isinstance(event, events.ServerLost)]
+
+
+async def test_without_a_stream_the_next_hello_says_it_anyway(server: Server) -> None:
+    link = link_to(server.endpoint)
+    link.placements = Placements()
+    link.say_hello_again()
+    link.say_holdings()
+    async with running(link):
+        _, hello = await server.greet()
+        assert hello.resources.capacity == 2
+
+
+# ------------------------------------------------------------------ a node that is about to leave
+
+
+async def test_a_drain_goes_to_every_job_and_to_those_that_come_after(server: Server) -> None:
+    link, job = link_to(server.endpoint), Job()
+    link.placements = placements = Placements()
+    link.add(job)
+    async with running(link):
+        talk, hello = await server.greet()
+        assert not hello.HasField("draining")
+        await talk.say(drain=pb.Drain(deadline_ms=3_600_000, reason="drained by ada", number=7))
+        given = await job.hear(events.NoticeGiven)
+        assert given == await placements.hear()
+        assert isinstance(given, events.NoticeGiven)
+        assert given.reason == "drained by ada"
+        later = Job("job-8")
+        link.add(later)
+        assert isinstance(await later.hear(events.NoticeGiven), events.NoticeGiven)
+        # The next server knows of it, and can say that it was lifted meanwhile.
+        talk.end()
+        talk, hello = await server.greet()
+        assert (hello.draining.number, hello.draining.own) == (7, False)
+        await talk.say(undrain=pb.Undrain())
+        await job.hear(events.NoticeLifted)
+        assert await placements.hear() == events.NoticeLifted()
+        talk.end()
+        _, hello = await server.greet()
+        assert not hello.HasField("draining")
+
+
+async def test_the_nodes_own_wish_is_told_and_is_in_every_hello(server: Server) -> None:
+    link, job = link_to(server.endpoint), Job()
+    link.add(job)
+    async with running(link):
+        talk, _ = await server.greet()
+        link.drain_node(3_600_000, "preempted")
+        draining = (await of_kind(talk, "draining")).draining
+        assert (draining.reason, draining.number, draining.own) == ("preempted", 0, True)
+        assert 0 < draining.deadline_ms <= 3_600_000
+        await job.hear(events.NoticeGiven)
+        # No server can take it back.
+        await talk.say(undrain=pb.Undrain())
+        talk.end()
+        _, hello = await server.greet()
+        assert (hello.draining.reason, hello.draining.own) == ("preempted", True)

@@ -15,8 +15,20 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
+from rdzv.agent.submitted import Holding, Placed
 from rdzv.core import commands as asked
-from rdzv.core.model import Cause, Claim, LeaveCause, Offer, Result, ScaleUp, Settings
+from rdzv.core.model import (
+    Cause,
+    Claim,
+    JobSpec,
+    LeaveCause,
+    Moved,
+    Offer,
+    Result,
+    ScaleUp,
+    Settings,
+)
+from rdzv.core.placement import Gpu, Resources
 from rdzv.server import wire as server_wire
 from rdzv.server.config import Limits
 from rdzv.v1 import rdzv_pb2 as pb
@@ -92,6 +104,31 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
         failures=(REPORTED, REPORTED_KILL),
         refuse_reuse=True,
     )
+
+
+@pytest.mark.parametrize(
+    "moved", [Moved(), Moved(step=0), Moved(step=2**64 - 1), Moved(snapshot=True)], ids=str
+)
+def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
+    moved: Moved,
+) -> None:
+    state = AgentState(JOB, run="r1", assignment=LINE, left_round=5, moved=moved)
+    say = commands.SayJoin("r1", 5, (), moved=moved)
+    join = wire.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
+    command = heard(pb.NodeMessage(join=join))
+    assert isinstance(command, asked.Join)
+    assert command.moved == moved
+    belief = wire.belief(state, OFFER, NOW_MS, refuse_reuse=False)
+    *_, again = server_wire.belief_of(belief, SPEAKER, LIMITS).commands
+    assert isinstance(again, asked.Join)
+    assert again.moved == moved
+
+
+def test_the_end_of_a_job_without_progress_is_understood() -> None:
+    closed = pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED, no_progress=True)
+    event = wire.event(pb.ServerMessage(closed=closed))
+    assert isinstance(event, events.RunClosed)
+    assert event.no_progress
 
 
 def test_a_fresh_join_names_no_round() -> None:
@@ -341,6 +378,15 @@ TOLD = {
     "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
     "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
     "log_credit": (pb.ServerMessage(log_credit=pb.LogCredit(request=5, bytes=7)), None),
+    # These concern who takes up jobs, who may have no driver for this one yet, or any more.
+    "placed": (pb.ServerMessage(placed=pb.Placed(rdzv_id="job-7", run="r1")), None),
+    "withdrawn": (pb.ServerMessage(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1")), None),
+    "look_again": (pb.ServerMessage(look_again=pb.LookAgain()), None),
+    "lease": (pb.ServerMessage(lease=pb.Lease(lease_ms=5_000)), None),
+    "take_stacks": (pb.ServerMessage(take_stacks=pb.TakeStacks(rdzv_id="job-7")), None),
+    # These concern the node, whatever jobs it has.
+    "drain": (pb.ServerMessage(drain=pb.Drain(deadline_ms=5, reason="why", number=7)), None),
+    "undrain": (pb.ServerMessage(undrain=pb.Undrain()), None),
 }
 
 
@@ -350,13 +396,59 @@ def test_what_the_server_says_becomes_an_event(
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
     assert wire.event(message) == expected
-    about_the_node = message.WhichOneof("body") in ("welcome", "heard", "log_credit")
+    of_the_node = {"welcome", "heard", "lease", "log_credit", "look_again", "drain", "undrain"}
+    about_the_node = message.WhichOneof("body") in of_the_node
     assert wire.rdzv_id_of(message) == ("" if about_the_node else "job-7")
 
 
 def test_every_message_of_the_server_is_known() -> None:
     (body,) = pb.ServerMessage.DESCRIPTOR.oneofs
     assert {field.name for field in body.fields} == set(TOLD)
+
+
+def test_what_was_submitted_arrives_whole() -> None:
+    message = pb.Placed(
+        rdzv_id="job-7",
+        run="r1",
+        spec=pb.JobSpec(
+            args=["--nnodes=2", "train.py", "--lr=1"],
+            env=[pb.EnvironmentVariable(name="A", value="1")],
+            chdir="/srv",
+            labels=[pb.Label(name="gpu", value="h100")],
+            priority=-3,
+            gpus_per_node=0,
+            local_world_size=4,
+        ),
+    )
+    spec = JobSpec(
+        args=("--nnodes=2", "train.py", "--lr=1"),
+        env=(("A", "1"),),
+        chdir="/srv",
+        labels=(("gpu", "h100"),),
+        priority=-3,
+        gpus_per_node=0,
+        local_world_size=4,
+    )
+    assert wire.placed(message) == Placed("job-7", "r1", spec)
+    message.spec.ClearField("gpus_per_node")
+    assert wire.placed(message).spec.gpus_per_node is None
+
+
+def test_what_a_node_has_and_holds_is_said_in_full() -> None:
+    has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
+    assert wire.resources(has) == pb.Resources(
+        cpus=8,
+        memory_bytes=64,
+        gpus=[pb.Gpu(uuid="GPU-a", name="H100", memory_bytes=80)],
+        labels=[pb.Label(name="gpu", value="h100")],
+        capacity=2,
+        topology="rack-1",
+    )
+    assert wire.holdings([Holding("job-7", "r1", 4)]) == pb.Holdings(
+        holdings=[pb.Holding(rdzv_id="job-7", run="r1", gpus=4)]
+    )
+    declined = wire.declined("job-7", "r1", "no folder \udcff").declined
+    assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no folder \\udcff")
 
 
 @pytest.mark.parametrize("cause", Cause)

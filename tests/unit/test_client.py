@@ -14,7 +14,7 @@ import grpc
 import pytest
 from fake_control import FakeControl, serving
 
-from rdzv.client import ControlClient, Endpoint, Rota, parse_endpoint
+from rdzv.client import Attempts, Backoff, ControlClient, Endpoint, Rota, parse_endpoint
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -359,6 +359,72 @@ def test_servers_that_point_to_each_other_are_not_asked_without_a_pause() -> Non
 @pytest.mark.parametrize("leader", ["", "not an address:x", "a:29400"])
 def test_a_redirection_that_leads_nowhere_is_a_failure_like_any_other(leader: str) -> None:
     assert not Rota([A, B]).failed(NotLeaderError("elsewhere", leader))
+
+
+# ------------------------------------------------------------------------- a node's attempts
+
+STANDBY = NotLeaderError("this rdzvd stands by", "")
+LONGEST = Backoff(spread=lambda _, longest_s: longest_s)
+
+
+def test_the_first_attempt_is_repeated_at_once_and_further_ones_ever_later() -> None:
+    attempts = Attempts([A, B], LONGEST)
+    waits_s = [attempts.failed(GONE, now_s) for now_s in range(9)]
+    assert waits_s == [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    assert attempts.present == B
+
+
+def test_half_of_every_wait_is_left_to_chance() -> None:
+    bounds: list[tuple[float, float]] = []
+
+    def choose(*found: float) -> float:
+        bounds.append((found[0], found[1]))
+        return 0.125
+
+    attempts = Attempts([A], Backoff(spread=choose))
+    assert [attempts.failed(GONE, 0.0) for _ in range(3)] == [0.0, 0.125, 0.125]
+    assert bounds == [(0.1, 0.2), (0.2, 0.4)]
+
+
+def test_an_attempt_long_after_many_failures_is_bounded() -> None:
+    attempts = Attempts([A], LONGEST)
+    for _ in range(5_000):
+        attempts.failed(GONE, 0.0)
+    assert attempts.failed(GONE, 0.0) == 5.0
+
+
+def test_a_good_stream_is_opened_again_at_once_and_a_short_one_is_not() -> None:
+    attempts = Attempts([A], LONGEST)
+    assert [attempts.failed(GONE, 0.0) for _ in range(3)] == [0.0, 0.2, 0.4]
+    attempts.welcomed(now_s=10.0)
+    assert attempts.welcome
+    assert attempts.failed(GONE, now_s=14.9) == 0.8
+    attempts.welcomed(now_s=20.0)
+    assert attempts.failed(GONE, now_s=25.0) == 0.0
+    assert not attempts.welcome
+    # That stream has ended; the time since then is nothing that stood.
+    assert attempts.failed(GONE, now_s=99.0) == 0.2
+
+
+def test_the_one_that_leads_is_asked_at_once_which_is_no_failed_attempt() -> None:
+    attempts = Attempts([A, B], LONGEST)
+    assert attempts.failed(GONE, 0.0) == 0.0
+    assert attempts.failed(NotLeaderError("ask c", "c:29400"), 0.0) is None
+    assert attempts.present == C
+    assert attempts.failed(GONE, 0.0) == 0.2
+
+
+def test_while_servers_stand_by_waits_are_short_until_one_leads() -> None:
+    attempts = Attempts([A, B], LONGEST)
+    waits_s = [attempts.failed(STANDBY if n == 2 else GONE, 0.0) for n in range(5)]
+    assert waits_s == [0.0, 0.2, 0.4, 0.5, 0.5]
+    attempts.welcomed(0.0)
+    assert attempts.failed(GONE, 1.0) == 3.2
+
+
+def test_who_fences_its_workers_waits_no_longer_than_the_fence_allows() -> None:
+    attempts = Attempts([A], LONGEST)
+    assert [attempts.failed(GONE, 0.0, most_s=0.3) for _ in range(4)] == [0.0, 0.2, 0.3, 0.3]
 
 
 def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:

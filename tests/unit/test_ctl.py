@@ -230,6 +230,10 @@ def test_status_for_programs(
         "last_failure",
         "backend",
         "progress",
+        "submission",
+        "budgets",
+        "no_progress",
+        "stragglers",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
@@ -243,6 +247,7 @@ def test_status_for_programs(
         "role": "default",
         "state_age_ms": 250_000,
         "reason": "the job has failed",
+        "drain_left_ms": None,
     }
     failure = document["last_failure"]
     assert list(failure) == ["age_ms", "root_cause", "others"]
@@ -372,7 +377,7 @@ def test_options_after_the_command_win(
         ([], "a command is missing; see rdzvctl --help"),
         (["lst"], "No such command 'lst'"),
         (["status"], "Missing argument 'JOB'; see rdzvctl status --help"),
-        (["status", "a", "-o", "yaml"], "'yaml' is not one of 'text', 'json'"),
+        (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
         (["--timeout", "0", "list"], "0.0 is not in the range"),
         (["--timeout", "nan", "list"], "timeout nan s can not be used"),
         (["--server", "::1", "list"], "endpoint '::1' can not be used"),
@@ -414,6 +419,7 @@ def rdzvctl(
     )
 
 
+@pytest.mark.slow
 def test_modules_of_the_users_own_are_not_in_the_way(
     control: FakeControl, server: str, tmp_path: Path
 ) -> None:
@@ -423,6 +429,7 @@ def test_modules_of_the_users_own_are_not_in_the_way(
     assert (result.returncode, result.stdout, result.stderr) == (0, f"no jobs at {server}\n", "")
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported(server: str) -> None:
     script = (
         "import sys; from rdzv.ctl.__main__ import run; run({!r});"
@@ -430,8 +437,9 @@ def test_nothing_heavy_is_imported(server: str) -> None:
         "sys.exit(' '.join(sorted(heavy & {!r})) or 0)"
     )
     for arguments, unwanted in (
-        (["--help"], {"torch", "grpc", "google", "rich", "msgspec", "asyncio"}),
-        (["list"], {"torch", "numpy", "rich", "sqlite3"}),
+        (["--help"], {"torch", "grpc", "google", "rich", "msgspec", "asyncio", "yaml"}),
+        (["submit", "--help"], {"torch", "grpc", "google", "msgspec", "asyncio", "yaml"}),
+        (["list"], {"torch", "numpy", "rich", "sqlite3", "yaml"}),
     ):
         result = subprocess.run(
             [sys.executable, "-c", script.format(arguments, unwanted)],
@@ -443,6 +451,7 @@ def test_nothing_heavy_is_imported(server: str) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(control: FakeControl, server: str) -> None:
     job = control_samples.large()
     control.jobs[job.rdzv_id] = job
@@ -459,6 +468,7 @@ def test_a_reader_that_has_seen_enough(control: FakeControl, server: str) -> Non
     assert (result.returncode, result.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(server: str) -> None:
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(
@@ -496,6 +506,7 @@ def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str
     return output.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) -> None:
     job = control_samples.joining()
     control.jobs[job.rdzv_id] = job
@@ -510,3 +521,34 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert max(map(len, plain.splitlines())) <= 60
     assert job.reason in piped.splitlines()
     assert all(line == line.rstrip() for line in piped.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("budgets", "line"),
+    [
+        (pb.Budgets(), ""),
+        (pb.Budgets(restart_window_ms=60_000), ""),
+        (pb.Budgets(preemptions=2), "preemptions 2"),
+        (pb.Budgets(max_preemptions=0), "preemptions 0 of 0"),
+        (pb.Budgets(preemptions=4, max_preemptions=3), "preemptions 3 of 3"),
+        (pb.Budgets(store_failures=1, max_store_failures=2), "store failures 1 of 2"),
+        (pb.Budgets(restarts_in_vain=1), "restarts in vain 1"),
+        (
+            pb.Budgets(preemptions=1, no_progress_restarts=3, restarts_in_vain=2, furthest_step=0),
+            "preemptions 1; restarts in vain 2 of 3, furthest step 0",
+        ),
+    ],
+    ids=str,
+)
+def test_what_was_spent_is_shown_where_there_is_any(
+    budgets: pb.Budgets, line: str, control: FakeControl, server: str
+) -> None:
+    job = control_samples.running()
+    job.budgets.CopyFrom(budgets)
+    control.jobs["gpt-small"] = job
+    with ControlClient(parse_endpoint(server)) as client:
+        shown = as_text.status(client.status("gpt-small"), PAGE).splitlines()
+    found = [text.split(maxsplit=1)[1] for text in shown if "budgets" in text]
+    assert found == ([line] if line else [])
+    window = " in the last 1 min 0 s" if budgets.restart_window_ms else ""
+    assert any(text.endswith(f"1 of 3 spent{window}") for text in shown)

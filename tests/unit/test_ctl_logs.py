@@ -127,6 +127,7 @@ def test_what_is_missing_is_said_on_stderr_and_by_the_exit_code(
     assert err == b"rdzvctl: n2: its agent is not connected\\x1b[2J\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_obeys_nothing_that_a_log_holds(control: LogControl, server: str) -> None:
     control.answers = [[lines("a\tb\x1b]0;x\x07 ä\u202e".encode() + b"\xff 5%\r6%\n")]]
     leader, follower = pty.openpty()

@@ -31,7 +31,7 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.nodes import AgentKind
+from rdzv.core.nodes import AgentKind, NodesTuning
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,
@@ -52,6 +52,7 @@ from rdzv.server.messages import (
     Closed,
     Hello,
     Joined,
+    Lease,
     Line,
     Refused,
     RoundOver,
@@ -178,6 +179,15 @@ class Server:
         await settle()
         return stream
 
+    async def come_back(self, node_id: str, **more: object) -> Stream:
+        """Connect a node whose workers of round 0 run."""
+        stream = self.attach(node_id, **more)  # type: ignore[arg-type]
+        resume = Resume(node_id, stream.incarnation, "run-1", 0)
+        belief = Belief("job-7", "run-1", 0, has_workers=True, commands=(resume,))
+        await self.driver.greet(stream, [belief])
+        await settle()
+        return stream
+
     async def join(self, stream: Stream, nodes: tuple[int, int] = (2, 2)) -> None:
         await self.driver.hear(stream, "job-7", join(stream, nodes))
         await settle()
@@ -196,9 +206,13 @@ class Server:
 
 @asynccontextmanager
 async def server(
-    store: MemoryStore | None = None, clock: FakeClock | None = None, limits: Limits | None = None
+    store: MemoryStore | None = None,
+    clock: FakeClock | None = None,
+    limits: Limits | None = None,
+    nodes_tuning: NodesTuning | None = None,
 ) -> AsyncIterator[Server]:
     config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), limits=limits or Limits())
+    config = replace(config, nodes_tuning=nodes_tuning or config.nodes_tuning)
     clock = clock or FakeClock()
     uids = (f"run-{number}" for number in itertools.count(1))
     async with Driver.running(
@@ -261,6 +275,18 @@ async def test_a_node_hears_that_it_is_in_then_why_it_waits_then_its_line() -> N
         n2 = await s.connect("n2")
         await s.join(n2)
         assert [type(message) for message in read(n2)] == [Welcome, Joined, Line]
+
+
+async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> None:
+    async with server(nodes_tuning=NodesTuning(lease_nodes=1, lease_nodes_max=2)) as s:
+        n1 = await s.connect("n1")
+        assert read(n1) == [Welcome(n1.incarnation, 1_666, 5_000)]
+        n2 = await s.connect("n2")
+        assert read(n2) == [Welcome(n2.incarnation, 10_000, 30_000)]
+        s.driver.heard(n1)
+        s.driver.heard(n2)
+        await s.clock.advance(1_000)
+        assert (read(n1), read(n2)) == ([Lease(10_000, 30_000)], [])
 
 
 async def test_a_refused_join_leaves_no_job_behind() -> None:
@@ -538,9 +564,30 @@ async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
         assert (await s.states())["n2"] is NodeState.AWAY
         await s.clock.advance(3_000)
         s.driver.heard(n1)
-        await s.connect("n2")
+        await s.come_back("n2")
         assert (await s.states())["n2"] is NodeState.SEATED
         assert read(n1) == []
+
+
+async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
+    """It ended there while no stream was open: nobody has heard it say so."""
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.detach(n2)
+        await s.connect("n2")
+        over = read(n1)[-1]
+        assert isinstance(over, RoundOver)
+        assert over.end.reason == "n2: it came back, and takes no part any more"
+        assert (await s.states())["n2"] is NodeState.LOST
+
+
+async def test_a_belief_that_can_not_be_read_is_one_all_the_same() -> None:
+    async with server() as s:
+        _, n2 = await s.pair()
+        s.driver.detach(n2)
+        await s.driver.greet(s.attach("n2"), [], unread=["job-7"])
+        await settle()
+        assert (await s.states())["n2"] is NodeState.SEATED
 
 
 async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
@@ -639,7 +686,7 @@ async def test_a_planned_absence_is_waited_for() -> None:
             s.driver.heard(n2)
             await s.clock.advance(1_000)
         assert (await s.states())["n1"] is NodeState.AWAY
-        await s.connect("n1")
+        await s.come_back("n1")
         assert (await s.states())["n1"] is NodeState.SEATED
         assert read(n2) == []
 
@@ -668,7 +715,7 @@ async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departur
         s.driver.detach(attempt)
         await s.clock.advance(20_000)
         assert await s.states() == {"n1": NodeState.AWAY}
-        await s.connect("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
+        await s.come_back("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
         assert await s.states() == {"n1": NodeState.SEATED}
 
 
@@ -715,7 +762,7 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
         assert s.driver.leadership > first
         await clock.advance(20_000)
         assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
-        back = await s.connect("n1", incarnation=n1.incarnation)
+        back = await s.come_back("n1", incarnation=n1.incarnation)
         assert back.incarnation == n1.incarnation
         for _ in range(14):
             s.driver.heard(back)
@@ -793,7 +840,7 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
         pytest.param(SPARE, "n3", believes(None, has_workers=False), [Waiting], id="spare"),
         pytest.param(ENDED, "n1", believes(0), [RoundOver], id="missed the end"),
         pytest.param(ENDED, "n2", believes(0), [RoundOver], id="seat given up"),
-        pytest.param(N1_STOPPED, "n1", believes(0), [Line], id="in the next round"),
+        pytest.param(N1_STOPPED, "n1", believes(0), [RoundOver, Line], id="in the next round"),
         pytest.param(N1_STOPPED, "n2", believes(0), [RoundOver], id="an older round"),
         pytest.param(SUCCEEDED, "n1", believes(0), [Closed], id="closed"),
         pytest.param(RUNNING, "n1", believes(0, "feed"), [Closed], id="superseded run"),
@@ -802,6 +849,16 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
 )
 def test_owed(state: State, node_id: str, belief: Belief, expected: list[type]) -> None:
     assert [type(message) for message in told.owed(state, node_id, belief, 2_000)] == expected
+
+
+def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ended() -> None:
+    assert N1_STOPPED.membership.round is not None
+    seated = N1_STOPPED
+    ended = step(seated, Fail("n1", 1, "run-1", 1, (FailureReport(0, 0, 5, 1, None, "", "", 0),)))
+    late = a_join("n1", run="run-1", left_round=0)
+    assert isinstance(told.unheard_line(seated, late), Line)
+    assert isinstance(told.unheard_line(ended, late), RoundOver)
+    assert told.unheard_line(ended, replace(late, left_round=1)) is None
 
 
 def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:
@@ -813,6 +870,20 @@ def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None
 
 
 # ---------------------------------------------------------------- words and timers
+
+
+async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> None:
+    """Or each pause of a server that is busy with its nodes made it busier, without end."""
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        for number in range(40):
+            await s.join(await s.connect(f"n{number}"), (40, 40))
+    async with server(store, clock) as s:
+        for _ in range(5):
+            s.driver._renew_leases(1_000)
+            assert len(s.driver._tasks._running) <= 2
+        await settle()
+        assert set((await s.states()).values()) == {NodeState.AWAY}
 
 
 def every_event() -> list[events.Event]:
@@ -839,6 +910,17 @@ def every_event() -> list[events.Event]:
         events.RoundEnded(0, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
         events.RoundSettled(0, Cause.NODE_LOST, "n2 was lost", 0, 3),
         events.JobScaled(1, 2, "scaled by root at head"),
+        events.NodesPlaced(("n1", "n2")),
+        events.NodesWithdrawn(("n1",), "the job was scaled down"),
+        events.NodeDeclined("n1", "the folder /data is not there"),
+        events.NodeDrained("n1", "drained by ada: new kernel", 300_000),
+        events.NodeUndrained("n1"),
+        events.JobQueued("join timeout"),
+        events.WorkersHang(0, "n1", "RANK 3: no word of its progress for 61 s"),
+        events.StacksTaken(0, "RANK 0-2 in all_reduce at train.py:41; RANK 3 in read at data.py:7"),
+        events.HangOver(0),
+        events.RankStraggles(0, 3, "n1", 2.1, 0.5),
+        events.RankCaughtUp(0, 3, "n1"),
         events.RunEnded("run-1", ended),
     ]
 

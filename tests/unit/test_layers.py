@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,16 @@ RULES = (
         only=of(),
     ),
     Rule(
+        "the zygote runs in the job's interpreter, which may have nothing of rdzv",
+        "agent/zygote*/**/*.py",
+        only=of(),
+    ),
+    Rule(
+        "the zygote imports by itself nothing but the standard library",
+        "agent/zygote.py",
+        only=of(),
+    ),
+    Rule(
         "what strangers have pickled is read by a machine that can call nothing",
         "c10d/unpickle.py",
         never=of("pickle", "pickletools", "importlib", "copyreg", "builtins", "marshal"),
@@ -136,10 +147,18 @@ RULES = (
         but=of("stores/etcd_client.py", "etcd/*.py"),
     ),
     Rule(
-        "a server that nobody can scrape loads no library for metrics",
+        "a server or an agent that nobody can scrape loads no library for metrics",
         "**/*.py",
         never=of("prometheus_client"),
-        but=of("server/metrics.py"),
+        but=of(
+            *("exposition.py", "server/metrics.py", "server/c10d_metrics.py"),
+            "agent/metrics.py",
+        ),
+    ),
+    Rule(
+        "configurations are described without knowing any program",
+        "knobs.py",
+        only=of("rdzv.errors"),
     ),
 )
 
@@ -157,7 +176,8 @@ def matches(name: str, pattern: str) -> bool:
     return re.fullmatch("(?:.*/)?".join(parts), name) is not None
 
 
-def imports(path: Path, name: str) -> set[str]:
+@functools.cache
+def imports(path: Path, name: str) -> frozenset[str]:
     """List what a file imports, anywhere in it, except for type checking alone."""
     package = ["rdzv", *Path(name).parts[:-1]]
     found: set[str] = set()
@@ -170,7 +190,7 @@ def imports(path: Path, name: str) -> set[str]:
             # `from rdzv import agent` imports rdzv.agent, if that is a module.
             found |= {f"{base}.{alias.name}" for alias in node.names} if base else set()
             found |= {base}
-    return found
+    return frozenset(found)
 
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from test_driver import Server, read, server, settle
+from test_driver import FakeClock, Server, read, server, settle
 
 from rdzv.core.commands import Fail, FailureReport, Join, Leave, Succeed
 from rdzv.core.model import LeaveCause, Offer, Settings
@@ -30,6 +30,7 @@ from rdzv.server.messages import (
     ReadLog,
 )
 from rdzv.server.streams import Stream
+from rdzv.stores.memory import MemoryStore
 
 ANSWER_MS = 10_000
 
@@ -325,8 +326,27 @@ async def test_a_node_that_has_left_and_come_back_is_asked_for_its_new_round() -
 # ------------------------------------------------------------------ nodes that do not answer
 
 
+async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_job() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        for stream in await pair(s):
+            succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
+            await s.driver.hear(stream, "job-7", succeed)
+    async with server(store, clock) as s:
+        reading = await begin(s, follow=True, rank=0)
+        n1 = await s.connect("n1")
+        await say(s, n1, asked(n1), b"1", last=True)
+        assert (reading.ended, reading.text, reading.notes) == (True, b"1", [])
+        reading = await begin(s, follow=True, rank=3)
+        await s.clock.advance(ANSWER_MS)
+        assert reading.ended
+        ((node_id, note),) = reading.notes
+        assert (node_id, "not connected" in note) == ("n2", True)
+
+
 async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are() -> None:
     async with server() as s:
+        s.driver._logs.expects_until_ms = 0
         n1, n2 = await pair(s)
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)

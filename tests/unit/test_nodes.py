@@ -15,6 +15,7 @@ from rdzv.core.nodes import (
     Disconnect,
     Expect,
     Hear,
+    LeaseGrown,
     NodeAway,
     NodeConnected,
     NodeLost,
@@ -147,6 +148,37 @@ def test_the_lease_grows_with_the_number_of_nodes() -> None:
         fleet.connect(f"n{i}")
     leases = [e.lease_ms for e in fleet.events if isinstance(e, NodeConnected)]
     assert leases == [5_000, 5_000, 17_500, 30_000, 30_000, 30_000]
+
+
+def test_who_came_first_has_a_longer_lease_once_it_is_heard() -> None:
+    """Else the first thousand nodes would send most of all heartbeats for ever."""
+    tuning = NodesTuning(lease_nodes=2, lease_nodes_max=4, lease_ms=5_000, lease_max_ms=30_000)
+    fleet = Fleet(Nodes(1, tuning))
+    for i in range(3):
+        fleet.connect(f"n{i}")
+    fleet.pass_until(1_000)
+    fleet.do(Hear(frozenset({"n0", "n2"})))
+    grown = [e for e in fleet.events if isinstance(e, LeaseGrown)]
+    assert grown == [LeaseGrown("n0", fleet.nodes.records["n0"].incarnation, 17_500)]
+    fleet.do(Hear(frozenset({"n0"})))
+    assert sum(isinstance(e, LeaseGrown) for e in fleet.events) == 1, "it is told once"
+    fleet.pass_until(5_000)
+    assert fleet.lost == ["n1"], "what was not heard of is not given more time"
+    fleet.pass_until(1_000 + 17_499)
+    fleet.do(Hear(frozenset({"n2"})))
+    assert fleet.lost == ["n1"]
+    fleet.pass_until(1_000 + 17_500)
+    assert fleet.lost == ["n1", "n0"]
+
+
+@pytest.mark.parametrize(("nodes", "grown"), [(1_000, 0), (1_800, 0), (1_900, 1)])
+def test_a_lease_is_not_given_anew_for_a_few_more_nodes(nodes: int, grown: int) -> None:
+    """With each node that comes another lease would suit; each is told of few of them."""
+    fleet = Fleet()
+    for i in range(nodes):
+        fleet.connect(f"n{i}")
+    fleet.do(Hear(frozenset({"n0"})))
+    assert sum(isinstance(e, LeaseGrown) for e in fleet.events) == grown
 
 
 # ------------------------------------------------------------------ instances
@@ -508,3 +540,34 @@ def test_in_any_order_timers_are_honest_and_every_absence_ends(seed: int) -> Non
         fleet.pass_until(fleet.now_ms + random.choice([0, 1, 100, 2_000]))
     fleet.pass_until(fleet.now_ms + 120_000)
     assert not fleet.nodes.records
+
+
+def test_excuses_end_whenever_somebody_is_heard_not_only_once() -> None:
+    fleet = Fleet()
+    for name in ("n1", "n2", "n3"):
+        fleet.connect(name)
+    for silence_ms in (20_000, 40_000):
+        fleet.pass_until(silence_ms)
+        fleet.do(Hear(frozenset({"n1", "n2", "n3"})))
+        assert not fleet.lost
+    fleet.pass_until(60_000)
+    fleet.do(Hear(frozenset({"n1"})))
+    fleet.pass_until(64_999)
+    assert not fleet.lost
+    fleet.do(Hear(frozenset({"n1"})))
+    fleet.pass_until(65_000)
+    assert sorted(fleet.lost) == ["n2", "n3"]
+
+
+def test_one_that_was_heard_and_has_gone_does_not_speak_for_those_that_are_silent() -> None:
+    """Its end came before theirs, which nobody could hear: they are excused all the same."""
+    fleet = Fleet()
+    for name in ("n1", "n2", "n3"):
+        fleet.connect(name, kind=AgentKind.FOREGROUND)
+    fleet.pass_until(2_400)
+    fleet.do(Hear(frozenset({"n1"})))
+    fleet.disconnect("n1")
+    fleet.now_ms = 2_500
+    fleet.disconnect("n2")
+    fleet.pass_until(29_999)
+    assert "n2" not in fleet.lost

@@ -179,7 +179,8 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
         other = pb.Progress(rdzv_id="job-7", run="run-1", ranks=[pb.RankProgress(rank=3)])
         assert (steps(s), inbox.qsize()) == ({}, 0)
         await inbox.put(None)
-        await conversation._obey(stream, [], inbox)
+        belief = pb.Belief(join=pb.Join(rdzv_id="job-7"))
+        await conversation._obey(stream, [belief], inbox)
         assert steps(s) == {0: 6}
         for _ in range(3):
             conversation._take(pb.NodeMessage(progress=other), stream, inbox)

@@ -16,6 +16,7 @@ import pytest
 from rdzv.core.commands import (
     Command,
     Fail,
+    Join,
     Leave,
     MarkAway,
     MarkBack,
@@ -26,7 +27,7 @@ from rdzv.core.commands import (
     Succeed,
     Tick,
 )
-from rdzv.core.model import LeaveCause, Settings, State
+from rdzv.core.model import LeaveCause, Moved, Settings, State
 from rdzv.core.rendezvous import step
 from rdzv.errors import RendezvousError
 from tests.unit.builders import Job, check_calm, check_step, join, report, running
@@ -35,6 +36,9 @@ NODES = ("n1", "n2", "n3")
 STEPS = 1_500
 """How many steps are tried from each beginning."""
 SETTINGS = Settings(2, 3, max_restarts=1, last_call_timeout_ms=5_000, join_timeout_ms=60_000)
+BUDGETED = replace(
+    SETTINGS, max_restarts=9, max_preemptions=1, max_store_failures=1, no_progress_restarts=2
+)
 
 
 def everything_said(state: State) -> Iterator[Command]:
@@ -51,6 +55,8 @@ def everything_said(state: State) -> Iterator[Command]:
         if run:
             for left_round in {number, max(number - 1, 0)}:
                 yield join(node_id, now, run=run, settings=settings, left_round=left_round)
+            moved = Moved(step=number, snapshot=node_id == "n3")
+            yield join(node_id, now, run=run, settings=settings, left_round=number, moved=moved)
             yield join(node_id, now + 1, run=run, settings=settings, left_round=number)
             yield Resume(node_id, now + 1, run, number)
         if state.present(node_id):
@@ -88,7 +94,9 @@ def explore(job: Job, steps: int) -> int:
             steps -= 1
             check_step(before, command, transition, now_ms)
             if (key := repr(transition.state)) not in met:
-                check_calm(command, transition, now_ms)
+                # A join that was all that the end of its run waited for would begin the next one.
+                ended = isinstance(command, Join) and transition.state.membership.ended
+                check_calm(Tick() if ended else command, transition, now_ms)
                 met.add(key)
                 queue.append((transition.state, now_ms, transition.wake_at_ms))
     return len(met)
@@ -125,6 +133,25 @@ def with_a_spare() -> Job:
     return job
 
 
+def backing_off() -> Job:
+    """One restart and one preemption are spent, and the second restart in a row waits."""
+    job = running("n1", "n2", settings=replace(BUDGETED, max_nodes=2))
+    for _ in range(2):
+        job.fail("n1")
+        job.stopped("n1", "n2")
+    assert "backs off" in job.reason
+    return job
+
+
+def with_budgets() -> Job:
+    job = running(*NODES, settings=BUDGETED)
+    job.fail("n1")
+    job.stopped(*NODES)
+    job.lost("n3")
+    job.stopped("n1", "n2")
+    return job
+
+
 def half_done() -> Job:
     job = three_run()
     job.succeed("n1")
@@ -139,7 +166,10 @@ def taken_over() -> Job:
 
 @pytest.mark.parametrize(
     "beginning",
-    [vacant, at_last_call, two_run, three_run, failing, with_a_spare, half_done, taken_over],
+    [
+        *(vacant, at_last_call, two_run, three_run, failing, with_a_spare, half_done, taken_over),
+        *(backing_off, with_budgets),
+    ],
     ids=lambda beginning: beginning.__name__,
 )
 def test_no_order_of_commands_breaks_a_promise(beginning: Callable[[], Job]) -> None:

@@ -43,6 +43,10 @@ def meaning(message: Message) -> Any:
         body = message.WhichOneof("body")
         if body == "read_log":
             return _read_request(agent_wire.read_request(message.read_log))
+        if body == "take_stacks":
+            return asdict(agent_wire.stacks_asked(message.take_stacks))
+        if body == "placed":
+            return _plain(asdict(agent_wire.placed(message.placed)))
         event = agent_wire.event(message)
         said = asdict(event) if event else _fields(getattr(message, str(body)))
         return _plain({"leadership": message.leadership, "body": body, "said": said})
@@ -61,6 +65,18 @@ def meaning(message: Message) -> Any:
             return {**piece, "data": piece["data"].hex()}
         case "progress":
             return _plain(asdict(wire.progress_of(message.progress, LIMITS)))
+        case "hung":
+            return _plain(asdict(wire.hung_of(message.hung, LIMITS)))
+        case "stacks":
+            return _plain(asdict(wire.stacks_of(message.stacks, LIMITS)))
+        case "health":
+            failing = wire.failing_of(message.health, LIMITS)
+            return {"failing": [asdict(check) for check in failing]}
+        case "draining":
+            return asdict(wire.draining_of(message.draining, LIMITS))
+        case "holdings":
+            held = wire.holdings_of(message.holdings, LIMITS)
+            return {"holdings": [asdict(holding) for holding in held]}
         case _:
             rdzv_id, command = wire.command_of(message, SPEAKER, LIMITS)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: asdict(command)})
@@ -202,6 +218,13 @@ def _values(enum: EnumDescriptor) -> dict[str, list[Any]]:
     return {f"{enum.full_name}.{value.name}": [value.number] for value in enum.values}
 
 
+def _short_hellos() -> Iterator[tuple[str, pb.NodeMessage]]:
+    bare = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=1)
+    yield "hello:bare", pb.NodeMessage(hello=bare)
+    bare.metrics = "10.0.0.5:29481"
+    yield "hello:metrics", pb.NodeMessage(hello=bare)
+
+
 def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
     """Yield every message of a node, with every field set, or set otherwise."""
     settings = pb.Settings(
@@ -263,10 +286,26 @@ def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
     )
     message = pb.NodeMessage
     yield "hello", message(hello=hello)
-    yield (
-        "hello:bare",
-        message(hello=pb.Hello(protocol_version=1, node_id="n", instance="i", kind=1)),
+    yield from _short_hellos()
+    holdings = pb.Holdings(holdings=[pb.Holding(**job, gpus=4), pb.Holding(rdzv_id="j", run="r")])
+    taking = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, holdings=holdings)
+    taking.resources.CopyFrom(
+        pb.Resources(
+            cpus=96,
+            memory_bytes=1 << 40,
+            gpus=[pb.Gpu(uuid="GPU-1", name="NVIDIA H100", memory_bytes=80 << 30)],
+            labels=[pb.Label(name="gpu", value="h100"), pb.Label(name="spare", value="")],
+            capacity=2,
+            topology="rack 1",
+        )
     )
+    yield "hello:resources", message(hello=taking)
+    yield "holdings", message(holdings=holdings)
+    yield from _samples_of_health()
+    yield "holdings:none", message(holdings=pb.Holdings())
+    yield "declined", message(declined=pb.Declined(**job, reason="no such folder: /data"))
+    yield "join:after", message(join=_after(join))
+    yield "join:budgets", message(join=_budgeted(stopped))
     yield "heartbeat", message(heartbeat=pb.Heartbeat(number=5))
     yield "heartbeat:bare", message(heartbeat=pb.Heartbeat())
     yield "join", message(join=stopped)
@@ -277,7 +316,7 @@ def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
     for cause in (pb.Leave.SIGNAL, pb.Leave.START_FAILED, pb.Leave.TIMEOUT, pb.Leave.FAILED):
         said = pb.Leave(**job, cause=cause, reason="because")
         yield f"leave:{pb.Leave.Cause.Name(cause)}", message(leave=said)
-    yield "leave", message(leave=leave)
+    yield from _samples_of_leaving(leave)
     yield "stuck", message(stuck=pb.Stuck(**job, round=2, pids=[8, 9]))
     failed = pb.StoreHostFailed(**job, round=2, reason="died")
     yield "store_host_failed", message(store_host_failed=failed)
@@ -294,6 +333,56 @@ def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
         pb.RankProgress(rank=9, step=0),
     ]
     yield "progress", message(progress=pb.Progress(**job, round=2, ranks=ranks))
+
+    yield from _samples_of_stacks()
+
+
+def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
+    frames = [pb.StackFrame(name="step", file="/home/ada/train.py", line=41)]
+    threads = [
+        pb.ThreadStack(name="MainThread", main=True, frames=frames),
+        pb.ThreadStack(name="side"),
+    ]
+    stack = pb.WorkerStack(
+        rank=9, local_rank=1, pid=99, state="D", threads=threads, note="n", kernel=["futex_wait"]
+    )
+    hung = pb.HungWorker(rank=9, local_rank=1, pid=99, silent_ms=61_000, reason="no progress")
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
+    yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
+    yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))
+    yield (
+        "stacks:last",
+        pb.NodeMessage(stacks=pb.Stacks(request=5, last=True, error="all have exited")),
+    )
+
+
+def _samples_of_leaving(leave: pb.Leave) -> Iterator[tuple[str, pb.NodeMessage]]:
+    yield "leave", pb.NodeMessage(leave=leave)
+    done = pb.Leave()
+    done.CopyFrom(leave)
+    done.exited_zero = True
+    yield "leave:exited_zero", pb.NodeMessage(leave=done)
+    draining = pb.Draining(deadline_ms=60_000, reason="preempted", number=3, own=True)
+    yield "draining", pb.NodeMessage(draining=draining)
+    leaves = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, draining=draining)
+    yield "hello:draining", pb.NodeMessage(hello=leaves)
+
+
+def _after(join: pb.Join) -> pb.Join:
+    after = pb.Join()
+    after.CopyFrom(join)
+    after.settings.scale_up, after.settings.scale_up_after_ms = pb.SCALE_UP_AFTER, 600_000
+    return after
+
+
+def _budgeted(stopped: pb.Join) -> pb.Join:
+    join = pb.Join(furthest_step=120, snapshot_changed=True)
+    join.settings.restart_backoff_ms, join.settings.restart_backoff_max_ms = 0, 5_000
+    join.settings.max_preemptions, join.settings.max_store_failures = 7, 0
+    join.settings.no_progress_restarts = 3
+    join.MergeFrom(stopped)
+    return join
 
 
 def _line() -> pb.RoundCompleted:
@@ -315,6 +404,16 @@ def _line() -> pb.RoundCompleted:
     )
 
 
+def _samples_of_health() -> Iterator[tuple[str, pb.NodeMessage]]:
+    health = pb.Health(failing=[pb.FailingCheck(name="disk /data", reason="has 1 % free")])
+    yield "health", pb.NodeMessage(health=health)
+    yield "health:well", pb.NodeMessage(health=pb.Health())
+    unwell = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, health=health)
+    yield "hello:unwell", pb.NodeMessage(hello=unwell)
+    passing = pb.Declined(rdzv_id="job-7", run="r1", reason="unhealthy", passing=True)
+    yield "declined:passing", pb.NodeMessage(declined=passing)
+
+
 def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     """Yield every message of a server, with every field set."""
 
@@ -330,6 +429,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
         server_version="0.1.0",
     )
     yield "welcome", message(welcome=welcome)
+    yield "lease", message(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000))
     yield "joined", message(joined=pb.Joined(**job, run_number=2))
     yield "round_completed", message(round_completed=_line())
     for cause in pb.Cause.values():
@@ -346,6 +446,8 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
         )
         yield f"closed:{pb.Result.Name(result)}", message(closed=closed)
     yield "closed", message(closed=pb.Closed(**job, result=pb.RESULT_STOPPED))
+    stale = pb.Closed(**job, result=pb.RESULT_FAILED, reason="no progress: why", no_progress=True)
+    yield "closed:no_progress", message(closed=stale)
     refused = pb.Refused(rdzv_id="job-7", code="SettingsMismatchError", message="differs")
     yield "refused", message(refused=refused)
     yield "waiting", message(waiting=pb.Waiting(rdzv_id="job-7", reason="for n2"))
@@ -367,7 +469,26 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     yield "read_log", message(read_log=read_log)
     everything = pb.ReadLog(request=5, rdzv_id="job-7", stdout=True, credit=4_096)
     yield "read_log:everything", message(read_log=everything)
+    spec = pb.JobSpec(
+        args=["--nnodes=2:4", "train.py", "--epochs=9"],
+        env=[pb.EnvironmentVariable(name="TOKEN", value="a=b\n")],
+        chdir="/home/ada",
+        labels=[pb.Label(name="gpu", value="h100")],
+        priority=-5,
+        gpus_per_node=0,
+        local_world_size=8,
+    )
+    yield "placed", message(placed=pb.Placed(**job, spec=spec))
+    bare = pb.JobSpec(args=["train.py"])
+    yield "placed:bare", message(placed=pb.Placed(**job, spec=bare))
+    take_stacks = pb.TakeStacks(request=5, **job, round=2, timeout_ms=10_000)
+    yield "take_stacks", message(take_stacks=take_stacks)
+    yield "withdrawn", message(withdrawn=pb.Withdrawn(**job, reason="the job has stopped"))
+    drain = pb.Drain(deadline_ms=60_000, reason="drained by ada", number=3)
+    yield "drain", message(drain=drain)
+    yield "undrain", message(undrain=pb.Undrain())
     yield "log_credit", message(log_credit=pb.LogCredit(request=5, bytes=131_072))
+    yield "look_again", message(look_again=pb.LookAgain())
     yield "log_credit:cancel", message(log_credit=pb.LogCredit(request=5, cancel=True))
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from rdzv.core import commands
-from rdzv.core.explain import JobView, NodeView
+from rdzv.core.explain import BudgetsView, JobView, NodeView
 from rdzv.core.model import (
     Cause,
     Claim,
@@ -16,6 +16,7 @@ from rdzv.core.model import (
     Failure,
     JobState,
     LeaveCause,
+    Moved,
     NodeState,
     Offer,
     Result,
@@ -32,6 +33,7 @@ from rdzv.server.messages import (
     Heard,
     Hello,
     Joined,
+    Lease,
     Line,
     RankProgress,
     Refused,
@@ -107,6 +109,8 @@ def test_hello() -> None:
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
     assert wire.hello_of(hello(fence_after_ms=4_000), LIMITS).fence_after_ms == 4_000
+    for at in ("10.0.0.5:29481", "gpu-7.cluster:1", "[fe80::1]:29481"):
+        assert wire.hello_of(hello(metrics=at), LIMITS).metrics == at
 
 
 CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
@@ -314,6 +318,9 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_hello(instance="a b"), "instance 'a b'"),
         (read_hello(kind=0), "kind 0 is not known to this server; give one of 1, 2"),
         (read_hello(address="a b"), "address 'a b'"),
+        (read_hello(metrics="10.0.0.5"), "metrics '10.0.0.5' is no HOST:PORT"),
+        (read_hello(metrics="10.0.0.5:0"), "metrics '10.0.0.5:0' has no port"),
+        (read_hello(metrics="a b:1"), "metrics 'a b'"),
         (read_hello(protocol_version=0), "speaks protocol 0, this server speaks 1; upgrade the a"),
         (read_hello(protocol_version=2), "speaks protocol 2, this server speaks 1; upgrade the s"),
         (read_hello(beliefs=[pb.Belief()] * 257), "has 257 jobs; at most 256"),
@@ -328,6 +335,11 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(settings=settings(join_timeout_ms=2**63)), "join_timeout_ms"),
         (read_join(settings=settings(last_call_timeout_ms=2**63)), "last_call_timeout_ms"),
         (read_join(settings=settings(restart_window_ms=2**63)), "restart_window_ms"),
+        (read_join(settings=settings(restart_backoff_ms=2**63)), "restart_backoff_ms"),
+        (read_join(settings=settings(restart_backoff_max_ms=2**63)), "restart_backoff_max_ms"),
+        (read_join(settings=settings(max_preemptions=2**31)), "max_preemptions 2147483648"),
+        (read_join(settings=settings(max_store_failures=2**31)), "max_store_failures 2147483648"),
+        (read_join(settings=settings(no_progress_restarts=2**31)), "no_progress_restarts 21"),
         (read_join(settings=settings(scale_up=7)), "scale_up 7 is not known"),
         (read_join(offer=offer(address="")), "address '' is empty; give a host name or"),
         (read_join(offer=offer(address="http://x")), "address 'http://x'"),
@@ -404,6 +416,10 @@ A_LINE = Line(
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
+        (
+            Lease(10_000, 30_000),
+            pb.ServerMessage(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000)),
+        ),
         (Heard(7), pb.ServerMessage(leadership=3, heard=pb.Heard(number=7))),
         (
             Welcome(7, 1_666, 5_000),
@@ -534,23 +550,75 @@ VIEW = JobView(
     last_failure=(CORE_FAILED,),
     last_failure_age_ms=1_000,
     last_end="n2 was lost",
+    budgets=BudgetsView(
+        preemptions=2,
+        max_preemptions=3,
+        store_failures=1,
+        max_store_failures=4,
+        restarts_in_vain=5,
+        no_progress_restarts=6,
+        furthest_step=7,
+        restart_window_ms=8,
+    ),
+    no_progress=True,
 )
 
 
 def test_status_carries_every_field_of_the_view() -> None:
     status = wire.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
-    names = {*(f.name for f in fields(JobView)), "progress"}
+    names = {*(f.name for f in fields(JobView)), "progress", "stragglers"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
     assert {f.name for f in fields(NodeView)} == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
     for field in fields(JobView):
-        if field.name not in ("nodes", "last_failure"):
+        if field.name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):
             assert getattr(status, field.name) == getattr(VIEW, field.name)
     assert [(n.node_id, n.state, n.HasField("group_rank")) for n in status.nodes] == [
         ("n1", "seated", True),
         ("n2", "spare", False),
     ]
     assert status.last_failure.failures[0].failure.age_ms == 1_000
+    assert {f.name for f in fields(BudgetsView)} == set(pb.Budgets.DESCRIPTOR.fields_by_name)
+    for field in fields(BudgetsView):
+        assert getattr(status.budgets, field.name) == getattr(VIEW.budgets, field.name)
+
+
+def test_a_budget_that_is_none_is_not_told() -> None:
+    assert VIEW.budgets is not None
+    open_ = replace(VIEW.budgets, max_preemptions=None, max_store_failures=None, furthest_step=None)
+    budgets = wire.job_status(replace(VIEW, budgets=open_), 0).budgets
+    for name in ("max_preemptions", "max_store_failures", "furthest_step"):
+        assert not budgets.HasField(name)
+    assert not wire.job_status(replace(VIEW, budgets=None), 0).HasField("budgets")
+
+
+def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
+    """So that a node of an older version is like one that was launched without the flag."""
+    read = [
+        wire.command_of(pb.NodeMessage(join=join(settings=one)), N1, LIMITS)[1]
+        for one in (
+            settings(),
+            settings(restart_backoff_ms=1_000, restart_backoff_max_ms=60_000),
+            settings(restart_backoff_ms=0, max_preemptions=0),
+        )
+    ]
+    first, same, other = (one.settings for one in read if isinstance(one, commands.Join))
+    assert first == same
+    assert (first.max_preemptions, first.max_store_failures) == (None, None)
+    assert (other.restart_backoff_ms, other.restart_backoff_max_ms) == (0, 60_000)
+    assert other.max_preemptions == 0
+
+
+def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
+    said = (
+        ({}, Moved()),
+        ({"furthest_step": 0}, Moved(step=0)),
+        ({"furthest_step": 2**64 - 1, "snapshot_changed": True}, Moved(2**64 - 1, snapshot=True)),
+    )
+    for given, moved in said:
+        _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1, LIMITS)
+        assert isinstance(read, commands.Join)
+        assert read.moved == moved
 
 
 def test_what_is_not_known_is_not_set() -> None:

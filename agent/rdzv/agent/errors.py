@@ -102,9 +102,9 @@ def describe_exit(exit_code: int | None, signum: int | None) -> str:
     >>> describe_exit(1, None), describe_exit(None, 9)
     ('exit code 1', 'signal 9 (SIGKILL)')
     """
-    return (
-        f"exit code {exit_code}" if signum is None else f"signal {signum} ({signal_name(signum)})"
-    )
+    if signum is not None:
+        return f"signal {signum} ({signal_name(signum)})"
+    return "it had not exited" if exit_code is None else f"exit code {exit_code}"
 
 
 def signal_name(signum: int) -> str:

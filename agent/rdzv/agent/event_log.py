@@ -61,7 +61,10 @@ class EventLog:
             "name": name,
             "logs_specs": self._launch.output.logs_specs,
         }
-        self._side = await SideProcess.start(self._launch.python, options, self._hear)
+        launch = self._launch
+        self._side = await SideProcess.start(
+            launch.python, options, self._hear, environ=launch.environ, chdir=launch.chdir
+        )
         if name not in AT_HAND:
             await self._side.ready(f"--event-log-handler={name}")
 

@@ -7,16 +7,19 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.agent.numa import NumaBinding
+from rdzv.agent.runner_link import spare, spare_no_more
 from rdzv.client import Endpoint
+from rdzv.core.hangs import HangTimeout
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import address_towards, leads_beyond_loopback
 
@@ -38,6 +41,8 @@ class Output:
     """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
 
     log_dir: Path | None = None
+    run_dir: Path | None = None
+    """The folder of this run's files itself, in place of one of its own below `log_dir`."""
     redirects: Mapping[int, int] = field(default_factory=dict)
     """By LOCAL_RANK: the streams that go to files."""
     tee: Mapping[int, int] = field(default_factory=dict)
@@ -75,6 +80,14 @@ class Launch:
     run_path: bool = False
     """`script` is run by `runpy.run_path`."""
     python: str = sys.executable
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What the workers' environment is made from."""
+    chdir: Path | None = None
+    """Where the workers start; None: where the agent is."""
+    progress_dir: Path | None = None
+    """Below which the workers say how far they are; None: the temporary folder."""
+    snapshot: Path | None = None
+    """File or folder by whose change a round is known to have moved the job on."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
@@ -82,6 +95,10 @@ class Launch:
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
+    warm: tuple[str, ...] = ()
+    """What the zygote preloads that workers are forked from; nothing: they all start cold."""
+    hang_timeout: HangTimeout | None = None
+    """How long workers may say nothing of their progress; None: as long as they like."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """What makes this node leave."""
     output: Output = field(default_factory=Output)
@@ -108,26 +125,67 @@ def check_startable(launch: Launch) -> None:
     """Refuse, before anything is started, a launch that can not work on this node.
 
     Raises:
-        InvalidRequestError: script, program or interpreter are not there, or logs have no place.
+        InvalidRequestError: folder, script, program or interpreter are not there, or logs have no
+            place.
 
     """
     _check_log_dir(launch.output.log_dir)
+    if launch.chdir is not None:
+        check_chdir(launch.chdir)
     if launch.no_python:
-        if shutil.which(launch.script) is None:
+        if not _is_program(launch, launch.script):
             raise InvalidRequestError(
                 f"{launch.script!r} is no program on this node; give its path, or make it "
                 "executable"
             )
         return
-    if shutil.which(launch.python) is None:
+    if not _is_program(launch, launch.python):
         raise InvalidRequestError(
             f"the interpreter {launch.python!r} is not on this node; set PYTHON_EXEC to one that is"
         )
-    if not launch.module and not _is_there(launch.script):
+    if not launch.module and not _is_there(_from(launch, launch.script)):
+        where = launch.chdir or _working_directory()
         raise InvalidRequestError(
-            f"the script {launch.script!r} is not on this node (looked in {_working_directory()}); "
+            f"the script {launch.script!r} is not on this node (looked in {where}); "
             "give a path that exists on every node"
         )
+
+
+def check_chdir(chdir: Path) -> None:
+    """Refuse a working directory that workers can not start in.
+
+    Raises:
+        InvalidRequestError: it is not there, or no directory, or can not be entered.
+
+    """
+    folder = repr(str(chdir))
+    try:
+        mode = chdir.stat().st_mode
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(
+            f"the folder {folder} can not be used on this node ({why}); give one that exists on "
+            "every node"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise InvalidRequestError(f"{folder} is no directory on this node; give one that is")
+    if not os.access(chdir, os.X_OK):
+        raise InvalidRequestError(
+            f"the folder {folder} can not be entered on this node by the account that jobs run as; "
+            "give it the permission, or give another folder"
+        )
+
+
+def _is_program(launch: Launch, name: str) -> bool:
+    """Say whether a worker could execute this: by its path, or by a name that its PATH leads to."""
+    if os.sep in name:
+        return shutil.which(_from(launch, name)) is not None
+    return shutil.which(name, path=launch.environ.get("PATH", os.defpath)) is not None
+
+
+def _from(launch: Launch, path: str) -> str:
+    """Return a path as it is seen from where the workers start."""
+    return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
 def _check_log_dir(log_dir: Path | None) -> None:
@@ -159,31 +217,47 @@ def _working_directory() -> str:
         return "the working directory, which is gone"
 
 
-async def has_torch(python: str) -> bool:
+async def has_torch(python: str, environ: Mapping[str, str] | None = None) -> bool:
     """Ask the job's interpreter whether it has torch, without importing it."""
     question = (
         "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:
-        process = await asyncio.create_subprocess_exec(
-            python,
-            "-c",
-            question,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-    except OSError:
+        answer, _ = await _ask(python, ("-c", question), environ, PROBE_TIMEOUT_S)
+    except (OSError, TimeoutError):
         return False
+    return answer.strip() == b"True"
+
+
+async def _ask(
+    python: str, args: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float
+) -> tuple[bytes, bytes]:
+    """Run a few lines with the job's interpreter; return what it says, and what it complains of.
+
+    Raises:
+        OSError: it can not be started.
+        TimeoutError: it has not ended in time, and was killed.
+
+    """
+    process = await asyncio.create_subprocess_exec(
+        python,
+        *args,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    # It is no runner's, so the death of one is not to end it.
+    spare(process.pid)
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            answer, _ = await process.communicate()
-            return answer.strip() == b"True"
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return False
+        async with asyncio.timeout(timeout_s):
+            return await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        spare_no_more(process.pid)
 
 
 _COUNT = """
@@ -201,7 +275,7 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def count_devices(kind: str, python: str) -> int:
+def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = None) -> int:
     """Count the accelerators that the job's torch sees; `auto`: any, or else the CPUs.
 
     Source: `determine_local_world_size` in `torch/distributed/run.py`.
@@ -210,26 +284,50 @@ def count_devices(kind: str, python: str) -> int:
         InvalidRequestError: there are none, or the job's interpreter can not say.
 
     """
-    given = f"--nproc-per-node={kind}"
     try:
         answer = subprocess.run(
             [python, "-c", _COUNT, kind],
             capture_output=True,
-            text=True,
+            env=environ,
             timeout=COUNT_TIMEOUT_S,
-            check=True,
-        ).stdout
+            check=False,
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        last = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
-        raise InvalidRequestError(
-            f"{given}: {python} can not count them ({last}); give a number of workers"
-        ) from error
-    count = int(answer)
+        raise _uncounted(kind, python, str(error)) from error
+    return _counted(kind, python, answer.stdout, answer.stderr)
+
+
+async def ask_count_devices(kind: str, python: str, environ: Mapping[str, str]) -> int:
+    """Do as `count_devices`, and let everything else go on meanwhile."""
+    try:
+        answer, complaint = await _ask(python, ("-c", _COUNT, kind), environ, COUNT_TIMEOUT_S)
+    except TimeoutError as error:
+        raise _uncounted(kind, python, f"no answer within {COUNT_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise _uncounted(kind, python, str(error)) from error
+    return _counted(kind, python, answer, complaint)
+
+
+def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
+    # Whatever is imported with torch may have printed before.
+    last = answer.strip().rpartition(b"\n")[2]
+    if not last.isdigit():
+        raise _uncounted(kind, python, complaint.decode(errors="replace"))
+    count = int(last)
     if count == 0 and kind == "auto":
         return count_cpus()
     if count == 0:
-        raise InvalidRequestError(f"{given}: torch sees no {kind} on this node; give a number")
+        raise InvalidRequestError(
+            f"--nproc-per-node={kind}: torch sees no {kind} on this node; give a number"
+        )
     return count
+
+
+def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
+    last = complaint.strip().rpartition("\n")[2]
+    return InvalidRequestError(
+        f"--nproc-per-node={kind}: {python} can not count them ({last}); give a number of workers"
+    )
 
 
 async def local_address(endpoint: Endpoint) -> str:

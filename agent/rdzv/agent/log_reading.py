@@ -83,6 +83,8 @@ class LogReading:
     def __init__(self, say: Say) -> None:
         """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
+        self.past: Callable[[str], Written | None] = lambda _: None
+        """Finds what a job has written that is not here any more; called in the thread."""
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
         self._reader: _Reader | None = None
@@ -91,16 +93,18 @@ class LogReading:
         """Answer for a job from now on."""
         self._written[rdzv_id] = written
 
+    def forget(self, rdzv_id: str) -> None:
+        """Answer for a job as for one that is not here any more."""
+        self._written.pop(rdzv_id, None)
+
     def read(self, request: ReadRequest) -> None:
         """Begin to answer a request."""
         self.cancel(request.number)
-        written = self._written.get(request.rdzv_id, Written())
+        written = self._written.get(request.rdzv_id)
         if self._reader is None:
             self._reader = _Reader()
-        answer = _Request(request, written, self._reader, self._say)
-        if request.rdzv_id not in self._written:
-            answer.refusal = f"this node takes no part in {request.rdzv_id}"
-        elif len(self._requests) >= MAX_REQUESTS:
+        answer = _Request(request, written, self._reader, self._say, self.past)
+        if len(self._requests) >= MAX_REQUESTS:
             answer.refusal = f"this node answers {MAX_REQUESTS} readers already; try again later"
         self._requests[request.number] = answer
         answer.begin(lambda: self._requests.pop(request.number, None))
@@ -137,11 +141,21 @@ class LogReading:
 class _Request:
     """One request that is being answered."""
 
-    def __init__(self, wanted: ReadRequest, written: Written, reader: _Reader, say: Say) -> None:
+    def __init__(
+        self,
+        wanted: ReadRequest,
+        written: Written | None,
+        reader: _Reader,
+        say: Say,
+        past: Callable[[str], Written | None],
+    ) -> None:
+        """Answer from what is `written`; if a job is not here, or not in that round, ask `past`."""
         self.refusal = ""
         self.task: asyncio.Task[None]
         self._wanted = wanted
-        self._written = written
+        self._here = written is not None
+        self._written = Written() if written is None else written
+        self._past = past
         self._reader = reader
         self._say = say
         self._credit = wanted.credit
@@ -151,10 +165,11 @@ class _Request:
 
     def begin(self, at_end: Callable[[], object]) -> None:
         self.task = asyncio.get_running_loop().create_task(self._answer())
-        self._written.listeners.add(self._news.set)
+        listeners = self._written.listeners
+        listeners.add(self._news.set)
 
         def end(task: asyncio.Task[None]) -> None:
-            self._written.listeners.discard(self._news.set)
+            listeners.discard(self._news.set)
             if not task.cancelled():
                 at_end()
 
@@ -170,10 +185,24 @@ class _Request:
         error = self.refusal
         try:
             if not error:
-                error = await self._read_rounds()
+                error = await self._look_back() or await self._read_rounds()
         except OSError as failure:
             error = f"{failure.filename or 'a log file'} can not be read: {failure.strerror}"
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
+
+    async def _look_back(self) -> str:
+        """Find an earlier run if that is what is wanted; return why nothing can be."""
+        wanted = self._wanted
+        earlier = (
+            not wanted.follow and wanted.round is not None and not self._written.at(wanted.round)
+        )
+        if self._here and not earlier:
+            return ""
+        found = await self._reader.run(self._past, wanted.rdzv_id)
+        if found is not None and (not self._here or found.at(wanted.round or 0)):
+            self._written = found
+            return ""
+        return "" if self._here else f"this node takes no part in {wanted.rdzv_id}"
 
     async def _read_rounds(self) -> str:
         """Read the round that is wanted, and with `follow` the later ones; return what failed."""

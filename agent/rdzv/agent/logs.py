@@ -5,7 +5,8 @@
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
-Nothing here is ever deleted by the agent. With LOG_DIR=/dev/null there are no files.
+Nothing here is ever deleted by the agent. With LOG_DIR=/dev/null there are no files. A submitted
+job without a LOG_DIR of its own has them in the agent's state directory; see `run_folders`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,14 @@ class Written:
         self.listeners: set[Callable[[], None]] = set()
         """Who is called when a round begins or ends, or the job does."""
 
+    @classmethod
+    def before(cls, rounds: Iterable[WrittenRound]) -> Written:
+        """Return what was written by a job that has ended; of two rounds of a number, the last."""
+        written = cls()
+        written._rounds = {round_.number: round_ for round_ in rounds}
+        written.ended = True
+        return written
+
     @property
     def last(self) -> int | None:
         """The latest round; None before the first."""
@@ -127,8 +136,12 @@ class Written:
 class RunLogs:
     """The log directory of one job on one node."""
 
-    def __init__(self, log_dir: Path | None, rdzv_id: str, node_id: str) -> None:
+    def __init__(
+        self, log_dir: Path | None, rdzv_id: str, node_id: str, run_dir: Path | None = None
+    ) -> None:
+        """Use a folder of this run below `log_dir`, or `run_dir` itself if it is given."""
         self._base = log_dir
+        self._run_dir = run_dir
         self._rdzv_id = rdzv_id
         self._node_id = node_id
 
@@ -141,10 +154,13 @@ class RunLogs:
         """
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
-        if self._base is None:
+        if self._base is None and self._run_dir is None:
             # Not before there is something to keep: a node that never ran leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
-        run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
+        run_dir = self._run_dir
+        if run_dir is None:
+            assert self._base is not None
+            run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
         round_dir = run_dir / f"round_{assignment.round}"
         files = []
         for local_rank in range(local_world_size):

@@ -54,7 +54,9 @@ class LogsSpecs:
         }
         option = f"--logs-specs={output.logs_specs}"
         try:
-            self._side = await SideProcess.start(launch.python, options, self._hear)
+            self._side = await SideProcess.start(
+                launch.python, options, self._hear, environ=launch.environ, chdir=launch.chdir
+            )
         except OSError as error:
             raise InvalidRequestError(f"{option}: {launch.python}: {error}") from error
         await self._side.ready(option)

@@ -9,16 +9,21 @@ import os
 import signal
 import uuid
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 
+from rdzv.agent.adoption import Instance
 from rdzv.agent.core import events
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.hosting import serving_if_elected, serving_itself, serving_others
 from rdzv.agent.launch import Launch, local_address
+from rdzv.agent.meter import metered
+from rdzv.agent.preemption import Preemption, heeded
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.concurrency import single_error
+from rdzv.server.config import Listen
 from rdzv.stores.etcd_client import EtcdConfig
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -37,12 +42,15 @@ async def take_part(
     launches: Sequence[Launch],
     host_at: Endpoint | None = None,
     elect_by: EtcdConfig | None = None,
+    metrics_listen: Listen | None = None,
+    preemption: Preemption | None = None,
 ) -> list[NodeOutcome]:
     """Take part in these jobs until each has ended for this node; nothing of them is left then.
 
     The launches' signals make the node leave all of them, in order. With `host_at` the node serves
     the others there, unless another process of this machine does; with `elect_by` one of the nodes
-    does, which they elect; without an endpoint this one serves itself.
+    does, which they elect; without an endpoint this one serves itself. /metrics is answered at
+    `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too.
     """
     drivers: list[JobDriver] = []
     with single_error():
@@ -57,10 +65,12 @@ async def take_part(
             if elect_by is not None:
                 elected = serving_if_elected(elect_by, launches[0].local_addr)
                 servers = [await stack.enter_async_context(elected)]
-            link = ServerLink(servers, await _identity(node_id, endpoints[0]))
+            link = ServerLink(servers, await identity(node_id, endpoints[0]))
             drivers += [JobDriver(launch, link) for launch in launches]
             for signum in early:
                 _post(signum, drivers)
+            await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
+            await stack.enter_async_context(heeded(preemption or Preemption(), link.drain_node))
             try:
                 for driver in drivers:
                     await driver.prepare(endpoints[0])
@@ -71,11 +81,12 @@ async def take_part(
                     await driver.close()
 
 
-async def _identity(node_id: str, endpoint: Endpoint) -> Identity:
+async def identity(node_id: str, endpoint: Endpoint) -> Identity:
+    """Return who this start of an agent is to the servers."""
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
-        # Workers end with their agent, whichever kind it is, until runners outlive it.
+        # These workers end with their agent, whichever program it is.
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
@@ -83,11 +94,22 @@ async def _identity(node_id: str, endpoint: Endpoint) -> Identity:
     )
 
 
+async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
+    """Return who a daemon is: its workers outlive it, and it may go on as the one before it."""
+    return replace(
+        await identity(node_id, endpoint),
+        kind=pb.AGENT_KIND_DAEMON,
+        instance=instance.instance,
+        incarnation=instance.incarnation,
+        leadership=instance.leadership,
+    )
+
+
 async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
     """Keep the stream open until the last job has ended and the server has heard of it."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
-        outcomes = [await driver.wait() for driver in drivers]
+        outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
         await link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
         link.close()
         _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)

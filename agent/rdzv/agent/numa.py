@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import rdzv
+from rdzv.agent import runner_link
 from rdzv.agent.errors import describe_exit
 from rdzv.errors import InvalidRequestError
 
@@ -381,6 +382,7 @@ async def _ask_cuda(
         )
     except OSError as error:
         raise _cuda_failed(f"can not be asked ({error})") from error
+    runner_link.spare(process.pid)
     try:
         async with asyncio.timeout(timeout_s):
             said, complaint = await process.communicate()
@@ -388,6 +390,7 @@ async def _ask_cuda(
         raise _cuda_failed(f"does not list its GPUs within {timeout_s:g} s") from None
     finally:
         await _end(process)
+        runner_link.spare_no_more(process.pid)
     if process.returncode or not said:
         raise _cuda_failed(f"fails: {_last_words(process.returncode, complaint)}")
     answer = json.loads(said.splitlines()[-1])  # Whatever is preloaded may have printed before.

@@ -2,8 +2,9 @@
 
 A worker writes its step, in decimal, whenever it likes; `docs/progress.md` has what it may write.
 Changes are noticed by inotify, and told to the server at most once a second, however many there
-are. It is for people: nothing is decided by it, nothing waits for it, and what is wrong with a
-file is a warning.
+are. It is for people: nothing waits for it, and what is wrong with a file is a warning. Only one
+thing is decided by it, at the end of a round: whether that has moved the job on, beyond the highest
+step so far. That a file is not written any more is for `hangs` to see, if that is asked for.
 
 The files are in a temporary folder, whatever --log-dir is. A log folder may be on a network disk:
 there a write would cost a worker milliseconds a step, and the agent could hang in a read.
@@ -32,6 +33,8 @@ INTERVAL_MS = 1_000
 """How often the server hears of progress at most."""
 INTERVAL_MS_PER_NODE = 2
 """The same for each node of the round: so one job's nodes say it 500 times a second at most."""
+PREFIX = "rdzv_progress_"
+"""How the names of the temporary folders begin."""
 MAX_BYTES = 64
 """A file that holds more is none of a step."""
 MAX_STEP = 2**64 - 1
@@ -126,6 +129,8 @@ class _File:
     woken: Callable[[_File], None]
     watch: int | None = None
     pace: Pace = field(default_factory=Pace)
+    furthest: int | None = None
+    """The highest step that was seen; its pace forgets it when the steps go back."""
     warned: bool = False
 
     def wake(self) -> None:
@@ -145,6 +150,7 @@ class _File:
         if step is None or step == self.pace.step:
             return False
         self.pace = self.pace.after(step, at_ms)
+        self.furthest = step if self.furthest is None else max(self.furthest, step)
         return True
 
 
@@ -167,8 +173,10 @@ class ProgressFiles:
     `say_again`. At the end, `close`.
     """
 
-    def __init__(self, say: Callable[[Report], None]) -> None:
+    def __init__(self, say: Callable[[Report], None], below: Path | None = None) -> None:
+        """Say progress with `say`; the files are `below` a folder, or in the temporary one."""
         self._say = say
+        self._below = below
         self._folder: Path | None = None
         self._watches: Watches | None = None
         self._assignment: Assignment | None = None
@@ -182,17 +190,37 @@ class ProgressFiles:
         self.close_round()
         try:
             if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="rdzv_progress_"))
-            paths = [
-                self._folder / f"round_{assignment.round}" / str(local_rank) / "progress"
-                for local_rank in range(local_world_size)
-            ]
+                self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._below))
+            paths = self._paths(self._folder, assignment, local_world_size)
             for path in paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(b"")
         except OSError as error:
             log.warning("no place for progress files (%s); status shows no progress", error)
             return
+        self._follow(assignment, paths)
+
+    def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
+        """Go on with what an agent before this one made: its folder, and the files of a round."""
+        self._folder = folder
+        if folder is not None and assignment is not None:
+            self._follow(assignment, self._paths(folder, assignment, size))
+            for file in self._files:
+                self._wake(file)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the files are; None before there are any."""
+        return self._folder
+
+    @staticmethod
+    def _paths(folder: Path, assignment: Assignment, local_world_size: int) -> list[Path]:
+        return [
+            folder / f"round_{assignment.round}" / str(local_rank) / "progress"
+            for local_rank in range(local_world_size)
+        ]
+
+    def _follow(self, assignment: Assignment, paths: list[Path]) -> None:
         if self._watches is None:
             self._watches = Watches(asyncio.get_running_loop())
         self._assignment = assignment
@@ -207,10 +235,25 @@ class ProgressFiles:
         """Return where a worker of the round may say how far it is; empty: nowhere."""
         return str(self._files[local_rank].path) if self._files else ""
 
+    def beside(self, name: str) -> Path | None:
+        """Return a path beside the round's files, which goes with them; None: there is no place."""
+        return self._files[0].path.parents[1] / name if self._files else None
+
     def say_again(self) -> None:
         """Say how far the workers are to a server that may not know it."""
         if self._assignment is not None:
             self._report(self._assignment)
+
+    def furthest(self) -> int | None:
+        """Return the highest step that any worker of the round was at; None if none was said.
+
+        What was written last is looked at now.
+        """
+        now_ms = _now_ms()
+        for file in self._files:
+            file.look(now_ms)
+        steps = [file.furthest for file in self._files if file.furthest is not None]
+        return max(steps, default=None)
 
     def close_round(self) -> None:
         """Take note that the workers are gone: forget them, and remove their files."""

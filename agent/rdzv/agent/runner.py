@@ -6,11 +6,17 @@ is its end of a Unix stream socket to the agent, both directions of which carry 
 
 What the agent may ask (a request that is refused changes nothing, and is answered by `error`):
 
-    start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr}]}
+    start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus}], warm}
     stop_workers      {round, signal, grace_s}
+    notify_workers    {round, signal}                 ends nothing by itself
     start_store_host  {round, argv, env}, and with it a listening socket
     stop_store_host   {round}
     renew_fence       {fence_at_ms}
+    keep_zygote       {argv, env, cwd, modules, cpus, wait_s}     once
+    serve             {socket, orphan_timeout_s, grace_s}         the path counts once
+    keep              {name, value}
+    heard             {number}
+    adopt             {}
     shutdown          {}
 
 What it hears:
@@ -23,6 +29,10 @@ What it hears:
     fenced            {round, at_ms}                  the fence has come; the round is then killed
     store_host_ready  {round}
     store_host_exited {round, exit_code, signal}
+    zygote_ready      {pid, modules, threads, memory_kb, seconds}
+    zygote_lost       {reason, retry_s}               null: no other is tried
+    started_cold      {round, local_ranks, reason}    these were to be warm
+    serve_failed      {reason}                        it ends with its agent, as without `serve`
     error             {reason}
 
 A round is held from `start_workers` until `gone`, and only one at a time. Workers that exit by
@@ -30,7 +40,26 @@ themselves leave their descendants alone; only a stop ends a round. It has two p
 and its grace while a worker runs, then SIGKILL for every descendant until none is left. Being a
 child subreaper, the runner inherits whoever daemonizes, so nobody escapes that.
 
-When the agent's end of the socket closes, everything is killed at once.
+When the agent's end of the socket closes, everything is killed at once, unless the agent has
+asked it to *serve*. Then it outlives its agent: it listens on a socket, and whoever connects there
+as the same user may *adopt* it:
+
+    next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts,
+                                        zygote, kept}
+                ── adopt ──▶     every event that nobody has *heard* yet, and then what is new
+
+Events are numbered from `serve` on, and remembered until they are heard: that is said by number, of
+all up to it. What an agent needs to go on where the one before it died is *kept* by name, and
+handed on; the runner does not look into it. So it is there exactly as long as the workers are, and
+what is kept before a request is sent is known whenever the request is. An exit's `age_ms` grows
+while it waits. Only one agent is heard at a time; another is told `refused` {reason}. When nobody
+adopts it within `orphan_timeout_s`, it stops its workers, with `grace_s`, and ends. The clock runs
+until `adopt`: an agent that knows this runner too little just goes away again.
+
+A worker whose local_rank is among the *warm* is forked from the job's *zygote* (zygote.py), and is
+then a child like any other. Whatever goes wrong with that, it is started cold instead: while the
+zygote imports, once it has died, and when it does not fork in time. A zygote that has died is
+replaced, after a while.
 
 A *fence* is a point in time by `boottime_ms` which no round outlives, whatever the agent does: it
 may be stopped, or hang. The agent renews it while there is proof that the server hears this node.
@@ -51,28 +80,43 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """A peer that leaves this much unread is taken for dead."""
 
+PROTOCOL_VERSION = 1
+"""Of what is said over the socket; an agent adopts runners of its own version and of older ones."""
+
 MAX_GRACE_S = 7 * 24 * 3600.0
+MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
 MAX_FENCE_AT_MS = 1 << 53
 STUCK_AFTER_S = 5.0
 SWEEP_INTERVAL_S = 0.25
 """How often a kill is repeated until nothing is left. Not how exits are noticed: those wake up."""
+
+FORK_TIMEOUT_S = 5.0
+"""How long the zygote may take to fork, and a fork to get ready; then it is taken for hung."""
+
+PRELOAD_TIMEOUT_S = 600.0
+MAX_ZYGOTE_WAIT_S = 600.0
+MAX_ZYGOTE_RETRY_S = 60.0
+MAX_FORKS_AT_ONCE = 64
+"""Three descriptors each, and stdin, must fit into one message."""
 
 NOT_STARTED = 127
 """The exit code that a shell gives for a program that it can not start."""
 
 _RECEIVE_BYTES = 256 << 10
 _MAX_FDS = 16
+
+_ZYGOTE_HOOK = Path(__file__).with_name("zygote_hook")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -234,6 +278,46 @@ class Channel:
     def _close_fds(self) -> None:
         while self._fds:
             close_fd(self._fds.popleft())
+
+
+_PEER = struct.Struct("3i")
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and the user of who is at the other end of a Unix socket.
+
+    For who has connected, that is the process that listened.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _ = _PEER.unpack(found)
+    return pid, uid
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Spell a path, whose folder is there, such that it fits a socket's address: 107 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def listen_at(path: Path) -> socket.socket:
+    """Listen on a Unix socket that only this user may connect to; `OSError` if it can not be."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        with short_path(path) as short:
+            listener.bind(short)
+        listener.listen()
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
 
 
 def close_fd(fd: int | None) -> None:
@@ -411,7 +495,8 @@ class WorkerSpec:
     """How to start one worker; `env` is its whole environment.
 
     `stdout` and `stderr` are files to append to, None for the agent's own; `cwd` None is the
-    agent's own too. `cpus` are those that it may run on, None for all that the agent may use.
+    agent's own too. `cpus` are those that it may run on, None for all that the agent may use. With
+    a `zygote` it is forked from that, if that is ready by then.
     """
 
     local_rank: int
@@ -421,6 +506,34 @@ class WorkerSpec:
     stdout: str | None
     stderr: str | None
     cpus: tuple[int, ...] | None = None
+    zygote: ZygoteSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteSpec:
+    """How to start a zygote: as a worker whose script never runs, with `modules` imported.
+
+    `argv` and `env` are what all workers have in common: their command line, but for the script's
+    own arguments, and their environment, but for what each has of its own. `wait_s` is how long
+    workers may wait while it imports; with 0 they start cold meanwhile.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None
+    modules: tuple[str, ...]
+    cpus: tuple[int, ...] | None = None
+    wait_s: float = 0.0
+
+
+def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
+    """Return an environment in which an interpreter does what zygote.py says of such an order."""
+    path = env.get("PYTHONPATH")
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([str(_ZYGOTE_HOOK), *([path] if path else [])]),
+        "RDZV_ZYGOTE": json.dumps({**order, "path": path}),
+    }
 
 
 def _read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
@@ -443,6 +556,20 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
         stdout=_optional_text(worker, "stdout"),
         stderr=_optional_text(worker, "stderr"),
         cpus=_read_cpus(worker),
+    )
+
+
+def _read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
+    modules = _field(request, "modules", list)
+    if not all(isinstance(name, str) for name in modules):
+        raise RequestError(f"modules: expected strings, got {modules!r:.80}")
+    return ZygoteSpec(
+        argv=tuple(_read_argv(request)),
+        env=_read_env(request),
+        cwd=_optional_text(request, "cwd"),
+        modules=tuple(modules),
+        cpus=_read_cpus(request),
+        wait_s=_read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
     )
 
 
@@ -469,12 +596,12 @@ def _read_env(request: Mapping[str, object]) -> dict[str, str]:
     return env
 
 
-def _read_grace_s(request: Mapping[str, object]) -> float:
-    grace_s = request.get("grace_s")
+def _read_seconds(request: Mapping[str, object], name: str, most: float) -> float:
+    seconds = request.get(name)
     # Written so that NaN, which compares as False, is refused.
-    if not isinstance(grace_s, int | float) or not 0 <= grace_s <= MAX_GRACE_S:
-        raise RequestError(f"grace_s: expected 0 to {MAX_GRACE_S:.0f}, got {grace_s!r:.80}")
-    return grace_s
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= most:
+        raise RequestError(f"{name}: expected 0 to {most:.0f}, got {seconds!r:.80}")
+    return seconds
 
 
 def _read_fence_at_ms(request: Mapping[str, object]) -> int:
@@ -482,6 +609,13 @@ def _read_fence_at_ms(request: Mapping[str, object]) -> int:
     if not 0 < at_ms <= MAX_FENCE_AT_MS:
         raise RequestError(f"fence_at_ms: expected 1 to {MAX_FENCE_AT_MS}, got {at_ms!r:.80}")
     return at_ms
+
+
+def _read_socket_path(request: Mapping[str, object]) -> Path:
+    path = Path(_field(request, "socket", str))
+    if not path.is_absolute() or not path.name:
+        raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
+    return path
 
 
 def _read_signal(request: Mapping[str, object]) -> int:
@@ -510,17 +644,25 @@ def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
 
     It has no descriptors but 0 to 2, no signal ignored and none blocked. Raises `StartError`.
     """
+    with _open_logs(spec) as (stdout, stderr):
+        try:
+            return _spawn(
+                spec.argv, spec.env, cwd=spec.cwd, stdout=stdout, stderr=stderr, cpus=spec.cpus
+            )
+        except OSError as error:
+            raise StartError(_describe(error, spec)) from error
+        except (ValueError, subprocess.SubprocessError) as error:
+            raise StartError(f"{list(spec.argv)!r:.200}: {error}") from error
+
+
+@contextmanager
+def _open_logs(spec: WorkerSpec) -> Iterator[tuple[int | None, int | None]]:
+    """Open a worker's log files while it is started; `StartError` if that can not be done."""
     logs: list[int | None] = []
     try:
         for name, path in (("stdout", spec.stdout), ("stderr", spec.stderr)):
             logs.append(_open_log(name, path))
-        return _spawn(
-            spec.argv, spec.env, cwd=spec.cwd, stdout=logs[0], stderr=logs[1], cpus=spec.cpus
-        )
-    except OSError as error:
-        raise StartError(_describe(error, spec)) from error
-    except (ValueError, subprocess.SubprocessError) as error:
-        raise StartError(f"{list(spec.argv)!r:.200}: {error}") from error
+        yield logs[0], logs[1]
     finally:
         for fd in logs:
             close_fd(fd)
@@ -536,6 +678,7 @@ def _spawn(
     stderr: int | None = None,
     pass_fds: Collection[int] = (),
     cpus: Collection[int] | None = None,
+    blocked: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         argv,
@@ -546,21 +689,30 @@ def _spawn(
         stderr=stderr,
         pass_fds=pass_fds,
         start_new_session=True,
-        preexec_fn=partial(_prepare_child, os.getpid(), cpus),  # noqa: PLW1509  # There is one thread.
+        # There is one thread.
+        preexec_fn=partial(_prepare_child, os.getpid(), cpus, blocked),  # noqa: PLW1509
     )
 
 
-def _prepare_child(parent: int, cpus: Collection[int] | None) -> None:
+def _prepare_child(parent: int, cpus: Collection[int] | None, blocked: Collection[int]) -> None:
     """Give the child, between fork and exec, signals of a fresh process, its CPUs and its leash."""
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
     for signum in signal.valid_signals():
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    be_spared_no_more()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the leash was on.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Take back what spares the agent when memory runs out: it is not meant for the workers."""
+    with suppress(OSError, ValueError):
+        if int(score.read_bytes()) < 0:
+            score.write_bytes(b"0")
 
 
 def _open_log(name: str, path: str | None) -> int | None:
@@ -596,11 +748,31 @@ def _reason(error: OSError | ValueError) -> str:
 # ---------------------------------------------------------------------- the loop
 
 
+class _Forked:
+    """A child that another process has forked, with what is needed of Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Reap it if it has exited; return its return code then."""
+        if self._returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
+
+    def kill(self) -> None:
+        if self._returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 @dataclass(eq=False, slots=True)
 class _Child:
     """A process that the runner has started, until it is reaped."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | _Forked
     pidfd: int | None
     on_exit: Callable[[int], None]
     """Called with its return code, in Popen's sense."""
@@ -611,15 +783,54 @@ class _Round:
     """The round whose processes are here, from its start until they are gone."""
 
     number: int
+    pids: dict[int, int] = field(default_factory=dict)
+    """The workers that have been started, by local_rank."""
     running: set[int] = field(default_factory=set)
     """The workers, by pid, that have not exited."""
     leaderless: set[int] = field(default_factory=set)
     """The workers, by pid, that have; others may still be in their process groups."""
     signals_sent: set[int] = field(default_factory=set)
+    notified_by: int | None = None
+    """The signal that told its workers that the node is about to leave."""
     kill_at: float | None = None
     """When the grace of the stop is over; None while no stop has been asked for."""
     fenced: bool = False
     """Whether it has reached the fence."""
+
+
+@dataclass(eq=False, slots=True)
+class _Zygote:
+    """A zygote, until it is reaped."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    ready_until: float | None
+    """When it is given up; None once it is ready, or has been."""
+    ready: bool = False
+    lost_because: str = ""
+    """Why it ends, where its exit status does not say it."""
+    final: bool = False
+    """Whether another one would do no better."""
+    asked: dict[int, list[_Birth]] = field(default_factory=dict)
+    """The workers that it is to fork, by the number of the request."""
+
+
+@dataclass(eq=False, slots=True)
+class _Birth:
+    """A warm worker on its way, until it runs its script or is given up."""
+
+    of: _Round
+    spec: WorkerSpec
+    give_up_at: float
+    link: Channel | None = None
+    """To the fork, also before it is there; None while the zygote has not been asked for it."""
+    child: _Child | None = None
+    runs: bool = False
+
+    @property
+    def awaits_zygote(self) -> bool:
+        """Whether it has not been asked for yet."""
+        return self.link is None and self.child is None
 
 
 @dataclass(eq=False, slots=True)
@@ -630,12 +841,33 @@ class _Killing:
     told_stuck: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _Served:
+    """How this runner outlives its agent."""
+
+    path: Path
+    listener: socket.socket
+    orphan_timeout_s: float
+    grace_s: float
+
+
 class Runner:
     """Does what the agent asks, and tells it what becomes of that, until shut down or orphaned."""
 
     def __init__(self, agent: Channel) -> None:
-        self._agent = agent
-        self._agent_lost = False
+        self._agent: Channel | None = agent
+        self._adopted = True
+        """Whether the agent that is connected is in charge, and hears what happens."""
+        self._served: _Served | None = None
+        self._orphaned_until: float | None = None
+        """Without an agent in charge: when that ends everything."""
+        self._ending = False
+        """Whether no agent came in time: everything ends with the round."""
+        self._kept: dict[str, str] = {}
+        self._events = 0
+        # What may happen without an agent has an end, so this has a bound.
+        self._unheard: deque[tuple[float, dict[str, object]]] = deque()
+        self._last_round: int | None = None
         self._shutting_down = False
         self._finished = False
         self._round: _Round | None = None
@@ -644,13 +876,25 @@ class Runner:
         self._store_hosts: dict[int, _Child] = {}
         self._fence_at_ms = 0
         self._alarm: _Alarm | None = None
+        self._zygote_spec: ZygoteSpec | None = None
+        self._zygote: _Zygote | None = None
+        self._zygotes_lost = 0
+        self._zygote_retry_at: float | None = None
+        self._no_zygote_because = ""
+        self._births: list[_Birth] = []
+        self._forks_asked = 0
         self._selector = selectors.DefaultSelector()
         self._requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             "start_workers": self._start_workers,
             "stop_workers": self._stop_workers,
+            "notify_workers": self._notify_workers,
             "start_store_host": self._start_store_host,
             "stop_store_host": self._stop_store_host,
             "renew_fence": self._renew_fence,
+            "keep_zygote": self._keep_zygote,
+            "serve": self._serve,
+            "keep": self._keep,
+            "heard": self._forget_heard,
             "shutdown": self._shutdown,
         }
 
@@ -658,15 +902,18 @@ class Runner:
         """Serve until everything is shut down, or the agent is lost and everything killed."""
         doorbell = _sigchld_doorbell()
         self._watch(doorbell.fileno(), partial(self._reap_adopted, doorbell))
+        assert self._agent is not None
         self._watch(self._agent.fileno(), self._serve_agent)
         while not self._finished:
             for key, _ in self._selector.select(self._timeout_s()):
                 # What came earlier in this batch may have ended the watch over this one.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
+            self._do_what_is_due()
             self._advance()
+        self._listen_no_more()
 
-    def _watch(self, fd: int, call: Callable[[], None]) -> None:
+    def _watch(self, fd: int, call: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def _close_watched(self, fd: int) -> None:
@@ -676,67 +923,194 @@ class Runner:
     def _timeout_s(self) -> float | None:
         if self._killing is not None:
             return SWEEP_INTERVAL_S
+        times = [birth.give_up_at for birth in self._births]
         if self._round is not None and self._round.kill_at is not None:
-            return max(self._round.kill_at - time.monotonic(), 0.0)
-        return None
+            times.append(self._round.kill_at)
+        if self._zygote is not None and self._zygote.ready_until is not None:
+            times.append(self._zygote.ready_until)
+        if self._zygote_retry_at is not None:
+            times.append(self._zygote_retry_at)
+        if self._orphaned_until is not None:
+            times.append(self._orphaned_until)
+        return max(min(times) - time.monotonic(), 0.0) if times else None
 
     # ------------------------------------------------------------------ the agent
 
     def _serve_agent(self) -> None:
+        agent = self._agent
+        if agent is None:
+            return
         try:
-            if self._agent.has_unsent:
-                self._agent.flush()
-                self._await_agent()
-            self._agent.receive()
+            if agent.has_unsent:
+                agent.flush()
+                self._await_agent(agent)
+            agent.receive()
         except (EOFError, OSError):
             self._lose_agent()
-        while not self._agent_lost:
+        while self._agent is agent:
             try:
-                request = self._agent.next_message()
+                request = agent.next_message()
                 if request is None:
                     return
                 self._obey(request)
             except (MalformedFrameError, RequestError) as error:
-                self._emit("error", reason=str(error))
+                self._send({"type": "error", "reason": str(error)})
 
     def _obey(self, request: Mapping[str, object]) -> None:
-        obey = self._requests.get(_field(request, "type", str))
+        name = _field(request, "type", str)
+        if name == "adopt" and not self._adopted:
+            self._adopt_by_agent()
+            return
+        obey = self._requests.get(name)
         if obey is None:
-            raise RequestError(f"type: there is no request {request['type']!r:.80}")
+            raise RequestError(f"type: there is no request {name!r:.80}")
+        if not self._adopted:
+            raise RequestError(f"{name}: this runner was not adopted")
         if self._shutting_down:
             raise RequestError("the runner is shutting down")
         obey(request)
 
     def _emit(self, event: str, **fields: object) -> None:
-        if self._agent_lost:
+        message = {"type": event, **fields}
+        if self._served is not None:
+            self._events += 1
+            message["number"] = self._events
+            self._unheard.append((time.monotonic(), message))
+        if self._adopted:
+            self._send(message)
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        agent = self._agent
+        if agent is None:
             return
         try:
-            self._agent.send({"type": event, **fields})
-            self._await_agent()
+            agent.send(message)
+            self._await_agent(agent)
         except (OSError, BufferError):
             # An agent that does not read is as good as dead.
             self._lose_agent()
 
-    def _await_agent(self) -> None:
+    def _await_agent(self, agent: Channel) -> None:
         """Wake up when the agent can be written to, if there is something to write."""
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._agent.has_unsent else 0)
-        if self._selector.get_key(self._agent.fileno()).events != mask:
-            self._selector.modify(self._agent.fileno(), mask, self._serve_agent)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.has_unsent else 0)
+        if self._selector.get_key(agent.fileno()).events != mask:
+            self._selector.modify(agent.fileno(), mask, self._serve_agent)
 
     def _lose_agent(self) -> None:
-        if not self._agent_lost:
-            self._selector.unregister(self._agent.fileno())
-            self._agent.close()
-            self._agent_lost = True
+        if self._agent is None:
+            return
+        self._selector.unregister(self._agent.fileno())
+        self._agent.close()
+        self._agent = None
+        was_in_charge, self._adopted = self._adopted, False
+        if self._served is None:
             self._shutting_down = True
+        elif was_in_charge and not self._ending:
+            self._orphaned_until = time.monotonic() + self._served.orphan_timeout_s
 
     def _shutdown(self, _request: Mapping[str, object]) -> None:
         self._shutting_down = True
 
+    # ------------------------------------------------------------------ the next agent
+
+    def _serve(self, request: Mapping[str, object]) -> None:
+        """Outlive the agent from now on; once more, for another time only."""
+        path = _read_socket_path(request)
+        orphan_timeout_s = _read_seconds(request, "orphan_timeout_s", MAX_ORPHAN_TIMEOUT_S)
+        grace_s = _read_seconds(request, "grace_s", MAX_GRACE_S)
+        if self._served is None:
+            try:
+                listener = listen_at(path)
+            except OSError as error:
+                self._emit("serve_failed", reason=f"{path}: {_reason(error)}")
+                return
+            self._served = _Served(path, listener, orphan_timeout_s, grace_s)
+            self._watch(listener.fileno(), self._meet_agent)
+        self._served.orphan_timeout_s, self._served.grace_s = orphan_timeout_s, grace_s
+
+    def _keep(self, request: Mapping[str, object]) -> None:
+        self._kept[_field(request, "name", str)] = _field(request, "value", str)
+
+    def _forget_heard(self, request: Mapping[str, object]) -> None:
+        number = _field(request, "number", int)
+        while self._unheard and _field(self._unheard[0][1], "number", int) <= number:
+            self._unheard.popleft()
+
+    def _meet_agent(self) -> None:
+        """Say hello to who connects, unless there is an agent, or it is somebody else's."""
+        assert self._served is not None
+        try:
+            connection, _ = self._served.listener.accept()
+        except OSError:
+            return  # It has gone again.
+        pid, uid = peer_of(connection)
+        if uid not in (0, os.geteuid()):
+            connection.close()
+            return
+        self._serve_agent()  # Its end may stand to be read, too.
+        channel = Channel(connection)
+        if self._agent is not None:
+            reason = f"this runner, pid {os.getpid()}, has an agent; pid {pid} is one too many"
+            with suppress(OSError):
+                channel.send({"type": "refused", "reason": reason})
+            channel.close()
+            return
+        self._agent = channel
+        self._watch(channel.fileno(), self._serve_agent)
+        self._send(self._hello())
+
+    def _hello(self) -> Mapping[str, object]:
+        held = self._round
+        return {
+            "type": "hello",
+            "version": PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "round": None if held is None else held.number,
+            "last_round": self._last_round,
+            "workers": [] if held is None else sorted(held.pids.items()),
+            "store_hosts": sorted(self._store_hosts),
+            "zygote": self._zygote_spec is not None,
+            "kept": self._kept,
+        }
+
+    def _adopt_by_agent(self) -> None:
+        """Tell the agent all that nobody has heard, and take orders from it."""
+        self._adopted, self._orphaned_until = True, None
+        now = time.monotonic()
+        for at, message in tuple(self._unheard):
+            if "age_ms" in message:
+                self._send({**message, "age_ms": round((now - at) * 1000)})
+            else:
+                self._send(message)
+
+    def _end_orphaned(self) -> None:
+        """Stop the workers, and then everything: no agent has come."""
+        assert self._served is not None
+        with suppress(OSError):
+            sys.stderr.write(
+                f"rdzv: runner pid {os.getpid()}: no agent within "
+                f"{self._served.orphan_timeout_s:g} s; its workers are stopped\n"
+            )
+            sys.stderr.flush()
+        self._orphaned_until, self._ending = None, True
+        self._listen_no_more()
+        self._lose_agent()
+        if self._round is None:
+            self._shutting_down = True
+        else:
+            self._begin_stop(self._round, signal.SIGTERM, self._served.grace_s)
+
+    def _listen_no_more(self) -> None:
+        if self._served is not None and self._served.listener.fileno() >= 0:
+            self._selector.unregister(self._served.listener.fileno())
+            self._served.listener.close()
+            with suppress(OSError):
+                self._served.path.unlink()
+
     # ------------------------------------------------------------------ children
 
     def _look_after(
-        self, process: subprocess.Popen[bytes], on_exit: Callable[[int], None]
+        self, process: subprocess.Popen[bytes] | _Forked, on_exit: Callable[[int], None]
     ) -> _Child:
         # By pidfds, because epoll returns them in the order of the exits: who failed first?
         child = _Child(process, os.pidfd_open(process.pid), on_exit)
@@ -774,25 +1148,42 @@ class Runner:
     def _start_workers(self, request: Mapping[str, object]) -> None:
         number = _field(request, "round", int)
         specs = _read_worker_specs(request)
+        ranks = _field(request, "warm", list) if "warm" in request else []
         if self._round is not None:
             raise RequestError(f"round {number} can not start: {self._round.number} is not gone")
         self._round = started = _Round(number)
+        self._last_round = number
         self._keep_fence()
-        for spec in () if started.fenced else specs:
+        if started.fenced:
+            return
+        self._start_cold(started, [spec for spec in specs if spec.local_rank not in ranks])
+        self._start_warm(started, [spec for spec in specs if spec.local_rank in ranks])
+
+    def _start_cold(self, started: _Round, specs: Iterable[WorkerSpec]) -> None:
+        for spec in specs:
+            if started.kill_at is not None:
+                return  # It ends already: one before has failed to start, for instance.
             try:
-                self._start_worker(started, spec)
+                process = spawn_worker(spec)
             except StartError as error:
                 self._fail_start(started, spec, str(error))
                 return
+            started.running.add(process.pid)
+            self._look_after(
+                process, partial(self._report_exit, started, spec.local_rank, process.pid)
+            )
+            self._emit_started(started, spec, process.pid)
 
-    def _start_worker(self, started: _Round, spec: WorkerSpec) -> None:
-        process = spawn_worker(spec)
-        started.running.add(process.pid)
-        self._look_after(process, partial(self._report_exit, started, spec.local_rank, process.pid))
-        self._emit("started", round=started.number, local_rank=spec.local_rank, pid=process.pid)
+    def _emit_started(self, started: _Round, spec: WorkerSpec, pid: int) -> None:
+        started.pids[spec.local_rank] = pid
+        self._emit("started", round=started.number, local_rank=spec.local_rank, pid=pid)
+        if started.notified_by is not None:
+            with suppress(OSError):
+                os.killpg(pid, started.notified_by)
 
     def _fail_start(self, failed: _Round, spec: WorkerSpec, reason: str) -> None:
         failed.kill_at = time.monotonic()
+        self._drop_births()
         kill_descendants(self._exempt())
         number, local_rank = failed.number, spec.local_rank
         self._emit("start_failed", round=number, local_rank=local_rank, reason=reason)
@@ -815,23 +1206,42 @@ class Runner:
         A signal is sent once, so that a handler that is at work is not entered twice.
         """
         number = _field(request, "round", int)
-        signum, grace_s = _read_signal(request), _read_grace_s(request)
+        signum, grace_s = _read_signal(request), _read_seconds(request, "grace_s", MAX_GRACE_S)
         stopping = self._round
         if stopping is None or number < stopping.number:
             self._emit("gone", round=number)
             return
         if number > stopping.number:
             raise RequestError(f"round {number} can not stop: it is round {stopping.number} here")
+        self._begin_stop(stopping, signum, grace_s)
+
+    def _begin_stop(self, stopping: _Round, signum: int, grace_s: float) -> None:
         kill_at = time.monotonic() + grace_s
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
+        # Those that are not forked yet never run. The others are signalled, as if they did.
+        self._drop_births([birth for birth in self._births if birth.child is None])
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
             self._signal_groups(stopping, signum)
 
-    def _signal_groups(self, stopping: _Round, signum: int) -> None:
+    def _notify_workers(self, request: Mapping[str, object]) -> None:
+        """Signal the round's workers, each once; those that are on their way when they run.
+
+        A stop with the same signal does not repeat it.
+        """
+        number, signum = _field(request, "round", int), _read_signal(request)
+        told = self._round
+        if told is None or number != told.number or signum in told.signals_sent:
+            return
+        told.signals_sent.add(signum)
+        told.notified_by = signum
+        waiting = {birth.child.process.pid for birth in self._births if birth.child is not None}
+        self._signal_groups(told, signum, but=waiting)
+
+    def _signal_groups(self, stopping: _Round, signum: int, but: Collection[int] = ()) -> None:
         """Signal the process groups of a round's workers, also of those that have exited."""
-        for pid in stopping.running:
+        for pid in stopping.running.difference(but):
             # Not reaped yet, so the number is still its own.
             with suppress(OSError):
                 os.killpg(pid, signum)
@@ -843,6 +1253,286 @@ class Runner:
             with suppress(OSError):
                 if _parent_and_group(pid)[1] in stopping.leaderless:
                     signal_relative(pid, signum, family)
+
+    # ------------------------------------------------------------------ warm workers
+
+    def _start_warm(self, started: _Round, specs: Sequence[WorkerSpec]) -> None:
+        """Have workers forked: now, or once the zygote is ready, or start them cold."""
+        zygote, kept = self._zygote, self._zygote_spec
+        if not specs or started.kill_at is not None:
+            return
+        if zygote is not None and zygote.ready:
+            self._ask_for(self._begin_births(started, specs, FORK_TIMEOUT_S))
+        elif zygote is not None and kept is not None and kept.wait_s > 0:
+            self._begin_births(started, specs, kept.wait_s)
+        else:
+            why = self._no_zygote_because
+            if zygote is not None:
+                why = zygote.lost_because or "the zygote still imports"
+            self._start_cold_instead(started, specs, why)
+
+    def _begin_births(
+        self, started: _Round, specs: Sequence[WorkerSpec], within_s: float
+    ) -> list[_Birth]:
+        births = [_Birth(started, spec, time.monotonic() + within_s) for spec in specs]
+        self._births += births
+        return births
+
+    def _start_cold_instead(
+        self, started: _Round, specs: Sequence[WorkerSpec], reason: str
+    ) -> None:
+        if started.kill_at is None and not self._shutting_down and specs:
+            ranks = [spec.local_rank for spec in specs]
+            self._emit("started_cold", round=started.number, local_ranks=ranks, reason=reason)
+            self._start_cold(started, specs)
+
+    def _give_up(self, births: Sequence[_Birth], reason: str) -> None:
+        """Start other workers in place of these, which have not run anything of the user's."""
+        births = [birth for birth in births if birth in self._births]
+        self._drop_births(births)
+        if births:
+            self._start_cold_instead(births[0].of, [birth.spec for birth in births], reason)
+
+    def _drop_births(self, births: Sequence[_Birth] | None = None) -> None:
+        """Have these never run, or all that are on their way: without a link a fork exits."""
+        for birth in [*self._births] if births is None else births:
+            self._births.remove(birth)
+            self._close_link(birth)
+            if birth.child is not None:
+                birth.child.process.kill()
+
+    def _close_link(self, birth: _Birth) -> None:
+        if birth.link is not None:
+            if birth.child is not None:
+                self._selector.unregister(birth.link.fileno())
+            birth.link.close()
+            birth.link = None
+
+    def _do_what_is_due(self) -> None:
+        """Start a zygote, give up one, or births, or the wait for an agent: where it is time."""
+        now = time.monotonic()
+        if self._orphaned_until is not None and now >= self._orphaned_until:
+            self._end_orphaned()
+        if self._zygote_retry_at is not None and now >= self._zygote_retry_at:
+            self._zygote_retry_at = None
+            if not self._shutting_down:
+                self._start_zygote()
+        zygote = self._zygote
+        if zygote is not None and zygote.ready_until is not None and now >= zygote.ready_until:
+            self._give_up_zygote(zygote, f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
+        late = [birth for birth in self._births if now >= birth.give_up_at]
+        unforked = [birth for birth in late if birth.link is not None and birth.child is None]
+        if unforked and zygote is not None:
+            # Nothing else may be asked of such a zygote.
+            self._give_up_zygote(zygote, f"it has not forked within {FORK_TIMEOUT_S:g} s")
+        waits = [birth for birth in late if birth.awaits_zygote]
+        self._give_up(waits, "the zygote still imports")
+        self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
+
+    # ------------------------------------------------------------------ the zygote
+
+    def _keep_zygote(self, request: Mapping[str, object]) -> None:
+        spec = _read_zygote_spec(request)
+        if self._zygote_spec is not None:
+            raise RequestError("there is a zygote for this job")
+        self._zygote_spec = spec
+        self._start_zygote()
+
+    def _start_zygote(self) -> None:
+        spec = self._zygote_spec
+        assert spec is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            order = {"argv": spec.argv, "fd": theirs.fileno(), "modules": spec.modules}
+            try:
+                process = _spawn(
+                    spec.argv,
+                    zygote_environ(spec.env, order),
+                    cwd=spec.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # What is printed on import is for the log.
+                    pass_fds=(theirs.fileno(),),
+                    cpus=spec.cpus,
+                    # Workers are to find all dispositions as a fresh interpreter has them.
+                    blocked=_IGNORED_SIGNALS,
+                )
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                ours.close()
+                self._tell_zygote_lost(f"can not start {spec.argv[0]!r}: {error}", final=False)
+                return
+        zygote = _Zygote(process, ours, time.monotonic() + PRELOAD_TIMEOUT_S)
+        self._zygote = zygote
+        self._look_after(process, partial(self._lose_zygote, zygote))
+        self._watch(ours.fileno(), partial(self._read_zygote, zygote))
+
+    def _read_zygote(self, zygote: _Zygote) -> bool:
+        """Read a message of the zygote's; False if there is none, now or any more."""
+        try:
+            data = zygote.control.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._close_control(zygote)
+            return False
+        try:
+            self._hear_zygote(zygote, json.loads(data))
+        except (ValueError, TypeError, LookupError) as error:
+            self._give_up_zygote(zygote, f"it says {data!r:.200}: {error!r}")
+        return True
+
+    def _hear_zygote(self, zygote: _Zygote, message: Mapping[str, Any]) -> None:
+        if "ready" in message:
+            zygote.ready, zygote.ready_until = True, None
+            self._emit("zygote_ready", pid=zygote.process.pid, **message["ready"])
+            self._ask_for([birth for birth in self._births if birth.awaits_zygote])
+        elif "refused" in message:
+            zygote.lost_because, zygote.final = str(message["refused"]), True
+        else:
+            births = zygote.asked.pop(message["forked"])
+            self._adopt(zygote, births, message["pids"], message["reason"])
+
+    def _close_control(self, zygote: _Zygote) -> None:
+        if zygote.control.fileno() >= 0:
+            self._selector.unregister(zygote.control.fileno())
+            zygote.control.close()
+
+    def _give_up_zygote(self, zygote: _Zygote, reason: str) -> None:
+        """Kill a zygote that can not be worked with."""
+        zygote.ready, zygote.ready_until = False, None
+        zygote.lost_because = zygote.lost_because or reason
+        self._close_control(zygote)
+        zygote.process.kill()
+        self._give_up([birth for birth in self._births if birth.child is None], reason)
+
+    def _lose_zygote(self, zygote: _Zygote, code: int) -> None:
+        while zygote.control.fileno() >= 0 and self._read_zygote(zygote):
+            pass
+        self._close_control(zygote)
+        self._zygote = None
+        if self._shutting_down:
+            return
+        ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        self._tell_zygote_lost(zygote.lost_because or f"it {ended}", final=zygote.final)
+        waiting = [birth for birth in self._births if birth.child is None]
+        self._give_up(waiting, self._no_zygote_because)
+
+    def _tell_zygote_lost(self, reason: str, *, final: bool) -> None:
+        self._no_zygote_because = f"there is no zygote: {reason}"
+        retry_s = None
+        if not final:
+            retry_s = min(2.0**self._zygotes_lost, MAX_ZYGOTE_RETRY_S)
+            self._zygote_retry_at = time.monotonic() + retry_s
+            self._zygotes_lost += 1
+        self._emit("zygote_lost", reason=reason, retry_s=retry_s)
+
+    def _ask_for(self, births: Sequence[_Birth]) -> None:
+        """Ask the zygote to fork workers."""
+        zygote = self._zygote
+        assert zygote is not None
+        for first in range(0, len(births), MAX_FORKS_AT_ONCE):
+            if births[first].of.kill_at is not None:
+                return  # One before can not be started.
+            try:
+                self._send_to_zygote(zygote, births[first : first + MAX_FORKS_AT_ONCE])
+            except OSError as error:
+                self._give_up(births[first:], f"the zygote can not be asked: {error}")
+                return
+
+    def _send_to_zygote(self, zygote: _Zygote, births: Sequence[_Birth]) -> None:
+        """Ask for these, unless one of them can not be started at all."""
+        self._forks_asked += 1
+        with ExitStack() as stack:
+            fds = [0]
+            for birth in births:
+                try:
+                    stdout, stderr = stack.enter_context(_open_logs(birth.spec))
+                except StartError as error:
+                    self._fail_start(birth.of, birth.spec, str(error))
+                    return
+                ours, theirs = socket.socketpair()
+                stack.enter_context(theirs)
+                birth.link = Channel(ours)
+                birth.give_up_at = time.monotonic() + FORK_TIMEOUT_S
+                fds += [1 if stdout is None else stdout, 2 if stderr is None else stderr]
+                fds.append(theirs.fileno())
+            request = json.dumps({"fork": self._forks_asked, "workers": len(births)})
+            socket.send_fds(zygote.control, [request.encode()], fds)
+        zygote.asked[self._forks_asked] = list(births)
+
+    def _adopt(
+        self, zygote: _Zygote, births: Sequence[_Birth], pids: Sequence[int], reason: str
+    ) -> None:
+        """Take on the workers that the zygote has forked; they wait to be told what to run."""
+        for birth, pid in zip(births, pids, strict=False):
+            if birth in self._births:  # Else it was given up, and exits.
+                try:
+                    self._adopt_one(birth, pid)
+                except OSError:
+                    reason = reason or "it died before it ran anything"
+        if not reason:
+            self._zygotes_lost = 0
+        self._give_up([birth for birth in births if birth.child is None], reason)
+
+    def _adopt_one(self, birth: _Birth, pid: int) -> None:
+        if pid in self._children or _parent_and_group(pid)[0] != os.getpid():
+            raise ProcessLookupError(f"{pid} is no new child")
+        assert birth.link is not None
+        birth.child = self._look_after(_Forked(pid), partial(self._end_birth, birth, pid))
+        birth.of.running.add(pid)
+        assert self._zygote_spec is not None
+        self._watch(birth.link.fileno(), partial(self._serve_link, birth))
+        spec = {name: getattr(birth.spec, name) for name in ("argv", "env", "cwd", "cpus")}
+        try:
+            birth.link.send({**spec, "given": self._zygote_spec.env, "parent": os.getpid()})
+            self._await_link(birth)
+        except (ValueError, BufferError) as error:
+            self._give_up([birth], str(error))
+        except OSError:
+            pass  # Its exit tells.
+
+    def _serve_link(self, birth: _Birth) -> None:
+        """Hear from a fork whether it runs its script."""
+        assert birth.link is not None
+        try:
+            birth.link.flush()
+            self._await_link(birth)
+            birth.link.receive()
+            answer = birth.link.next_message()
+        except (EOFError, OSError, MalformedFrameError):
+            self._close_link(birth)  # Its exit tells.
+            return
+        if answer is not None:
+            self._conclude(birth, answer)
+
+    def _await_link(self, birth: _Birth) -> None:
+        assert birth.link is not None
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if birth.link.has_unsent else 0)
+        self._selector.modify(birth.link.fileno(), mask, partial(self._serve_link, birth))
+
+    def _conclude(self, birth: _Birth, answer: Mapping[str, object]) -> None:
+        assert birth.child is not None
+        if "ready" in answer:
+            self._births.remove(birth)
+            self._close_link(birth)
+            birth.runs = True
+            self._emit_started(birth.of, birth.spec, birth.child.process.pid)
+        elif "failed" in answer:
+            self._fail_start(birth.of, birth.spec, str(answer["failed"]))
+        else:
+            self._give_up([birth], str(answer.get("refused")))
+
+    def _end_birth(self, birth: _Birth, pid: int, code: int) -> None:
+        """Take note that a fork has exited, at whatever point."""
+        if birth in self._births and birth.link is not None:
+            self._serve_link(birth)  # It may have been ready, and its script short.
+        if birth.runs:
+            self._report_exit(birth.of, birth.spec.local_rank, pid, code)
+            return
+        birth.of.running.discard(pid)
+        self._give_up([birth], "its fork died before it ran anything")
 
     # ------------------------------------------------------------------ the fence
 
@@ -882,6 +1572,7 @@ class Runner:
             if not self._is_kill_due():
                 return
             self._killing = _Killing(time.monotonic())
+            self._drop_births()
         left = kill_descendants(self._exempt())
         if left:
             self._tell_if_stuck(self._killing, left)
@@ -891,6 +1582,10 @@ class Runner:
             number, self._round = self._round.number, None
             self._keep_fence()
             self._emit("gone", round=number)
+        if self._ending and not self._shutting_down:
+            self._shutting_down = True
+            self._advance()
+            return
         self._finished = self._shutting_down
 
     def _is_kill_due(self) -> bool:
@@ -904,7 +1599,10 @@ class Runner:
         """Name the children that the end of a round leaves alone."""
         if self._shutting_down:
             return set()
-        return {host.process.pid for host in self._store_hosts.values()}
+        exempt = {host.process.pid for host in self._store_hosts.values()}
+        if self._zygote is not None:
+            exempt.add(self._zygote.process.pid)
+        return exempt
 
     def _tell_if_stuck(self, killing: _Killing, left: list[int]) -> None:
         if killing.told_stuck or time.monotonic() < killing.since + STUCK_AFTER_S:
@@ -916,7 +1614,7 @@ class Runner:
     # ------------------------------------------------------------------ store hosts
 
     def _start_store_host(self, request: Mapping[str, object]) -> None:
-        listen_fd = self._agent.take_fd()
+        listen_fd = None if self._agent is None else self._agent.take_fd()
         if listen_fd is None:
             raise RequestError("start_store_host came without a listening socket")
         try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,20 @@ from rdzv.agent.runner import (
     Channel,
     MalformedFrameError,
     WorkerSpec,
+    ZygoteSpec,
     become_subreaper,
     boottime_ms,
     sweep_descendants,
 )
 
 __all__ = [
+    "FoundRunner",
+    "NotAdoptableError",
     "RunnerEvent",
     "RunnerExited",
     "RunnerLink",
     "RunnerRefused",
+    "ServeFailed",
     "StoreHostExited",
     "StoreHostReady",
     "WorkerExited",
@@ -36,7 +42,11 @@ __all__ = [
     "WorkersFenced",
     "WorkersGone",
     "WorkersStartFailed",
+    "WorkersStartedCold",
     "WorkersStuck",
+    "ZygoteLost",
+    "ZygoteReady",
+    "ZygoteSpec",
     "become_subreaper",
     "boottime_ms",
     "spare",
@@ -48,6 +58,156 @@ log = logging.getLogger("rdzv.agent.runner")
 
 _STORE_HOST = Path(__file__).with_name("store_host.py")
 _KILL_TIMEOUT_S = 1.0
+_MAX_TOLD = 100
+
+MEET_TIMEOUT_S = 3.0
+"""How long a runner may take to say hello; one that is stopped, or hangs, says nothing."""
+_BUSY_RETRY_S = 0.05
+
+
+class NotAdoptableError(Exception):
+    """A runner can not be taken over; it is left to its end. Says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a runner says to the agent that would adopt it."""
+
+    pid: int
+    round: int | None
+    """The round whose processes are there."""
+    last_round: int | None
+    """The round whose workers were to be started last."""
+    workers: Mapping[int, int]
+    """The workers of the round that were started, exited or not: pids by LOCAL_RANK."""
+    store_hosts: frozenset[int]
+    """The rounds whose store host is there."""
+    zygote: bool
+    """Whether a zygote is kept."""
+    kept: Mapping[str, str]
+    """What an agent before this one had it keep."""
+
+
+class FoundRunner:
+    """A runner whose agent is gone. It is not adopted yet: use `adopt`, or `leave` it."""
+
+    def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
+        """Meet it by `meet`."""
+        self.path = path
+        self.hello = hello
+        self._channel = channel
+
+    @classmethod
+    async def meet(cls, path: Path, timeout_s: float = MEET_TIMEOUT_S) -> FoundRunner | None:
+        """Connect with the runner that listens at a path; None if there is none.
+
+        Raises:
+            NotAdoptableError: it has another agent, is of a newer version, or does not answer.
+
+        """
+        refused = f"it does not answer within {timeout_s:g} s"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if (channel := await _connect(path)) is None:
+                        return None
+                    try:
+                        if (said := await _first_message(channel)) is not None:
+                            if said.get("type") != "refused":
+                                return cls(path, channel, _read_hello(said))
+                            # Its agent may have died just now.
+                            refused = str(said.get("reason"))
+                    except BaseException:
+                        channel.close()
+                        raise
+                    channel.close()
+                    await asyncio.sleep(_BUSY_RETRY_S)
+        except TimeoutError:
+            raise NotAdoptableError(refused) from None
+        except OSError as error:
+            raise NotAdoptableError(str(error)) from error
+
+    def adopt(self) -> None:
+        """Take charge. What it has to say waits until there is a `RunnerLink` to hear it."""
+        with suppress(OSError):  # It has ended, and the link is going to notice.
+            self._channel.send({"type": "adopt"})
+
+    def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
+        """Return the hold on a runner that was adopted."""
+        return RunnerLink(None, self._channel, on_event, self.hello)
+
+    def leave(self) -> None:
+        """Let go of it: it goes on waiting for an agent, for what is left of its time."""
+        self._channel.close()
+
+    def end(self) -> None:
+        """Have it kill everything now, and let go of it."""
+        for request in ("adopt", "shutdown"):
+            try:
+                self._channel.send({"type": request})
+            except OSError:
+                break
+        self._channel.close()
+
+
+async def _connect(path: Path) -> Channel | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        try:
+            with runner.short_path(path) as short:
+                await asyncio.get_running_loop().sock_connect(connection, short)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        if runner.peer_of(connection)[1] not in (0, os.geteuid()):
+            raise NotAdoptableError(f"who listens at {path} is another user")
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection)
+
+
+async def _first_message(channel: Channel) -> Mapping[str, object] | None:
+    """Wait for the first message of a channel; None if it ends before."""
+    loop, fd = asyncio.get_running_loop(), channel.fileno()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        while True:
+            try:
+                if (message := channel.next_message()) is not None:
+                    return message
+                await readable.wait()
+                readable.clear()
+                channel.receive()
+            except EOFError:
+                return channel.next_message()
+            except MalformedFrameError as error:
+                raise NotAdoptableError(str(error)) from error
+    finally:
+        loop.remove_reader(fd)
+
+
+def _read_hello(said: Mapping[str, Any]) -> Hello:
+    try:
+        version, pid = int(said["version"]), int(said["pid"])
+        if not 1 <= version <= runner.PROTOCOL_VERSION:
+            raise NotAdoptableError(
+                f"pid {pid} speaks version {version} of what runners say, and this agent speaks "
+                f"{runner.PROTOCOL_VERSION}"
+            )
+        return Hello(
+            pid=pid,
+            round=said["round"],
+            last_round=said["last_round"],
+            workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
+            store_hosts=frozenset(said["store_hosts"]),
+            zygote=bool(said["zygote"]),
+            kept={str(name): str(value) for name, value in said["kept"].items()},
+        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise NotAdoptableError(f"it says {said!r:.200}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +267,34 @@ class WorkersFenced:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersStartedCold:
+    """These were to be forked from the zygote, and are started without it, for this reason."""
+
+    round: int
+    local_ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteReady:
+    """Workers can be forked from now on."""
+
+    pid: int
+    modules: tuple[str, ...]
+    threads: int
+    memory_kb: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteLost:
+    """There is no zygote now; another is tried after `retry_s`, or none if that is None."""
+
+    reason: str
+    retry_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreHostReady:
     """The round's store serves."""
 
@@ -123,6 +311,13 @@ class StoreHostExited:
 
 
 @dataclass(frozen=True, slots=True)
+class ServeFailed:
+    """The runner can not outlive this process, and ends with it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerRefused:
     """The runner was asked for what it can not do, and has done nothing."""
 
@@ -133,11 +328,12 @@ class RunnerRefused:
 class RunnerExited:
     """The runner is gone, and with it its workers; the last event. Negative: killed by a signal.
 
-    Unless it was asked to end, descendants of its workers may still be there: in a subreaper,
+    Of one that was adopted nobody knows how it ended: 0 if it was asked to, else None. Unless it
+    was asked to, descendants of its workers may still be there: in a subreaper,
     `sweep_descendants` kills them.
     """
 
-    exit_code: int
+    exit_code: int | None
 
 
 RunnerEvent = (
@@ -147,8 +343,12 @@ RunnerEvent = (
     | WorkersGone
     | WorkersStuck
     | WorkersFenced
+    | WorkersStartedCold
+    | ZygoteReady
+    | ZygoteLost
     | StoreHostReady
     | StoreHostExited
+    | ServeFailed
     | RunnerRefused
     | RunnerExited
 )
@@ -160,8 +360,14 @@ _EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "gone": WorkersGone,
     "stuck": lambda round, pids: WorkersStuck(round, tuple(pids)),
     "fenced": WorkersFenced,
+    "started_cold": lambda local_ranks, **fields: WorkersStartedCold(
+        local_ranks=tuple(local_ranks), **fields
+    ),
+    "zygote_ready": lambda modules, **fields: ZygoteReady(modules=tuple(modules), **fields),
+    "zygote_lost": ZygoteLost,
     "store_host_ready": StoreHostReady,
     "store_host_exited": StoreHostExited,
+    "serve_failed": ServeFailed,
     "error": RunnerRefused,
 }
 
@@ -176,19 +382,38 @@ class RunnerLink:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | None,
         channel: Channel,
         on_event: Callable[[RunnerEvent], None],
+        adopted: Hello | None = None,
     ) -> None:
-        """Take over a runner that was just started. Use `spawn`."""
+        """Take over a runner: one that was just started, by `spawn`, or that was adopted."""
+        if process is None:
+            assert adopted is not None
+            self._pid = adopted.pid
+        else:
+            self._pid = process.pid
+            _runner_pids.add(process.pid)
         self._process = process
         self._channel = channel
         self._on_event = on_event
         self._exited = asyncio.Event()
-        _runner_pids.add(process.pid)
+        self._keeps_zygote = adopted is not None and adopted.zygote
+        self._told: set[str] = set()
+        self._asked_to_end = False
+        self._last_event = self._heard = 0
+        """The numbers of the last event that was handled, and of the last that the runner may
+        forget."""
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._notice_exit)
+        self._pidfd: int | None = None
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except OSError:
+            self._loop.call_soon(self._notice_exit)
+        else:
+            self._loop.add_reader(self._pidfd, self._notice_exit)
         self._loop.add_reader(channel.fileno(), self._read)
 
     @classmethod
@@ -206,16 +431,61 @@ class RunnerLink:
     @property
     def pid(self) -> int:
         """The runner's process id."""
-        return self._process.pid
+        return self._pid
+
+    def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
+        """Have it outlive this process, and listen at `path` for the agent that adopts it.
+
+        Without one for `orphan_timeout_s` it stops its workers, with `grace_s` before SIGKILL, and
+        ends. Called again, only the times count, from the next loss of an agent on.
+        """
+        orphan_timeout_s = min(max(orphan_timeout_s, 0.0), runner.MAX_ORPHAN_TIMEOUT_S)
+        grace_s = min(max(grace_s, 0.0), runner.MAX_GRACE_S)
+        where = {"socket": str(path), "orphan_timeout_s": orphan_timeout_s, "grace_s": grace_s}
+        self._send({"type": "serve", **where})
+
+    def keep(self, name: str, value: str) -> None:
+        """Have it keep something for the agent that adopts it; before every later request."""
+        self._send({"type": "keep", "name": name, "value": value})
+
+    async def let_go(self, timeout_s: float) -> None:
+        """Leave it to the next agent: say what is unsaid, and hear nothing any more."""
+        self._loop.remove_reader(self._channel.fileno())
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_sent.wait()
+        except TimeoutError:
+            log.warning("the runner, pid %d, has not read all that it is to keep", self.pid)
+        if not self._exited.is_set():
+            self._loop.remove_writer(self._channel.fileno())
+            self._channel.close()
+            self._exited.set()
+
+    def keep_zygote(self, zygote: ZygoteSpec) -> None:
+        """Start the zygote that the workers of this job will be forked from, ahead of them.
+
+        Only the first call counts. Workers that find no zygote ready start cold; so they do not
+        wait for it, unless it says so itself. What becomes of it is logged.
+        """
+        if not self._keeps_zygote:
+            self._keeps_zygote = True
+            fields = _portable({name: getattr(zygote, name) for name in ZygoteSpec.__slots__})
+            self._send({"type": "keep_zygote", **fields})
 
     def start_workers(self, round: int, workers: Sequence[WorkerSpec]) -> None:
         """Start all workers of a round; refused until those of the round before are gone."""
-        specs = [
-            _portable({name: getattr(worker, name) for name in WorkerSpec.__slots__})
-            for worker in workers
-        ]
+        names = [name for name in WorkerSpec.__slots__ if name != "zygote"]
+        specs = [_portable({name: getattr(worker, name) for name in names}) for worker in workers]
+        warm = []
+        for worker in workers:
+            if worker.zygote is not None:
+                self.keep_zygote(worker.zygote)
+                warm.append(worker.local_rank)
         try:
-            self._send({"type": "start_workers", "round": round, "workers": specs})
+            message = {"round": round, "workers": specs, "warm": warm}
+            self._send({"type": "start_workers", **message})
         except ValueError as error:
             self._loop.call_soon(self._fail_start, round, workers[0].local_rank, str(error))
 
@@ -245,6 +515,10 @@ class RunnerLink:
         message = {"round": round, "signal": int(signum), "grace_s": grace_s}
         self._send({"type": "stop_workers", **message})
 
+    def notify_workers(self, round: int, signum: int) -> None:
+        """Signal the round's workers, each once, and end nothing by that."""
+        self._send({"type": "notify_workers", "round": round, "signal": int(signum)})
+
     def renew_fence(self, at_ms: int) -> None:
         """Let no worker, of this round or a later one, live on beyond this point of `boottime_ms`.
 
@@ -259,6 +533,7 @@ class RunnerLink:
 
     def kill(self) -> None:
         """Kill everything now, the runner too; `RunnerExited` follows."""
+        self._asked_to_end = True
         self._send({"type": "shutdown"})
 
     async def close(self, timeout_s: float) -> None:
@@ -288,8 +563,10 @@ class RunnerLink:
 
     def _await_writable(self) -> None:
         if self._channel.has_unsent:
+            self._all_sent.clear()
             self._loop.add_writer(self._channel.fileno(), self._flush)
         else:
+            self._all_sent.set()
             self._loop.remove_writer(self._channel.fileno())
 
     def _flush(self) -> None:
@@ -297,6 +574,7 @@ class RunnerLink:
             self._channel.flush()
             self._await_writable()
         except OSError:
+            self._all_sent.set()
             self._loop.remove_writer(self._channel.fileno())
 
     def _fail_start(self, round: int, local_rank: int, reason: str) -> None:
@@ -314,19 +592,64 @@ class RunnerLink:
 
     def _deliver(self) -> None:
         try:
-            while (message := self._channel.next_message()) is not None:
+            # Whoever handles an event may let go of this runner.
+            while not self._exited.is_set():
+                if (message := self._channel.next_message()) is None:
+                    break
                 event = _decode(message)
-                if isinstance(event, RunnerRefused):
-                    log.error("the runner refuses a request: %s", event.reason)
+                self._tell(event)
                 self._on_event(event)
+                self._last_event = _number_of(message) or self._last_event
         except MalformedFrameError as error:
             self._give_up(str(error))
+        if self._last_event > self._heard:
+            # Not before it was handled: what an agent dies of is told to the next one again.
+            self._heard = self._last_event
+            self._send({"type": "heard", "number": self._heard})
+
+    def _tell(self, event: RunnerEvent) -> None:
+        """Write what nobody but the runner knows of; the same once, however often it comes."""
+        match event:
+            case RunnerRefused():
+                log.error("the runner refuses a request: %s", event.reason)
+            case ServeFailed():
+                text = "the runner, pid %d, can not outlive this agent: %s"
+                log.warning(text, self.pid, event.reason)
+            case ZygoteReady():
+                log.info(
+                    "workers can be warm: %s imported in %.1f s, %d MiB, pid %d",
+                    ", ".join(event.modules),
+                    event.seconds,
+                    event.memory_kb >> 10,
+                    event.pid,
+                )
+            case ZygoteLost():
+                retry = "" if event.retry_s is None else "; another is tried"
+                text = "the zygote is lost: %s; workers start cold%s"
+                log.log(self._level(event.reason, logging.WARNING), text, event.reason, retry)
+            case WorkersStartedCold():
+                ranks = ", ".join(map(str, event.local_ranks))
+                text = "round %d: workers start cold (local_rank %s): %s"
+                level = self._level(f"cold: {event.reason}", logging.INFO)
+                log.log(level, text, event.round, ranks, event.reason)
+
+    def _level(self, what: str, first: int) -> int:
+        """Return the level of what is new, or DEBUG for what has been told."""
+        if what in self._told or len(self._told) >= _MAX_TOLD:
+            return logging.DEBUG
+        self._told.add(what)
+        return first
 
     def _notice_exit(self) -> None:
         """Hand over what the runner has still said, then say that it is gone."""
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        code = self._process.wait()  # Does not block: the pidfd says that it is dead.
+        if self._exited.is_set():
+            return
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        code = 0 if self._asked_to_end else None
+        if self._process is not None:
+            code = self._process.wait()  # Does not block: the pidfd says that it is dead.
         try:
             self._drain()
         finally:
@@ -347,7 +670,11 @@ class RunnerLink:
     def _give_up(self, reason: str) -> None:
         """Kill a runner that can not be worked with; `RunnerExited` follows."""
         log.error("killing the runner, pid %d: %s", self.pid, reason)
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
+        elif self._pidfd is not None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 _runner_pids: set[int] = set()
@@ -378,8 +705,14 @@ def _start_runner(fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
 
 
+def _number_of(message: Mapping[str, Any]) -> int:
+    """Return the number of an event; 0 if it has none."""
+    return int(message.get("number") or 0)
+
+
 def _decode(message: Mapping[str, Any]) -> RunnerEvent:
     fields = dict(message)
+    fields.pop("number", None)
     try:
         return _EVENTS[fields.pop("type")](**fields)
     except (KeyError, TypeError) as error:

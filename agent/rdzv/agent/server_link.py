@@ -13,8 +13,10 @@ says of its own accord proves nothing: it may have been on its way for long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import random
+import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -24,20 +26,27 @@ import grpc
 
 from rdzv.agent import wire
 from rdzv.agent.core import events
+from rdzv.agent.draining import NodeDrain
 from rdzv.agent.log_reading import LogReading, Piece
+from rdzv.agent.meter import Meter
 from rdzv.agent.runner import boottime_ms
+from rdzv.agent.stacks import StacksAsked
+from rdzv.agent.submitted import Holding, Placed
 from rdzv.client import (
+    BACKOFF,
     FINAL_REFUSALS,
     PROTOCOL_VERSION,
     STREAM_OPTIONS,
+    Attempts,
+    Backoff,
     Endpoint,
-    Rota,
     error_from_status,
 )
-from rdzv.core.nodes import check_fence
+from rdzv.core.nodes import NodesTuning, check_fence
+from rdzv.core.placement import FailingCheck, Resources
 from rdzv.errors import (
     InvalidRequestError,
-    NotLeaderError,
+    NodeSupersededError,
     RendezvousConnectionError,
     RendezvousError,
 )
@@ -46,14 +55,11 @@ from rdzv.v1 import rdzv_pb2_grpc
 
 log = logging.getLogger("rdzv.agent")
 
-BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 5.0
-TAKEOVER_BACKOFF_S = 0.5
-"""While servers stand by, and the one that they name does not answer: for a few seconds."""
-STEADY_S = 5.0
-"""A stream that stood for so long was a good one: the next attempt follows its end at once."""
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
+RENEWAL_MS = 5_000
+"""How long the server waits for the stream that follows one which this node has ended."""
+DECLINED_KEPT = 64
 OUTBOX_MESSAGES = 1_000
 """Bound of what waits to be sent; a stream that is slower is opened anew."""
 HEARTBEATS_PER_FENCE = 4
@@ -81,6 +87,36 @@ class JobPort(Protocol):
     def note(self, reason: str) -> None:
         """Hear, in words, why there are no workers to run."""
 
+    def take_stacks(self, asked: StacksAsked) -> None:
+        """Begin to say what the workers of a round are doing."""
+
+
+class PlacementPort(Protocol):
+    """What the link needs of who takes up submitted jobs on this node."""
+
+    @property
+    def resources(self) -> Resources:
+        """What this node has for them."""
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Name those of which something may be left on this node."""
+
+    def placed(self, placed: Placed) -> None:
+        """Hear that the server has chosen this node for a job; perhaps not for the first time."""
+
+    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
+        """Hear that it takes that back."""
+
+    @property
+    def failing(self) -> tuple[FailingCheck, ...]:
+        """What is wrong with this node."""
+
+    def look_again(self) -> None:
+        """Hear that an operator wants to have that looked at now."""
+
+    def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
+        """Hear that this node is about to leave all its jobs, or stays; before its jobs do."""
+
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
@@ -95,23 +131,41 @@ class Identity:
     address: str
     pid: int
     version: str
+    incarnation: int = 0
+    """What this instance was given before, where an agent before this one has begun it."""
+    leadership: int = 0
+    """The highest that was heard of, likewise."""
 
 
 class ServerLink:
     """Keeps one stream to one of the servers open until it is closed."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], identity: Identity) -> None:
-        self._rota = Rota(endpoints)
+    def __init__(
+        self, endpoints: Sequence[Endpoint], identity: Identity, backoff: Backoff = BACKOFF
+    ) -> None:
+        self._attempts = Attempts(endpoints, backoff)
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
+        self.placements: PlacementPort | None = None
+        """Who takes up submitted jobs; None: nobody."""
+        self._lease_ms: int | None = None
+        """The lease that the open stream gives; None: there is no such stream."""
+        self._last_lease_ms: int | None = None
+        """The lease that the last stream gave, open or not."""
+        self._declined: dict[tuple[str, str], str] = {}
+        """By rdzv_id and run, the jobs that this node can not take up, and why. Said again when a
+        stream opens, for nothing else says it."""
+        self._renewing = False
+        """Whether the stream was ended to say hello anew, and another follows at once."""
         self._outbox: asyncio.Queue[pb.NodeMessage | None] | None = None
-        self._leadership = 0
-        self._incarnation = 0
-        self._failed_attempts = 0
-        self._welcomed_at_s: float | None = None
+        self._leadership = identity.leadership
+        self._incarnation = identity.incarnation
+        self.on_welcome: Callable[[int, int], None] = lambda incarnation, leadership: None
+        """Called with what the server has given to this instance, before anybody relies on it."""
+        self.superseded: NodeSupersededError | None = None
+        """Why this instance speaks for its node no more, once `is_superseded`."""
+        self.is_superseded = asyncio.Event()
         self._told_lost = False
-        self._taking_over = False
-        """A server that stands by has answered since the last good stream: another will lead."""
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -120,12 +174,101 @@ class ServerLink:
         self._unanswered: deque[tuple[int, int]] = deque(maxlen=OUTBOX_MESSAGES)
         """Heartbeats of the open stream by number, and when they were sent."""
         self.log_reading = LogReading(self._say_piece)
+        self.drain = NodeDrain(_now_ms, self._tell_notice)
         self._idle = asyncio.Event()
         """Set whenever nothing waits to be sent."""
+        self.meter = Meter()
+        self.metrics_address = ""
+        """Where others read what it counts, as HOST:PORT; said in every Hello."""
+
+    @property
+    def identity(self) -> Identity:
+        """Who speaks on the stream."""
+        return self._identity
+
+    @property
+    def lease_ms(self) -> int | None:
+        """The lease that the open stream gives; None while there is no such stream."""
+        return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: its belief is in every Hello from now on."""
+        """Serve a job: its belief is in every Hello from now on; what it says now is its own."""
+        if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
+            # The server would refuse the whole node for it.
+            return
         self._jobs[job.rdzv_id] = job
+        if (notice := self.drain.event()) is not None:
+            job.post(notice)
+        if self._lease_ms is not None:
+            job.post(events.ServerConnected())
+        if job.fence_after_ms:
+            # The server is to know of the fence, and this node when it was heard last.
+            self.say_hello_again()
+
+    def remove(self, job: JobPort) -> None:
+        """Serve a job no more."""
+        if self._jobs.get(job.rdzv_id) is job:
+            del self._jobs[job.rdzv_id]
+
+    def say_hello_again(self) -> None:
+        """Have the server hear what only a Hello says: open another stream at once.
+
+        No seat is lost by that: the server hears first that this node will be back.
+        """
+        if self._outbox is not None:
+            self.say(pb.NodeMessage(away=pb.Away(deadline_ms=RENEWAL_MS)))
+        if self._outbox is not None:
+            self._renewing = True
+            with contextlib.suppress(asyncio.QueueFull):
+                self._outbox.put_nowait(None)
+            self._outbox = None
+            # A server that is held up does not end the stream.
+            asyncio.get_running_loop().call_later(RENEWAL_MS / 2000, self._hang_up)
+
+    def drain_node(self, left_ms: int, reason: str) -> None:
+        """Have this node leave all its jobs within `left_ms`, and let the server know."""
+        if self.drain.wish(left_ms, reason):
+            self.say(pb.NodeMessage(draining=wire.draining(self.drain)))
+
+    def _tell_notice(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
+        if self.placements is not None:
+            self.placements.noticed(event)
+        for job in list(self._jobs.values()):
+            job.post(event)
+
+    @property
+    def tolerated_ms(self) -> int:
+        """How long the server tolerates this node's silence: by its last word, else as usual."""
+        return self._last_lease_ms or NodesTuning().lease_ms
+
+    def say_away(self, deadline_ms: int) -> None:
+        """Say that this agent goes away on purpose, and another one is there by the deadline."""
+        self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
+
+    def say_holdings(self) -> None:
+        """Say of which submitted jobs something may be left on this node."""
+        if self.placements is not None:
+            self.say(pb.NodeMessage(holdings=wire.holdings(self.placements.holdings())))
+
+    def say_health(self) -> None:
+        """Say what is wrong with this node, or that nothing is any more."""
+        if self.placements is not None:
+            self.say(pb.NodeMessage(health=wire.health(self.placements.failing)))
+
+    def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
+        """Say that this node can not take up a job now; if that is lost, it is placed here again.
+
+        Then there is another occasion.
+        """
+        self.say(wire.declined(rdzv_id, run, reason, passing=True))
+
+    def decline(self, rdzv_id: str, run: str, reason: str) -> None:
+        """Say that this node can not take up a job."""
+        self._declined.pop((rdzv_id, run), None)
+        self._declined[rdzv_id, run] = reason
+        if len(self._declined) > DECLINED_KEPT:
+            del self._declined[next(iter(self._declined))]
+        self.say(wire.declined(rdzv_id, run, reason))
 
     def say(self, message: pb.NodeMessage) -> None:
         """Send a message if a stream is open; otherwise the next Hello says it."""
@@ -139,27 +282,29 @@ class ServerLink:
             self._hang_up()
 
     async def _say_piece(self, piece: Piece) -> None:
-        """Send a piece of a log once nothing else waits: whatever else is said goes first."""
+        await self.say_after_all(wire.log_piece(piece))
+
+    async def say_after_all(self, message: pb.NodeMessage) -> None:
+        """Send something large once nothing else waits: whatever else is said goes first."""
         while self._outbox is not None and not self._outbox.empty():
             self._idle.clear()
             await self._idle.wait()
-        self.say(wire.log_piece(piece))
+        self.say(message)
 
     async def run(self) -> None:
         """Keep a stream open until `close`; say so once when it is lost, and when it is back."""
         while not self._closing.is_set():
-            endpoint = self._rota.present
+            endpoint = self._attempts.present
             error = await self._converse(endpoint)
             if self._closing.is_set():
                 return
-            self._taking_over |= isinstance(error, NotLeaderError)
-            if self._rota.failed(error):
+            most_s = self._shortest_fence_s() / HEARTBEATS_PER_FENCE or math.inf
+            wait_s = self._attempts.failed(error, asyncio.get_running_loop().time(), most_s)
+            if wait_s is None:
                 log.debug("%s", error)
                 continue
-            if self._was_steady():
-                self._failed_attempts = 0
-            self._announce_lost(endpoint, str(error))
-            await self._back_off()
+            self._announce_lost(endpoint, str(error), again=wait_s > 0)
+            await self._wait(wait_s)
 
     def close(self) -> None:
         """End the stream once everything that was said has been sent."""
@@ -171,34 +316,17 @@ class ServerLink:
         except asyncio.QueueFull:
             self._hang_up()
 
-    def _was_steady(self) -> bool:
-        """Whether the stream that has ended was a good one.
-
-        A server that welcomes this node and then ends the stream each time must not be asked
-        without a pause.
-        """
-        since_s = self._welcomed_at_s
-        return since_s is not None and asyncio.get_running_loop().time() - since_s >= STEADY_S
-
-    async def _back_off(self) -> None:
-        """Wait before the next attempt; the first follows at once, with some jitter after that."""
-        delay_s = 0.0
-        if self._failed_attempts > 0:
-            longest_s = min(BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 10), BACKOFF_MAX_S)
-            if self._taking_over:
-                longest_s = min(longest_s, TAKEOVER_BACKOFF_S)
-            if fence_s := self._shortest_fence_s():
-                longest_s = min(longest_s, fence_s / HEARTBEATS_PER_FENCE)
-            delay_s = random.uniform(longest_s / 2, longest_s)
-        self._failed_attempts += 1
+    async def _wait(self, wait_s: float) -> None:
+        """Wait before the next attempt; `close` ends it."""
         try:
-            async with asyncio.timeout(delay_s):
+            async with asyncio.timeout(wait_s):
                 await self._closing.wait()
         except TimeoutError:
             pass
 
-    def _announce_lost(self, endpoint: Endpoint, reason: str) -> None:
-        if self._failed_attempts > 0 and not self._told_lost:
+    def _announce_lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
+        """Say that there is no stream; `again`: the attempt made at once has failed too."""
+        if again and not self._told_lost:
             self._told_lost = True
             log.warning("%s; trying again until a server answers", reason)
         else:
@@ -209,35 +337,45 @@ class ServerLink:
     # ------------------------------------------------------------------ one stream
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
+        """Hold a stream, and those that follow it at once; return why the last one ended."""
+        async with grpc.aio.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
+            stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
+            while True:
+                self._renewing = False
+                error = await self._hold_stream(stub, endpoint)
+                if not self._renewing or self._closing.is_set():
+                    return error
+                # On the same connection, so that the server misses this node for a moment only.
+
+    async def _hold_stream(
+        self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
+    ) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
-        self._welcomed_at_s = None
         self._unanswered.clear()
         timeout_s = min(WELCOME_TIMEOUT_S, self._shortest_fence_s() or WELCOME_TIMEOUT_S)
-        async with grpc.aio.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
-            outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
-            stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
-            call = stub.Attach(self._outgoing(outbox))
-            # What is said from here on follows this Hello; what came before is in it.
-            outbox.put_nowait(pb.NodeMessage(hello=self._hello()))
-            self._outbox, self._hang_up = outbox, call.cancel
-            try:
-                async with asyncio.timeout(timeout_s):
-                    welcome = await _read(call)
-                return RendezvousConnectionError(await self._listen(call, endpoint, welcome))
-            except grpc.aio.AioRpcError as error:
-                return self._judge(endpoint, error)
-            except TimeoutError:
-                return RendezvousConnectionError(
-                    f"no answer from {endpoint} within {timeout_s:g} s"
-                )
-            except asyncio.CancelledError:
-                if _this_task_is_cancelled():
-                    raise
-                return RendezvousConnectionError("the stream was closed from this side")
-            finally:
-                self._outbox = None
-                self.log_reading.cancel_all()
-                call.cancel()
+        outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
+        call = stub.Attach(self._outgoing(outbox))
+        # What is said from here on follows this Hello; what came before is in it.
+        outbox.put_nowait(pb.NodeMessage(hello=self._hello()))
+        self._outbox, self._hang_up = outbox, call.cancel
+        try:
+            async with asyncio.timeout(timeout_s):
+                welcome = await _read(call)
+            return RendezvousConnectionError(await self._listen(call, endpoint, welcome))
+        except grpc.aio.AioRpcError as error:
+            return self._judge(endpoint, error)
+        except TimeoutError:
+            return RendezvousConnectionError(f"no answer from {endpoint} within {timeout_s:g} s")
+        except asyncio.CancelledError:
+            if _this_task_is_cancelled():
+                raise
+            return RendezvousConnectionError("the stream was closed from this side")
+        finally:
+            on_purpose = self._renewing or self._closing.is_set()
+            self.meter.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
+            self._outbox, self._lease_ms = None, None
+            self.log_reading.cancel_all()
+            call.cancel()
 
     async def _outgoing(
         self, outbox: asyncio.Queue[pb.NodeMessage | None]
@@ -308,12 +446,28 @@ class ServerLink:
             self._leadership = message.leadership
             if message.HasField("welcome"):
                 self._greet(endpoint, message.welcome)
+            elif message.HasField("lease"):
+                self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
+                for job in list(self._jobs.values()):
+                    job.post(events.Ticked())  # Whatever of it depends on the lease.
             elif message.HasField("heard"):
                 self._note_heard(message.heard.number)
             elif message.HasField("read_log"):
                 self.log_reading.read(wire.read_request(message.read_log))
             elif message.HasField("log_credit"):
                 self._note_credit(message.log_credit)
+            elif message.HasField("take_stacks"):
+                self._take_stacks(wire.stacks_asked(message.take_stacks))
+            elif message.HasField("look_again"):
+                if self.placements is not None:
+                    self.placements.look_again()
+            elif message.HasField("drain"):
+                drain = message.drain
+                self.drain.hear(drain.number, drain.deadline_ms, drain.reason)
+            elif message.HasField("undrain"):
+                self.drain.lift()
+            elif message.HasField("placed") or message.HasField("withdrawn"):
+                self._deliver_placement(message)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 return f"the server can not do it now: {message.refused.message}"
             else:
@@ -327,14 +481,19 @@ class ServerLink:
         else:
             self.log_reading.grant(credit.request, credit.bytes)
 
+    def _take_stacks(self, asked: StacksAsked) -> None:
+        if (job := self._jobs.get(asked.rdzv_id)) is not None:
+            job.take_stacks(asked)
+        else:
+            error = "it takes no part in this job any more"
+            self.say(wire.stacks(asked.request, (), last=True, error=error))
+
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._incarnation = welcome.incarnation
-        interval_s = max(welcome.heartbeat_interval_ms, 100) / 1000
-        if fence_s := self._shortest_fence_s():
-            interval_s = min(interval_s, fence_s / HEARTBEATS_PER_FENCE)
-        self._heartbeat_interval_s = interval_s
-        self._welcomed_at_s = asyncio.get_running_loop().time()
-        self._taking_over = False
+        self.on_welcome(self._incarnation, self._leadership)
+        self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
+        self.meter.stream_opened()
+        self._attempts.welcomed(asyncio.get_running_loop().time())
         if self._told_lost:
             self._told_lost = False
             log.info("connected to the server at %s again", endpoint)
@@ -344,17 +503,42 @@ class ServerLink:
         for job in list(self._jobs.values()):
             job.post(events.ServerConnected())
             self._check_fence(job, welcome.lease_ms)
+        for (rdzv_id, run), reason in self._declined.items():
+            self.say(wire.declined(rdzv_id, run, reason))
 
-    def _check_fence(self, job: JobPort, lease_ms: int) -> None:
+    def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
+        self._lease_ms = self._last_lease_ms = lease_ms
+        interval_s = max(heartbeat_interval_ms, 100) / 1000
+        if fence_s := self._shortest_fence_s():
+            interval_s = min(interval_s, fence_s / HEARTBEATS_PER_FENCE)
+        self._heartbeat_interval_s = interval_s
+
+    def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
         """Refuse a fence that comes too late for the lease, as a server does that knows of it."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
             job.post(events.Refused(error.code, str(error)))
+            return False
+        return True
+
+    def _deliver_placement(self, message: pb.ServerMessage) -> None:
+        if self.placements is None:
+            job = wire.rdzv_id_of(message)
+            log.warning("the server places %s on a node that takes no submitted jobs", job)
+        elif message.HasField("placed"):
+            self.placements.placed(wire.placed(message.placed))
+        else:
+            told = message.withdrawn
+            self._declined.pop((told.rdzv_id, told.run), None)
+            self.placements.withdrawn(told.rdzv_id, told.run, told.reason)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         job = self._jobs.get(wire.rdzv_id_of(message))
-        if job is None:
+        if job is None and message.HasField("round_completed"):
+            # It was asked for a place by one that is gone from here, and nobody else gives it back.
+            self.say(wire.gone(message.round_completed))
+        elif job is None:
             log.debug("heard of a job that is not here: %s", message)
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
@@ -372,10 +556,15 @@ class ServerLink:
         if failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(events.Refused(failure.code, str(failure)))
+        # One that was never welcomed may only have come before the end of the one before it.
+        if isinstance(failure, NodeSupersededError) and self._incarnation:
+            self.superseded = failure
+            self.is_superseded.set()
         return failure
 
     def _hello(self) -> pb.Hello:
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
+        placements = self.placements
         return pb.Hello(
             protocol_version=PROTOCOL_VERSION,
             node_id=self._identity.node_id,
@@ -388,7 +577,18 @@ class ServerLink:
             agent_version=self._identity.version,
             beliefs=beliefs,
             fence_after_ms=max((job.fence_after_ms for job in self._jobs.values()), default=0),
+            resources=None if placements is None else wire.resources(placements.resources),
+            holdings=None if placements is None else wire.holdings(placements.holdings()),
+            health=wire.health(placements.failing)
+            if placements is not None and placements.failing
+            else None,
+            metrics=self.metrics_address,
+            draining=wire.draining(self.drain),
         )
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:

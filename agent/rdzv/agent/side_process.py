@@ -61,8 +61,13 @@ class SideProcess(asyncio.Protocol):
         python: str,
         options: Mapping[str, object],
         on_message: Callable[[Message], None] = lambda _: None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        chdir: Path | None = None,
     ) -> SideProcess:
         """Start `torch_side.py`; `options` says what for.
+
+        `environ` and `chdir` are the job's; by default this process's own.
 
         Raises:
             OSError: the interpreter can not be started.
@@ -73,6 +78,8 @@ class SideProcess(asyncio.Protocol):
                 process = subprocess.Popen(  # noqa: ASYNC220
                     [python, str(_SCRIPT), str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
+                    env=environ,
+                    cwd=chdir,
                     pass_fds=[theirs.fileno()],
                     # Ctrl-C is the agent's to hear.
                     start_new_session=True,

@@ -13,11 +13,17 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
+from rdzv.agent.draining import NodeDrain
+from rdzv.agent.hangs import HungReport
 from rdzv.agent.log_reading import Piece, ReadRequest
 from rdzv.agent.progress import Report
+from rdzv.agent.stacks import StacksAsked
+from rdzv.agent.submitted import Holding, Placed
 from rdzv.client import settings_message
-from rdzv.core.model import Cause, LeaveCause, Offer, Result
+from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result
+from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.core.stacks import WorkerStack
 from rdzv.v1 import rdzv_pb2 as pb
 
 _PHASES = {
@@ -97,6 +103,8 @@ def join(
         failures=_failures(say.failures, now_ms),
         refuse_reuse=refuse_reuse,
         fenced=say.fenced,
+        furthest_step=say.moved.step,
+        snapshot_changed=say.moved.snapshot,
     )
 
 
@@ -149,6 +157,7 @@ def _leave(say: commands.SayLeave, rdzv_id: str) -> pb.Leave:
         cause=_LEAVE_CAUSES[say.leaving.cause],
         reason=_text(say.leaving.reason),
         left_round=say.left_round,
+        exited_zero=say.leaving.exited_zero,
     )
 
 
@@ -236,6 +245,142 @@ def log_piece(piece: Piece) -> pb.NodeMessage:
     )
 
 
+def hung(report: HungReport, rdzv_id: str) -> pb.NodeMessage:
+    """Say which of this node's workers hang."""
+    workers = [
+        pb.HungWorker(
+            rank=one.rank,
+            local_rank=one.local_rank,
+            pid=one.pid,
+            silent_ms=one.silent_ms,
+            reason=_text(one.reason),
+        )
+        for one in report.workers
+    ]
+    return pb.NodeMessage(
+        hung=pb.Hung(rdzv_id=rdzv_id, run=report.run, round=report.round, workers=workers)
+    )
+
+
+def stacks_asked(message: pb.TakeStacks) -> StacksAsked:
+    """Read whose stacks the server wants."""
+    return StacksAsked(
+        message.request, message.rdzv_id, message.run, message.round, message.timeout_ms
+    )
+
+
+def stacks(
+    request: int, workers: Iterable[WorkerStack], *, last: bool, error: str
+) -> pb.NodeMessage:
+    """Say what workers are doing."""
+    return pb.NodeMessage(
+        stacks=pb.Stacks(
+            request=request, workers=map(_worker_stack, workers), last=last, error=_text(error)
+        )
+    )
+
+
+def _worker_stack(stack: WorkerStack) -> pb.WorkerStack:
+    return pb.WorkerStack(
+        rank=stack.rank,
+        local_rank=stack.local_rank,
+        pid=stack.pid,
+        state=stack.state,
+        threads=[
+            pb.ThreadStack(
+                name=_text(thread.name),
+                main=thread.main,
+                frames=[
+                    pb.StackFrame(name=_text(f.name), file=_text(f.file), line=f.line)
+                    for f in thread.frames
+                ],
+            )
+            for thread in stack.threads
+        ],
+        note=_text(stack.note),
+        kernel=stack.kernel,
+    )
+
+
+def resources(has: Resources) -> pb.Resources:
+    """Say what this node has for submitted jobs."""
+    return pb.Resources(
+        cpus=has.cpus,
+        memory_bytes=has.memory_bytes,
+        gpus=[
+            pb.Gpu(uuid=gpu.uuid, name=_text(gpu.name), memory_bytes=gpu.memory_bytes)
+            for gpu in has.gpus
+        ],
+        labels=[pb.Label(name=name, value=value) for name, value in has.labels],
+        capacity=has.capacity,
+        topology=has.topology,
+    )
+
+
+def holdings(held: Iterable[Holding]) -> pb.Holdings:
+    """Say of which submitted jobs something may be left."""
+    return pb.Holdings(
+        holdings=[pb.Holding(rdzv_id=one.rdzv_id, run=one.run, gpus=one.gpus) for one in held]
+    )
+
+
+def health(failing: Iterable[FailingCheck]) -> pb.Health:
+    """Say what is wrong with this node."""
+    return pb.Health(
+        failing=[pb.FailingCheck(name=_text(one.name), reason=_text(one.reason)) for one in failing]
+    )
+
+
+def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
+    """Say that this node can not take up a job; not now, if what is in the way may pass."""
+    return pb.NodeMessage(
+        declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=_text(reason), passing=passing)
+    )
+
+
+def draining(drain: NodeDrain) -> pb.Draining | None:
+    """Say whether this node is about to leave all its jobs; None: it is not."""
+    if drain.present is None:
+        return None
+    said = pb.Draining(number=drain.told.number if drain.told is not None else 0)
+    if (wished := drain.wished) is not None:
+        said.own, said.reason = True, _text(wished.reason)
+        said.deadline_ms = drain.left_ms(wished)
+    return said
+
+
+def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
+    """Give back a seat in a round of a job that this node takes no part in any more."""
+    return pb.NodeMessage(
+        leave=pb.Leave(
+            rdzv_id=line.rdzv_id,
+            run=line.run,
+            cause=pb.Leave.SIGNAL,
+            reason="it had left before it heard of the round",
+            left_round=line.round,
+        )
+    )
+
+
+def placed(message: pb.Placed) -> Placed:
+    """Read which job this node is to take up."""
+    spec = message.spec
+    return Placed(
+        message.rdzv_id,
+        message.run,
+        JobSpec(
+            args=tuple(spec.args),
+            env=tuple((one.name, one.value) for one in spec.env),
+            chdir=spec.chdir,
+            labels=tuple((label.name, label.value) for label in spec.labels),
+            priority=spec.priority,
+            gpus_per_node=spec.gpus_per_node if spec.HasField("gpus_per_node") else None,
+            local_world_size=spec.local_world_size,
+            needs_gpu=spec.needs_gpu,
+        ),
+    )
+
+
 def rdzv_id_of(message: pb.ServerMessage) -> str:
     """Return the job that a message is about; empty if it concerns the node."""
     body = message.WhichOneof("body")
@@ -286,6 +431,7 @@ def _closed(closed: pb.Closed) -> events.RunClosed:
         reason=closed.reason,
         retry_sensible=closed.retry_sensible,
         failures=tuple(_node_failure(failure) for failure in closed.root_cause.failures),
+        no_progress=closed.no_progress,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from rdzv.agent.core import commands, events
-from rdzv.agent.core.model import AgentState, Outcome
+from rdzv.agent.core.model import AgentState, Assignment, Outcome
 from rdzv.agent.event_log import EventLog
 from rdzv.agent.fates import LocalRound, NodeOutcome, Stop
 from rdzv.agent.launch import Launch
@@ -39,6 +39,12 @@ class Witness:
     async def close(self) -> None:
         """Let the last events be recorded."""
         await self._event_log.close()
+
+    def resume(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
+        """Go on with a round that an agent before this one has seen begin."""
+        self._round = LocalRound.begin(assignment, self._local_world_size)
+        for local_rank, pid in pids.items():
+            self._round = self._round.started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
         """Take note that a worker runs."""
@@ -72,6 +78,10 @@ class Witness:
             case commands.StartWorkers():
                 self._event_log.round_complete(command.assignment, self._now_ms())
                 self._round = LocalRound.begin(command.assignment, self._local_world_size)
+            case commands.NotifyWorkers(signum=int(signum)) if self._is_current(command.round):
+                assert self._round is not None
+                stop = Stop(signal.Signals(signum), command.left_ms)
+                self._round = self._round.told_to_end(state.alive, stop)
             case commands.StopWorkers() if self._is_current(command.round):
                 assert self._round is not None
                 signum = signal.SIGTERM if command.signum is None else command.signum

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from rdzv.agent import numa
+from rdzv.agent import numa, warm
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import NO_FILES, Launch
 from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
 from rdzv.agent.logs_specs import LogsSpecs
-from rdzv.agent.runner import WorkerSpec
+from rdzv.agent.runner import WorkerSpec, ZygoteSpec
 from rdzv.agent.tee import Stream, Tee, line_prefix
+
+log = logging.getLogger("rdzv.agent")
 
 DRAIN_TIMEOUT_S = 5.0
 """How long the console may take for what the workers have still written."""
@@ -25,16 +28,29 @@ _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR
 class LocalWorkerGroup:
     """Says, round by round, how each worker is started, and shows what it writes."""
 
-    def __init__(self, launch: Launch, progress_file: Callable[[int], str]) -> None:
-        """Start what was launched; `progress_file` says where a LOCAL_RANK tells of it."""
+    def __init__(
+        self,
+        launch: Launch,
+        progress_file: Callable[[int], str],
+        notice_file: Callable[[], str] = str,
+    ) -> None:
+        """Start what was launched; `progress_file` says where a LOCAL_RANK tells of it.
+
+        `notice_file` says where all of them hear that the node is about to leave.
+        """
         self._launch = launch
         self._progress_file = progress_file
-        self._logs = RunLogs(launch.output.log_dir, launch.job.rdzv_id, launch.job.node_id)
+        self._notice_file = notice_file
+        output, job = launch.output, launch.job
+        self._logs = RunLogs(output.log_dir, job.rdzv_id, job.node_id, output.run_dir)
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._output = RoundOutput((), {})
         self._tee: Tee | None = None
         self.written = Written()
+        self.zygote: ZygoteSpec | None = None
+        """What the workers are to be forked from, once that is known; None: they start cold."""
+        self._told_cold: dict[int, str] = {}
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
@@ -42,14 +58,24 @@ class LocalWorkerGroup:
 
         Raises:
             InvalidRequestError: the GPUs that they are to be near can not be found, or nobody has
-                the name of --logs-specs.
+                the name of --logs-specs, or what --warm is to preload.
         """
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
         if self._launch.numa_binding is not None:
-            self._gpus = await numa.visible_gpu_pci_addresses(os.environ)
+            self._gpus = await numa.visible_gpu_pci_addresses(self._launch.environ)
             for local_rank in range(self._launch.job.local_world_size):
                 self._cpus(local_rank)
+        if self._launch.warm:
+            await self._prepare_zygote()
+
+    async def _prepare_zygote(self) -> None:
+        if why := await warm.check_warm(self._launch):
+            log.warning("workers start cold: %s", why)
+            return
+        size = self._launch.job.local_world_size
+        environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
+        self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
     def open_round(
         self, assignment: Assignment, then: Callable[[list[WorkerSpec] | OSError], None]
@@ -61,7 +87,8 @@ class LocalWorkerGroup:
         """
         if self._logs_specs is not None:
             size = self._launch.job.local_world_size
-            base = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+            own = self._launch.environ
+            base = {name: own[name] for name in _PASSED_ON if name in own}
             environs = {n: self._environ(base, assignment, n) for n in range(size)}
             for environ in environs.values():
                 del environ["TORCHELASTIC_ERROR_FILE"]
@@ -89,6 +116,16 @@ class LocalWorkerGroup:
         self.written.begin(assignment, output)
         return [self._worker(assignment, n) for n in range(len(output.workers))]
 
+    def resume_round(self, assignment: Assignment, workers: tuple[WorkerOutput, ...]) -> None:
+        """Go on with a round whose workers an agent before this one has started."""
+        self._output = RoundOutput(workers, {})
+        self.written.begin(assignment, self._output)
+
+    @property
+    def outputs(self) -> tuple[WorkerOutput, ...]:
+        """Where the workers of the last round write; nothing before the first."""
+        return self._output.workers
+
     def close_round(self) -> None:
         """Take note that the workers are gone: nothing more is written."""
         self.written.end_round()
@@ -111,18 +148,31 @@ class LocalWorkerGroup:
         output = self._output.workers[local_rank]
         self._follow(assignment, local_rank, output)
         if self._logs_specs is not None:
-            environ = {**os.environ, **output.environ}
+            environ = {**self._launch.environ, **output.environ}
         else:
-            environ = self._environ(os.environ, assignment, local_rank, output.error)
-        return WorkerSpec(
-            local_rank=local_rank,
-            argv=self._launch.argv(local_rank),
-            env=environ,
-            cwd=None,
-            stdout=None if output.stdout is None else str(output.stdout),
-            stderr=None if output.stderr is None else str(output.stderr),
-            cpus=self._cpus(local_rank),
+            environ = self._environ(self._launch.environ, assignment, local_rank, output.error)
+        return self._warmed(
+            WorkerSpec(
+                local_rank=local_rank,
+                argv=self._launch.argv(local_rank),
+                env=environ,
+                cwd=None if self._launch.chdir is None else str(self._launch.chdir),
+                stdout=None if output.stdout is None else str(output.stdout),
+                stderr=None if output.stderr is None else str(output.stderr),
+                cpus=self._cpus(local_rank),
+            )
         )
+
+    def _warmed(self, worker: WorkerSpec) -> WorkerSpec:
+        """Let a worker be forked from the zygote, if there is one that it can be forked from."""
+        if self.zygote is None:
+            return worker
+        if why := warm.why_cold(self.zygote, worker):
+            if self._told_cold.get(worker.local_rank) != why:
+                log.info("local_rank %d starts cold: %s", worker.local_rank, why)
+            self._told_cold[worker.local_rank] = why
+            return worker
+        return replace(worker, zygote=self.zygote)
 
     def _environ(
         self,
@@ -141,6 +191,7 @@ class LocalWorkerGroup:
             local_world_size=launch.job.local_world_size,
             error_file="" if error_file == NO_FILES else str(error_file),
             progress_file=self._progress_file(local_rank),
+            notice_file=self._notice_file(),
             virtual_local_rank=launch.virtual_local_rank,
         )
 

@@ -63,6 +63,8 @@ class _ScaleUpEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Newcomers end the running round as soon as they fill max_nodes or no more come."""
     SCALE_UP_ON_RESTART: _ScaleUp.ValueType  # 2
     """Newcomers wait for the next natural end of a round."""
+    SCALE_UP_AFTER: _ScaleUp.ValueType  # 3
+    """Newcomers wait until the round has run for `scale_up_after_ms`."""
 
 class ScaleUp(_ScaleUp, metaclass=_ScaleUpEnumTypeWrapper): ...
 
@@ -71,6 +73,8 @@ SCALE_UP_EAGER: ScaleUp.ValueType  # 1
 """Newcomers end the running round as soon as they fill max_nodes or no more come."""
 SCALE_UP_ON_RESTART: ScaleUp.ValueType  # 2
 """Newcomers wait for the next natural end of a round."""
+SCALE_UP_AFTER: ScaleUp.ValueType  # 3
+"""Newcomers wait until the round has run for `scale_up_after_ms`."""
 global___ScaleUp = ScaleUp
 
 class _Cause:
@@ -140,6 +144,12 @@ class NodeMessage(google.protobuf.message.Message):
     AWAY_FIELD_NUMBER: builtins.int
     LOG_PIECE_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    HOLDINGS_FIELD_NUMBER: builtins.int
+    DECLINED_FIELD_NUMBER: builtins.int
+    HEALTH_FIELD_NUMBER: builtins.int
+    HUNG_FIELD_NUMBER: builtins.int
+    STACKS_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -162,6 +172,18 @@ class NodeMessage(google.protobuf.message.Message):
     def log_piece(self) -> global___LogPiece: ...
     @property
     def progress(self) -> global___Progress: ...
+    @property
+    def holdings(self) -> global___Holdings: ...
+    @property
+    def declined(self) -> global___Declined: ...
+    @property
+    def health(self) -> global___Health: ...
+    @property
+    def hung(self) -> global___Hung: ...
+    @property
+    def stacks(self) -> global___Stacks: ...
+    @property
+    def draining(self) -> global___Draining: ...
     def __init__(
         self,
         *,
@@ -176,10 +198,16 @@ class NodeMessage(google.protobuf.message.Message):
         away: global___Away | None = ...,
         log_piece: global___LogPiece | None = ...,
         progress: global___Progress | None = ...,
+        holdings: global___Holdings | None = ...,
+        declined: global___Declined | None = ...,
+        health: global___Health | None = ...,
+        hung: global___Hung | None = ...,
+        stacks: global___Stacks | None = ...,
+        draining: global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["away", b"away", "body", b"body", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress"] | None: ...
+    def HasField(self, field_name: typing.Literal["away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "draining"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -200,6 +228,11 @@ class Hello(google.protobuf.message.Message):
     AGENT_VERSION_FIELD_NUMBER: builtins.int
     BELIEFS_FIELD_NUMBER: builtins.int
     FENCE_AFTER_MS_FIELD_NUMBER: builtins.int
+    RESOURCES_FIELD_NUMBER: builtins.int
+    HOLDINGS_FIELD_NUMBER: builtins.int
+    HEALTH_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """The protocol that the node speaks; the server accepts its own and the one before."""
     node_id: builtins.str
@@ -220,8 +253,26 @@ class Hello(google.protobuf.message.Message):
     """The node kills its own workers after so long without contact; 0: it never does. The server
     keeps its seats for longer than that.
     """
+    metrics: builtins.str
+    """Where the agent answers /metrics, as HOST:PORT; empty: nowhere that other machines reach."""
     @property
     def beliefs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Belief]: ...
+    @property
+    def resources(self) -> global___Resources:
+        """What the node has for submitted jobs; unset: it takes none."""
+
+    @property
+    def holdings(self) -> global___Holdings:
+        """The submitted jobs that it has taken up; see `Holdings`."""
+
+    @property
+    def health(self) -> global___Health:
+        """What is wrong with the node now; unset: nothing is known to be."""
+
+    @property
+    def draining(self) -> global___Draining:
+        """That the node is about to leave all its jobs; unset: it is not."""
+
     def __init__(
         self,
         *,
@@ -236,10 +287,246 @@ class Hello(google.protobuf.message.Message):
         agent_version: builtins.str = ...,
         beliefs: collections.abc.Iterable[global___Belief] | None = ...,
         fence_after_ms: builtins.int = ...,
+        resources: global___Resources | None = ...,
+        holdings: global___Holdings | None = ...,
+        health: global___Health | None = ...,
+        metrics: builtins.str = ...,
+        draining: global___Draining | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "fence_after_ms", b"fence_after_ms", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "health", b"health", "holdings", b"holdings", "resources", b"resources"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "draining", b"draining", "fence_after_ms", b"fence_after_ms", "health", b"health", "holdings", b"holdings", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "metrics", b"metrics", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version", "resources", b"resources"]) -> None: ...
 
 global___Hello = Hello
+
+@typing.final
+class Draining(google.protobuf.message.Message):
+    """The node is about to leave all its jobs, and takes no other: it was preempted, or is shut down.
+    Its workers are told, and it leaves when they have exited.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    OWN_FIELD_NUMBER: builtins.int
+    deadline_ms: builtins.int
+    """How much longer its workers have, and why; only of its own wish."""
+    reason: builtins.str
+    number: builtins.int
+    """The drain that a server has told the node of, as it is in `Drain`; 0: none has."""
+    own: builtins.bool
+    """Whether it is its own wish, also if a server has told it to."""
+    def __init__(
+        self,
+        *,
+        deadline_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+        number: builtins.int = ...,
+        own: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "number", b"number", "own", b"own", "reason", b"reason"]) -> None: ...
+
+global___Draining = Draining
+
+@typing.final
+class Resources(google.protobuf.message.Message):
+    """What a node has, for jobs that the server places."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CPUS_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    TOPOLOGY_FIELD_NUMBER: builtins.int
+    cpus: builtins.int
+    memory_bytes: builtins.int
+    capacity: builtins.int
+    """How many jobs it takes at once."""
+    topology: builtins.str
+    """Label of its place in the network, as in `Offer`."""
+    @property
+    def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Gpu]: ...
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]:
+        """What jobs may ask for by name: gpu=h100."""
+
+    def __init__(
+        self,
+        *,
+        cpus: builtins.int = ...,
+        memory_bytes: builtins.int = ...,
+        gpus: collections.abc.Iterable[global___Gpu] | None = ...,
+        labels: collections.abc.Iterable[global___Label] | None = ...,
+        capacity: builtins.int = ...,
+        topology: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "cpus", b"cpus", "gpus", b"gpus", "labels", b"labels", "memory_bytes", b"memory_bytes", "topology", b"topology"]) -> None: ...
+
+global___Resources = Resources
+
+@typing.final
+class Gpu(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    uuid: builtins.str
+    name: builtins.str
+    memory_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        uuid: builtins.str = ...,
+        name: builtins.str = ...,
+        memory_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["memory_bytes", b"memory_bytes", "name", b"name", "uuid", b"uuid"]) -> None: ...
+
+global___Gpu = Gpu
+
+@typing.final
+class Label(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+
+global___Label = Label
+
+@typing.final
+class Health(google.protobuf.message.Message):
+    """All submitted jobs of which something may still be left on the node: from when it has heard that
+    it is placed until the last process is gone and its GPUs are free. Said whenever it changes.
+    What is wrong with a node by its own checks: nothing is placed on it until it says that it is
+    well again. Said whenever that changes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILING_FIELD_NUMBER: builtins.int
+    @property
+    def failing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FailingCheck]:
+        """The checks that fail; none: it is well."""
+
+    def __init__(
+        self,
+        *,
+        failing: collections.abc.Iterable[global___FailingCheck] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failing", b"failing"]) -> None: ...
+
+global___Health = Health
+
+@typing.final
+class FailingCheck(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """What was checked: `disk /data`."""
+    reason: builtins.str
+    """What is wrong: `has 1 % free, and 5 % are asked for`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+global___FailingCheck = FailingCheck
+
+@typing.final
+class LookAgain(google.protobuf.message.Message):
+    """An operator has looked at the node: it is to run its checks now. What the kernel has logged of
+    its GPUs before does not count any more.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LookAgain = LookAgain
+
+@typing.final
+class Holdings(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLDINGS_FIELD_NUMBER: builtins.int
+    @property
+    def holdings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Holding]: ...
+    def __init__(
+        self,
+        *,
+        holdings: collections.abc.Iterable[global___Holding] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holdings", b"holdings"]) -> None: ...
+
+global___Holdings = Holdings
+
+@typing.final
+class Holding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    gpus: builtins.int
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        gpus: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gpus", b"gpus", "rdzv_id", b"rdzv_id", "run", b"run"]) -> None: ...
+
+global___Holding = Holding
+
+@typing.final
+class Declined(google.protobuf.message.Message):
+    """The node can not take up a job that it was placed in: no such folder, GPUs gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    PASSING_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    reason: builtins.str
+    passing: builtins.bool
+    """What is in the way may pass: the node may be chosen again in this run."""
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        reason: builtins.str = ...,
+        passing: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["passing", b"passing", "rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
+
+global___Declined = Declined
 
 @typing.final
 class Belief(google.protobuf.message.Message):
@@ -352,6 +639,8 @@ class Join(google.protobuf.message.Message):
     FAILURES_FIELD_NUMBER: builtins.int
     REFUSE_REUSE_FIELD_NUMBER: builtins.int
     FENCED_FIELD_NUMBER: builtins.int
+    FURTHEST_STEP_FIELD_NUMBER: builtins.int
+    SNAPSHOT_CHANGED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -361,6 +650,10 @@ class Join(google.protobuf.message.Message):
     """A closed run refuses this join, where otherwise a new run would begin."""
     fenced: builtins.bool
     """The node was cut off, and has killed the workers of `left_round` itself; none had failed."""
+    furthest_step: builtins.int
+    """The highest step that a worker of `left_round` on this node was at; unset: none has said any."""
+    snapshot_changed: builtins.bool
+    """The snapshot that was named has changed since that round began, or that can not be known."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -380,9 +673,14 @@ class Join(google.protobuf.message.Message):
         failures: collections.abc.Iterable[global___WorkerFailure] | None = ...,
         refuse_reuse: builtins.bool = ...,
         fenced: builtins.bool = ...,
+        furthest_step: builtins.int | None = ...,
+        snapshot_changed: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_left_round", b"_left_round", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_left_round", b"_left_round"]) -> typing.Literal["left_round"] | None: ...
 
 global___Join = Join
@@ -400,6 +698,12 @@ class Settings(google.protobuf.message.Message):
     LAST_CALL_TIMEOUT_MS_FIELD_NUMBER: builtins.int
     SCALE_UP_FIELD_NUMBER: builtins.int
     RESTART_WINDOW_MS_FIELD_NUMBER: builtins.int
+    SCALE_UP_AFTER_MS_FIELD_NUMBER: builtins.int
+    RESTART_BACKOFF_MS_FIELD_NUMBER: builtins.int
+    RESTART_BACKOFF_MAX_MS_FIELD_NUMBER: builtins.int
+    MAX_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    MAX_STORE_FAILURES_FIELD_NUMBER: builtins.int
+    NO_PROGRESS_RESTARTS_FIELD_NUMBER: builtins.int
     min_nodes: builtins.int
     max_nodes: builtins.int
     max_restarts: builtins.int
@@ -411,6 +715,19 @@ class Settings(google.protobuf.message.Message):
     scale_up: global___ScaleUp.ValueType
     restart_window_ms: builtins.int
     """Restarts older than this are forgotten; 0: never."""
+    scale_up_after_ms: builtins.int
+    """Only with SCALE_UP_AFTER."""
+    restart_backoff_ms: builtins.int
+    """Wait before the second restart in a row of rounds that failed soon; doubles with each more, up
+    to the maximum. 0: none. Unset: the server's default.
+    """
+    restart_backoff_max_ms: builtins.int
+    max_preemptions: builtins.int
+    """Rounds that may end because a node was lost or left. Unset: any number."""
+    max_store_failures: builtins.int
+    """Rounds that may end because their store host failed. Unset: any number."""
+    no_progress_restarts: builtins.int
+    """After so many restarts in a row that did not move the job on, it has failed; 0: never."""
     def __init__(
         self,
         *,
@@ -421,10 +738,25 @@ class Settings(google.protobuf.message.Message):
         last_call_timeout_ms: builtins.int = ...,
         scale_up: global___ScaleUp.ValueType = ...,
         restart_window_ms: builtins.int = ...,
+        scale_up_after_ms: builtins.int = ...,
+        restart_backoff_ms: builtins.int | None = ...,
+        restart_backoff_max_ms: builtins.int | None = ...,
+        max_preemptions: builtins.int | None = ...,
+        max_store_failures: builtins.int | None = ...,
+        no_progress_restarts: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_preemptions", b"_max_preemptions", "_max_restarts", b"_max_restarts", "_max_store_failures", b"_max_store_failures", "_restart_backoff_max_ms", b"_restart_backoff_max_ms", "_restart_backoff_ms", b"_restart_backoff_ms", "max_preemptions", b"max_preemptions", "max_restarts", b"max_restarts", "max_store_failures", b"max_store_failures", "restart_backoff_max_ms", b"restart_backoff_max_ms", "restart_backoff_ms", b"restart_backoff_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_preemptions", b"_max_preemptions", "_max_restarts", b"_max_restarts", "_max_store_failures", b"_max_store_failures", "_restart_backoff_max_ms", b"_restart_backoff_max_ms", "_restart_backoff_ms", b"_restart_backoff_ms", "join_timeout_ms", b"join_timeout_ms", "last_call_timeout_ms", b"last_call_timeout_ms", "max_nodes", b"max_nodes", "max_preemptions", b"max_preemptions", "max_restarts", b"max_restarts", "max_store_failures", b"max_store_failures", "min_nodes", b"min_nodes", "no_progress_restarts", b"no_progress_restarts", "restart_backoff_max_ms", b"restart_backoff_max_ms", "restart_backoff_ms", b"restart_backoff_ms", "restart_window_ms", b"restart_window_ms", "scale_up", b"scale_up", "scale_up_after_ms", b"scale_up_after_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_preemptions", b"_max_preemptions"]) -> typing.Literal["max_preemptions"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_store_failures", b"_max_store_failures"]) -> typing.Literal["max_store_failures"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_restart_backoff_max_ms", b"_restart_backoff_max_ms"]) -> typing.Literal["restart_backoff_max_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_restart_backoff_ms", b"_restart_backoff_ms"]) -> typing.Literal["restart_backoff_ms"] | None: ...
 
 global___Settings = Settings
 
@@ -494,7 +826,7 @@ class WorkerFailure(google.protobuf.message.Message):
     rank: builtins.int
     pid: builtins.int
     exit_code: builtins.int
-    """Exactly one of the two is set for a worker that has exited."""
+    """Exactly one of the two is set for a worker that has exited; none for one that hung."""
     signal: builtins.int
     message: builtins.str
     """One line: the exception, or how it ended."""
@@ -613,11 +945,16 @@ class Leave(google.protobuf.message.Message):
     CAUSE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LEFT_ROUND_FIELD_NUMBER: builtins.int
+    EXITED_ZERO_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     cause: global___Leave.Cause.ValueType
     reason: builtins.str
     left_round: builtins.int
+    exited_zero: builtins.bool
+    """All workers of the round exited 0 after they were told that the node is about to leave: they
+    have left, or, if others have succeeded, were done.
+    """
     def __init__(
         self,
         *,
@@ -626,9 +963,10 @@ class Leave(google.protobuf.message.Message):
         cause: global___Leave.Cause.ValueType = ...,
         reason: builtins.str = ...,
         left_round: builtins.int | None = ...,
+        exited_zero: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_left_round", b"_left_round", "left_round", b"left_round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_left_round", b"_left_round", "cause", b"cause", "left_round", b"left_round", "rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_left_round", b"_left_round", "cause", b"cause", "exited_zero", b"exited_zero", "left_round", b"left_round", "rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_left_round", b"_left_round"]) -> typing.Literal["left_round"] | None: ...
 
 global___Leave = Leave
@@ -811,6 +1149,191 @@ class RankProgress(google.protobuf.message.Message):
 global___RankProgress = RankProgress
 
 @typing.final
+class Hung(google.protobuf.message.Message):
+    """Workers of `round` on this node hang; nothing was stopped yet. All that do now: none says that nobody
+    does any more. Said when that changes, after a reconnect, and now and then while it lasts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HungWorker]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        workers: collections.abc.Iterable[global___HungWorker] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
+
+global___Hung = Hung
+
+@typing.final
+class HungWorker(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    SILENT_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    local_rank: builtins.int
+    pid: builtins.int
+    silent_ms: builtins.int
+    """For how long it has said nothing of its progress, or was in one uninterruptible sleep."""
+    reason: builtins.str
+    """Why it is thought to hang, in words."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        local_rank: builtins.int = ...,
+        pid: builtins.int = ...,
+        silent_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "reason", b"reason", "silent_ms", b"silent_ms"]) -> None: ...
+
+global___HungWorker = HungWorker
+
+@typing.final
+class Stacks(google.protobuf.message.Message):
+    """Some of the stacks that the server has asked for with `TakeStacks`; in all of them each worker that
+    has not exited comes once. A node that has none of that round says so with `error`.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    last: builtins.bool
+    """No more comes for this request."""
+    error: builtins.str
+    """Why there is nothing."""
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStack]: ...
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        workers: collections.abc.Iterable[global___WorkerStack] | None = ...,
+        last: builtins.bool = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "last", b"last", "request", b"request", "workers", b"workers"]) -> None: ...
+
+global___Stacks = Stacks
+
+@typing.final
+class WorkerStack(google.protobuf.message.Message):
+    """What one worker was doing at one moment. Long ones are cut: its innermost frames are what matters."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    THREADS_FIELD_NUMBER: builtins.int
+    NOTE_FIELD_NUMBER: builtins.int
+    KERNEL_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    local_rank: builtins.int
+    pid: builtins.int
+    state: builtins.str
+    """As in /proc/PID/stat: R, S, D (in the kernel, can not even be killed), T (stopped by a signal),
+    t (held by a debugger), Z. Empty if it could not be read.
+    """
+    note: builtins.str
+    """Why something is not there, and what would help."""
+    node_id: builtins.str
+    """Unset where the node itself speaks."""
+    @property
+    def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ThreadStack]:
+        """The thread that Python began with first. None where Python's frames could not be read."""
+
+    @property
+    def kernel(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Where it sleeps in the kernel, as far as may be known: innermost first."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        local_rank: builtins.int = ...,
+        pid: builtins.int = ...,
+        state: builtins.str = ...,
+        threads: collections.abc.Iterable[global___ThreadStack] | None = ...,
+        note: builtins.str = ...,
+        kernel: collections.abc.Iterable[builtins.str] | None = ...,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kernel", b"kernel", "local_rank", b"local_rank", "node_id", b"node_id", "note", b"note", "pid", b"pid", "rank", b"rank", "state", b"state", "threads", b"threads"]) -> None: ...
+
+global___WorkerStack = WorkerStack
+
+@typing.final
+class ThreadStack(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MAIN_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    main: builtins.bool
+    """The one that Python began with."""
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StackFrame]:
+        """Innermost first."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        main: builtins.bool = ...,
+        frames: collections.abc.Iterable[global___StackFrame] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "main", b"main", "name", b"name"]) -> None: ...
+
+global___ThreadStack = ThreadStack
+
+@typing.final
+class StackFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
+    LINE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    file: builtins.str
+    line: builtins.int
+    """0 if it is not known."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        file: builtins.str = ...,
+        line: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "line", b"line", "name", b"name"]) -> None: ...
+
+global___StackFrame = StackFrame
+
+@typing.final
 class ServerMessage(google.protobuf.message.Message):
     """---------------------------------------------------------------- server -> node"""
 
@@ -827,6 +1350,13 @@ class ServerMessage(google.protobuf.message.Message):
     HEARD_FIELD_NUMBER: builtins.int
     READ_LOG_FIELD_NUMBER: builtins.int
     LOG_CREDIT_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
+    WITHDRAWN_FIELD_NUMBER: builtins.int
+    LOOK_AGAIN_FIELD_NUMBER: builtins.int
+    TAKE_STACKS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    UNDRAIN_FIELD_NUMBER: builtins.int
     leadership: builtins.int
     """Grows with every server that takes over; a node ignores lower ones than it has heard."""
     @property
@@ -849,6 +1379,20 @@ class ServerMessage(google.protobuf.message.Message):
     def read_log(self) -> global___ReadLog: ...
     @property
     def log_credit(self) -> global___LogCredit: ...
+    @property
+    def placed(self) -> global___Placed: ...
+    @property
+    def withdrawn(self) -> global___Withdrawn: ...
+    @property
+    def look_again(self) -> global___LookAgain: ...
+    @property
+    def take_stacks(self) -> global___TakeStacks: ...
+    @property
+    def lease(self) -> global___Lease: ...
+    @property
+    def drain(self) -> global___Drain: ...
+    @property
+    def undrain(self) -> global___Undrain: ...
     def __init__(
         self,
         *,
@@ -863,10 +1407,17 @@ class ServerMessage(google.protobuf.message.Message):
         heard: global___Heard | None = ...,
         read_log: global___ReadLog | None = ...,
         log_credit: global___LogCredit | None = ...,
+        placed: global___Placed | None = ...,
+        withdrawn: global___Withdrawn | None = ...,
+        look_again: global___LookAgain | None = ...,
+        take_stacks: global___TakeStacks | None = ...,
+        lease: global___Lease | None = ...,
+        drain: global___Drain | None = ...,
+        undrain: global___Undrain | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "log_credit", b"log_credit", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "log_credit", b"log_credit", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "waiting", b"waiting", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -896,6 +1447,26 @@ class Welcome(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "protocol_version", b"protocol_version", "server_version", b"server_version"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class Lease(google.protobuf.message.Message):
+    """The lease that Welcome gave has grown, as more nodes have come: less often is enough."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    heartbeat_interval_ms: builtins.int
+    lease_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        heartbeat_interval_ms: builtins.int = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]) -> None: ...
+
+global___Lease = Lease
 
 @typing.final
 class Heard(google.protobuf.message.Message):
@@ -1037,6 +1608,196 @@ class LogCredit(google.protobuf.message.Message):
 global___LogCredit = LogCredit
 
 @typing.final
+class TakeStacks(google.protobuf.message.Message):
+    """Asks the node what its workers of `round` are doing; answered by `Stacks` with the same request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    timeout_ms: builtins.int
+    """What comes later than this is not waited for."""
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "request", b"request", "round", b"round", "run", b"run", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+global___TakeStacks = TakeStacks
+
+@typing.final
+class Placed(google.protobuf.message.Message):
+    """The node is to take part in a submitted job: it joins this run, or declines. Repeated after a
+    reconnect if the node does not hold it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    @property
+    def spec(self) -> global___JobSpec: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        spec: global___JobSpec | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "run", b"run", "spec", b"spec"]) -> None: ...
+
+global___Placed = Placed
+
+@typing.final
+class Withdrawn(google.protobuf.message.Message):
+    """The node is not to take part in a submitted job any more. Never said of one whose workers run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
+
+global___Withdrawn = Withdrawn
+
+@typing.final
+class Drain(google.protobuf.message.Message):
+    """The node is to leave all its jobs: it tells its workers, and ends them at the deadline. Repeated
+    after a reconnect, with what is left.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    deadline_ms: builtins.int
+    reason: builtins.str
+    number: builtins.int
+    """The same in every repetition, so that no two servers' clocks can shorten the deadline."""
+    def __init__(
+        self,
+        *,
+        deadline_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "number", b"number", "reason", b"reason"]) -> None: ...
+
+global___Drain = Drain
+
+@typing.final
+class Undrain(google.protobuf.message.Message):
+    """The drain is lifted: nobody is ended for it any more."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Undrain = Undrain
+
+@typing.final
+class JobSpec(google.protobuf.message.Message):
+    """What a submitted job runs, and what it needs of each node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARGS_FIELD_NUMBER: builtins.int
+    ENV_FIELD_NUMBER: builtins.int
+    CHDIR_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    GPUS_PER_NODE_FIELD_NUMBER: builtins.int
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
+    NEEDS_GPU_FIELD_NUMBER: builtins.int
+    chdir: builtins.str
+    """The working directory, on every node; empty: the node's own choice."""
+    priority: builtins.int
+    """Higher ones are placed first."""
+    gpus_per_node: builtins.int
+    """GPUs on each node. Unset: one for each worker on nodes that have GPUs, and none elsewhere."""
+    local_world_size: builtins.int
+    """Workers of each node; 0: the node counts its GPUs or CPUs, and gives the job all its GPUs."""
+    needs_gpu: builtins.bool
+    """A node without any GPU is not used."""
+    @property
+    def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """rdzvrun's: its flags, the script, and the script's own."""
+
+    @property
+    def env(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EnvironmentVariable]:
+        """Beside the environment that the node gives to every job."""
+
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]:
+        """A node has all of these, or is not used."""
+
+    def __init__(
+        self,
+        *,
+        args: collections.abc.Iterable[builtins.str] | None = ...,
+        env: collections.abc.Iterable[global___EnvironmentVariable] | None = ...,
+        chdir: builtins.str = ...,
+        labels: collections.abc.Iterable[global___Label] | None = ...,
+        priority: builtins.int = ...,
+        gpus_per_node: builtins.int | None = ...,
+        local_world_size: builtins.int = ...,
+        needs_gpu: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "gpus_per_node", b"gpus_per_node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
+
+global___JobSpec = JobSpec
+
+@typing.final
+class EnvironmentVariable(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+
+global___EnvironmentVariable = EnvironmentVariable
+
+@typing.final
 class Joined(google.protobuf.message.Message):
     """The node is admitted to this run of the job."""
 
@@ -1165,12 +1926,15 @@ class Closed(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     RETRY_SENSIBLE_FIELD_NUMBER: builtins.int
     ROOT_CAUSE_FIELD_NUMBER: builtins.int
+    NO_PROGRESS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     result: global___Result.ValueType
     reason: builtins.str
     retry_sensible: builtins.bool
     """The same launch may do better later (join timeout), as opposed to a failed job."""
+    no_progress: builtins.bool
+    """It failed again and again without moving on: nobody should launch it again as it is."""
     @property
     def root_cause(self) -> global___RootCause: ...
     def __init__(
@@ -1182,9 +1946,10 @@ class Closed(google.protobuf.message.Message):
         reason: builtins.str = ...,
         retry_sensible: builtins.bool = ...,
         root_cause: global___RootCause | None = ...,
+        no_progress: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["root_cause", b"root_cause"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "reason", b"reason", "result", b"result", "retry_sensible", b"retry_sensible", "root_cause", b"root_cause", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["no_progress", b"no_progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "result", b"result", "retry_sensible", b"retry_sensible", "root_cause", b"root_cause", "run", b"run"]) -> None: ...
 
 global___Closed = Closed
 
@@ -1317,6 +2082,10 @@ class JobStatus(google.protobuf.message.Message):
     LAST_END_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    SUBMISSION_FIELD_NUMBER: builtins.int
+    BUDGETS_FIELD_NUMBER: builtins.int
+    NO_PROGRESS_FIELD_NUMBER: builtins.int
+    STRAGGLERS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -1346,6 +2115,8 @@ class JobStatus(google.protobuf.message.Message):
     """Who forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous over a store that this
     server hosts, which it only watches.
     """
+    no_progress: builtins.bool
+    """It has failed for it did not move on; as in `Closed`."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1355,6 +2126,18 @@ class JobStatus(google.protobuf.message.Message):
     @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankProgress]:
         """What workers have said of their progress in this round, by RANK."""
+
+    @property
+    def submission(self) -> global___Submission:
+        """Only of a submitted job."""
+
+    @property
+    def budgets(self) -> global___Budgets:
+        """What the run has spent beside its restarts, and may spend; unset where that is not known."""
+
+    @property
+    def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Straggler]:
+        """Workers that have straggled for a while in this round, by RANK."""
 
     def __init__(
         self,
@@ -1380,9 +2163,13 @@ class JobStatus(google.protobuf.message.Message):
         last_end: builtins.str | None = ...,
         backend: builtins.str = ...,
         progress: collections.abc.Iterable[global___RankProgress] | None = ...,
+        submission: global___Submission | None = ...,
+        budgets: global___Budgets | None = ...,
+        no_progress: builtins.bool = ...,
+        stragglers: collections.abc.Iterable[global___Straggler] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round", "submission", b"submission"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -1397,6 +2184,167 @@ class JobStatus(google.protobuf.message.Message):
 global___JobStatus = JobStatus
 
 @typing.final
+class Budgets(google.protobuf.message.Message):
+    """What the rounds of a run have ended by, and how often they may."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    MAX_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    STORE_FAILURES_FIELD_NUMBER: builtins.int
+    MAX_STORE_FAILURES_FIELD_NUMBER: builtins.int
+    RESTARTS_IN_VAIN_FIELD_NUMBER: builtins.int
+    NO_PROGRESS_RESTARTS_FIELD_NUMBER: builtins.int
+    FURTHEST_STEP_FIELD_NUMBER: builtins.int
+    RESTART_WINDOW_MS_FIELD_NUMBER: builtins.int
+    preemptions: builtins.int
+    """Rounds that ended because a node was lost or left."""
+    max_preemptions: builtins.int
+    """Unset: any number."""
+    store_failures: builtins.int
+    """Rounds that ended because their store host failed."""
+    max_store_failures: builtins.int
+    """Unset: any number."""
+    restarts_in_vain: builtins.int
+    """Restarts in a row that did not move the job on."""
+    no_progress_restarts: builtins.int
+    """After so many of these it has failed; 0: never."""
+    furthest_step: builtins.int
+    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    restart_window_ms: builtins.int
+    """Restarts older than this do not count against `max_restarts`; 0: all count."""
+    def __init__(
+        self,
+        *,
+        preemptions: builtins.int = ...,
+        max_preemptions: builtins.int | None = ...,
+        store_failures: builtins.int = ...,
+        max_store_failures: builtins.int | None = ...,
+        restarts_in_vain: builtins.int = ...,
+        no_progress_restarts: builtins.int = ...,
+        furthest_step: builtins.int | None = ...,
+        restart_window_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_max_preemptions", b"_max_preemptions", "_max_store_failures", b"_max_store_failures", "furthest_step", b"furthest_step", "max_preemptions", b"max_preemptions", "max_store_failures", b"max_store_failures"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_max_preemptions", b"_max_preemptions", "_max_store_failures", b"_max_store_failures", "furthest_step", b"furthest_step", "max_preemptions", b"max_preemptions", "max_store_failures", b"max_store_failures", "no_progress_restarts", b"no_progress_restarts", "preemptions", b"preemptions", "restart_window_ms", b"restart_window_ms", "restarts_in_vain", b"restarts_in_vain", "store_failures", b"store_failures"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_preemptions", b"_max_preemptions"]) -> typing.Literal["max_preemptions"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_store_failures", b"_max_store_failures"]) -> typing.Literal["max_store_failures"] | None: ...
+
+global___Budgets = Budgets
+
+@typing.final
+class Straggler(google.protobuf.message.Message):
+    """A worker that takes far longer for a step than the others of its role."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    MEDIAN_S_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    step_s: builtins.float
+    median_s: builtins.float
+    """The same of the worker in the middle of its role."""
+    age_ms: builtins.int
+    """For how long it has been so."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        step_s: builtins.float = ...,
+        median_s: builtins.float = ...,
+        age_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s"]) -> None: ...
+
+global___Straggler = Straggler
+
+@typing.final
+class Submission(google.protobuf.message.Message):
+    """How a job was submitted, and how far it is placed. Values of its environment are not shown."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBMITTED_BY_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    ARGS_FIELD_NUMBER: builtins.int
+    ENV_NAMES_FIELD_NUMBER: builtins.int
+    CHDIR_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    GPUS_PER_NODE_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
+    JOBS_BEFORE_FIELD_NUMBER: builtins.int
+    DECLINED_FIELD_NUMBER: builtins.int
+    submitted_by: builtins.str
+    age_ms: builtins.int
+    chdir: builtins.str
+    priority: builtins.int
+    gpus_per_node: builtins.int
+    jobs_before: builtins.int
+    """Jobs that are served before this one; unset for one that does not wait."""
+    @property
+    def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def env_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]: ...
+    @property
+    def placed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The nodes that the server has chosen, whether they have joined yet or not."""
+
+    @property
+    def declined(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeclinedNode]:
+        """Nodes that could not run it, and are not chosen again."""
+
+    def __init__(
+        self,
+        *,
+        submitted_by: builtins.str = ...,
+        age_ms: builtins.int = ...,
+        args: collections.abc.Iterable[builtins.str] | None = ...,
+        env_names: collections.abc.Iterable[builtins.str] | None = ...,
+        chdir: builtins.str = ...,
+        labels: collections.abc.Iterable[global___Label] | None = ...,
+        priority: builtins.int = ...,
+        gpus_per_node: builtins.int | None = ...,
+        placed: collections.abc.Iterable[builtins.str] | None = ...,
+        jobs_before: builtins.int | None = ...,
+        declined: collections.abc.Iterable[global___DeclinedNode] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_jobs_before", b"_jobs_before"]) -> typing.Literal["jobs_before"] | None: ...
+
+global___Submission = Submission
+
+@typing.final
+class DeclinedNode(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason"]) -> None: ...
+
+global___DeclinedNode = DeclinedNode
+
+@typing.final
 class NodeStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1409,6 +2357,7 @@ class NodeStatus(google.protobuf.message.Message):
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """seated, waiting, spare, stopping, away, lost, succeeded, left"""
@@ -1423,6 +2372,8 @@ class NodeStatus(google.protobuf.message.Message):
     heartbeat was seen.
     """
     role: builtins.str
+    drain_left_ms: builtins.int
+    """How much longer its workers have, if the node is about to leave; 0: their time is over."""
     def __init__(
         self,
         *,
@@ -1435,9 +2386,12 @@ class NodeStatus(google.protobuf.message.Message):
         state_age_ms: builtins.int = ...,
         reason: builtins.str = ...,
         role: builtins.str = ...,
+        drain_left_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "group_rank", b"group_rank", "rank_first", b"rank_first"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "address", b"address", "group_rank", b"group_rank", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "rank_first", b"rank_first"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "address", b"address", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_drain_left_ms", b"_drain_left_ms"]) -> typing.Literal["drain_left_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_rank", b"_group_rank"]) -> typing.Literal["group_rank"] | None: ...
     @typing.overload
@@ -1724,6 +2678,132 @@ class LogLines(google.protobuf.message.Message):
 global___LogLines = LogLines
 
 @typing.final
+class TakeStacksRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    """The run that is meant; empty for the present or last one."""
+    round: builtins.int
+    """Unset: the last round."""
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_round", b"_round", "round", b"round"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_round", b"_round", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
+
+global___TakeStacksRequest = TakeStacksRequest
+
+@typing.final
+class StackReport(google.protobuf.message.Message):
+    """What the workers of one round were doing at one moment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    SUMMARY_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    STACKS_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
+    SILENT_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    age_ms: builtins.int
+    """How long ago they were taken."""
+    reason: builtins.str
+    """Why they were taken: a sentence."""
+    summary: builtins.str
+    """Where they differ, in one line."""
+    left_out: builtins.int
+    """Workers whose stacks were taken, and are not in `stacks`."""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StackGroup]:
+        """Workers that were at the same place together; the largest group first."""
+
+    @property
+    def stacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStack]:
+        """By RANK: at least one of each group. Of very many not all are kept."""
+
+    @property
+    def silent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SilentNode]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        age_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+        summary: builtins.str = ...,
+        groups: collections.abc.Iterable[global___StackGroup] | None = ...,
+        stacks: collections.abc.Iterable[global___WorkerStack] | None = ...,
+        left_out: builtins.int = ...,
+        silent: collections.abc.Iterable[global___SilentNode] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "groups", b"groups", "left_out", b"left_out", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run", "silent", b"silent", "stacks", b"stacks", "summary", b"summary"]) -> None: ...
+
+global___StackReport = StackReport
+
+@typing.final
+class StackGroup(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    where: builtins.str
+    """`in all_reduce at train.py:41`"""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        where: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "where", b"where"]) -> None: ...
+
+global___StackGroup = StackGroup
+
+@typing.final
+class SilentNode(google.protobuf.message.Message):
+    """A node of which nothing is known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    RANK_FIRST_FIELD_NUMBER: builtins.int
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    rank_first: builtins.int
+    local_world_size: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        rank_first: builtins.int = ...,
+        local_world_size: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason"]) -> None: ...
+
+global___SilentNode = SilentNode
+
+@typing.final
 class StopJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1797,6 +2877,264 @@ class ScaleJobRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "run", b"run"]) -> None: ...
 
 global___ScaleJobRequest = ScaleJobRequest
+
+@typing.final
+class SubmitJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    """Uid that the run is to have; made by the caller, so that a repetition submits nothing twice."""
+    submitted_by: builtins.str
+    """Who submits it, for people."""
+    @property
+    def settings(self) -> global___Settings: ...
+    @property
+    def spec(self) -> global___JobSpec: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        settings: global___Settings | None = ...,
+        spec: global___JobSpec | None = ...,
+        submitted_by: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["settings", b"settings", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "run", b"run", "settings", b"settings", "spec", b"spec", "submitted_by", b"submitted_by"]) -> None: ...
+
+global___SubmitJobRequest = SubmitJobRequest
+
+@typing.final
+class ListNodesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Only these, if any are named."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_ids", b"node_ids"]) -> None: ...
+
+global___ListNodesRequest = ListNodesRequest
+
+@typing.final
+class ListNodesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Node]: ...
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[global___Node] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
+
+global___ListNodesResponse = ListNodesResponse
+
+@typing.final
+class Node(google.protobuf.message.Message):
+    """One node, across its jobs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    PROGRAM_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    AGENT_VERSION_FIELD_NUMBER: builtins.int
+    RESOURCES_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    GPUS_FREE_FIELD_NUMBER: builtins.int
+    CORDONED_FIELD_NUMBER: builtins.int
+    CORDON_REASON_FIELD_NUMBER: builtins.int
+    CORDON_AGE_MS_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
+    QUARANTINE_FIELD_NUMBER: builtins.int
+    QUARANTINE_AGE_MS_FIELD_NUMBER: builtins.int
+    QUARANTINE_LEFT_MS_FIELD_NUMBER: builtins.int
+    UNHEALTHY_FIELD_NUMBER: builtins.int
+    UNHEALTHY_AGE_MS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    DRAIN_REASON_FIELD_NUMBER: builtins.int
+    DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
+    DRAINED_BY_OPERATOR_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    state: builtins.str
+    """connected, away, gone (known only because it is cordoned or quarantined)"""
+    state_age_ms: builtins.int
+    program: builtins.str
+    """rdzv-agent, rdzvrun"""
+    address: builtins.str
+    agent_version: builtins.str
+    gpus_free: builtins.int
+    cordoned: builtins.bool
+    cordon_reason: builtins.str
+    cordon_age_ms: builtins.int
+    metrics: builtins.str
+    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere."""
+    quarantine: builtins.str
+    """Why the server places nothing on it for a while, by itself; empty if it is not quarantined."""
+    quarantine_age_ms: builtins.int
+    quarantine_left_ms: builtins.int
+    """How long it lasts, unless UncordonNode lifts it."""
+    unhealthy: builtins.str
+    """What is wrong with it by its own checks: `disk /data has 1 % free; ...`; empty: nothing."""
+    unhealthy_age_ms: builtins.int
+    drain: builtins.str
+    """draining (something of a job is left there), drained, or empty"""
+    drain_reason: builtins.str
+    drain_left_ms: builtins.int
+    """How much longer its workers have; 0: their time is over."""
+    drained_by_operator: builtins.bool
+    """Whether an operator has asked for it, and can lift it; otherwise the node itself is about to go."""
+    @property
+    def resources(self) -> global___Resources:
+        """Unset: it takes no submitted jobs."""
+
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeJob]:
+        """The jobs that it is in, holds, or was chosen for."""
+
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        state: builtins.str = ...,
+        state_age_ms: builtins.int = ...,
+        program: builtins.str = ...,
+        address: builtins.str = ...,
+        agent_version: builtins.str = ...,
+        resources: global___Resources | None = ...,
+        jobs: collections.abc.Iterable[global___NodeJob] | None = ...,
+        gpus_free: builtins.int = ...,
+        cordoned: builtins.bool = ...,
+        cordon_reason: builtins.str = ...,
+        cordon_age_ms: builtins.int = ...,
+        metrics: builtins.str = ...,
+        quarantine: builtins.str = ...,
+        quarantine_age_ms: builtins.int = ...,
+        quarantine_left_ms: builtins.int = ...,
+        unhealthy: builtins.str = ...,
+        unhealthy_age_ms: builtins.int = ...,
+        drain: builtins.str = ...,
+        drain_reason: builtins.str = ...,
+        drain_left_ms: builtins.int = ...,
+        drained_by_operator: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["resources", b"resources"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "drain", b"drain", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+
+global___Node = Node
+
+@typing.final
+class NodeJob(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    gpus: builtins.int
+    state: builtins.str
+    """placed, holding, or its state within the job"""
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        gpus: builtins.int = ...,
+        state: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gpus", b"gpus", "rdzv_id", b"rdzv_id", "state", b"state"]) -> None: ...
+
+global___NodeJob = NodeJob
+
+@typing.final
+class CordonNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason"]) -> None: ...
+
+global___CordonNodeRequest = CordonNodeRequest
+
+@typing.final
+class UncordonNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+global___UncordonNodeRequest = UncordonNodeRequest
+
+@typing.final
+class DrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    KEEP_MIN_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    deadline_ms: builtins.int
+    """How long its workers have, from now on."""
+    reason: builtins.str
+    keep_min: builtins.bool
+    """Only if each of its jobs keeps min_nodes without it."""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        deadline_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+        keep_min: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "keep_min", b"keep_min", "node_id", b"node_id", "reason", b"reason"]) -> None: ...
+
+global___DrainNodeRequest = DrainNodeRequest
+
+@typing.final
+class UndrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id"]) -> None: ...
+
+global___UndrainNodeRequest = UndrainNodeRequest
 
 @typing.final
 class ListServersRequest(google.protobuf.message.Message):

@@ -140,6 +140,11 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ReadLogsRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.LogLines.FromString,
                 _registered_method=True)
+        self.TakeStacks = channel.unary_unary(
+                '/rdzv.v1.Control/TakeStacks',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.TakeStacksRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.StackReport.FromString,
+                _registered_method=True)
         self.ListServers = channel.unary_unary(
                 '/rdzv.v1.Control/ListServers',
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.SerializeToString,
@@ -159,6 +164,36 @@ class ControlStub(object):
                 '/rdzv.v1.Control/ScaleJob',
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.SubmitJob = channel.unary_unary(
+                '/rdzv.v1.Control/SubmitJob',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.SubmitJobRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/rdzv.v1.Control/ListNodes',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.CordonNode = channel.unary_unary(
+                '/rdzv.v1.Control/CordonNode',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.CordonNodeRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+                _registered_method=True)
+        self.UncordonNode = channel.unary_unary(
+                '/rdzv.v1.Control/UncordonNode',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.UncordonNodeRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/rdzv.v1.Control/DrainNode',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/rdzv.v1.Control/UndrainNode',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
                 _registered_method=True)
         self.Backup = channel.unary_stream(
                 '/rdzv.v1.Control/Backup',
@@ -214,6 +249,16 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeStacks(self, request, context):
+        """What the workers of a round are doing: their stacks, put together by where they are. They are
+        taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
+        and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
+        named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListServers(self, request, context):
         """The servers that share one store: which of them leads, and where the others listen. Every
         one of them answers.
@@ -239,6 +284,52 @@ class ControlServicer(object):
 
     def ScaleJob(self, request, context):
         """Gives a run other bounds than it was launched with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitJob(self, request, context):
+        """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
+        turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
+        INVALID_ARGUMENT if no known node could ever take it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodes(self, request, context):
+        """Every node that is connected, away, cordoned or quarantined, one line each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CordonNode(self, request, context):
+        """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UncordonNode(self, request, context):
+        """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
+        With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
+        less than its min_nodes. NOT_FOUND if the node is not known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Lifts a drain, and a cordon. NOT_FOUND if the node is not known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,6 +375,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ReadLogsRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.LogLines.SerializeToString,
             ),
+            'TakeStacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeStacks,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.TakeStacksRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.StackReport.SerializeToString,
+            ),
             'ListServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServers,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListServersRequest.FromString,
@@ -303,6 +399,36 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ScaleJob,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
+            ),
+            'SubmitJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitJob,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.SubmitJobRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.JobStatus.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListNodesRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'CordonNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonNode,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.CordonNodeRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.Node.SerializeToString,
+            ),
+            'UncordonNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonNode,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.UncordonNodeRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.Node.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.DrainNodeRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.Node.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.Node.SerializeToString,
             ),
             'Backup': grpc.unary_stream_rpc_method_handler(
                     servicer.Backup,
@@ -483,6 +609,33 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def TakeStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/TakeStacks',
+            rdzv_dot_v1_dot_rdzv__pb2.TakeStacksRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.StackReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListServers(request,
             target,
             options=(),
@@ -580,6 +733,168 @@ class Control(object):
             '/rdzv.v1.Control/ScaleJob',
             rdzv_dot_v1_dot_rdzv__pb2.ScaleJobRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/SubmitJob',
+            rdzv_dot_v1_dot_rdzv__pb2.SubmitJobRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ListNodes',
+            rdzv_dot_v1_dot_rdzv__pb2.ListNodesRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CordonNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/CordonNode',
+            rdzv_dot_v1_dot_rdzv__pb2.CordonNodeRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UncordonNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/UncordonNode',
+            rdzv_dot_v1_dot_rdzv__pb2.UncordonNodeRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/DrainNode',
+            rdzv_dot_v1_dot_rdzv__pb2.DrainNodeRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/UndrainNode',
+            rdzv_dot_v1_dot_rdzv__pb2.UndrainNodeRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.Node.FromString,
             options,
             channel_credentials,
             insecure,

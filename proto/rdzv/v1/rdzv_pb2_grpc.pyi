@@ -108,6 +108,16 @@ class ControlStub:
     NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
+    TakeStacks: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.TakeStacksRequest,
+        rdzv.v1.rdzv_pb2.StackReport,
+    ]
+    """What the workers of a round are doing: their stacks, put together by where they are. They are
+    taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
+    and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
+    named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+    """
+
     ListServers: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListServersRequest,
         rdzv.v1.rdzv_pb2.ListServersResponse,
@@ -135,6 +145,48 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
     """Gives a run other bounds than it was launched with."""
+
+    SubmitJob: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.SubmitJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
+    turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
+    INVALID_ARGUMENT if no known node could ever take it.
+    """
+
+    ListNodes: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListNodesRequest,
+        rdzv.v1.rdzv_pb2.ListNodesResponse,
+    ]
+    """Every node that is connected, away, cordoned or quarantined, one line each."""
+
+    CordonNode: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.CordonNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+
+    UncordonNode: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.UncordonNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+
+    DrainNode: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.DrainNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
+    With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
+    less than its min_nodes. NOT_FOUND if the node is not known.
+    """
+
+    UndrainNode: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.UndrainNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
 
     Backup: grpc.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
@@ -182,6 +234,16 @@ class ControlAsyncStub:
     NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
+    TakeStacks: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.TakeStacksRequest,
+        rdzv.v1.rdzv_pb2.StackReport,
+    ]
+    """What the workers of a round are doing: their stacks, put together by where they are. They are
+    taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
+    and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
+    named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+    """
+
     ListServers: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListServersRequest,
         rdzv.v1.rdzv_pb2.ListServersResponse,
@@ -209,6 +271,48 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
     """Gives a run other bounds than it was launched with."""
+
+    SubmitJob: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.SubmitJobRequest,
+        rdzv.v1.rdzv_pb2.JobStatus,
+    ]
+    """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
+    turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
+    INVALID_ARGUMENT if no known node could ever take it.
+    """
+
+    ListNodes: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListNodesRequest,
+        rdzv.v1.rdzv_pb2.ListNodesResponse,
+    ]
+    """Every node that is connected, away, cordoned or quarantined, one line each."""
+
+    CordonNode: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.CordonNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+
+    UncordonNode: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.UncordonNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+
+    DrainNode: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.DrainNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
+    With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
+    less than its min_nodes. NOT_FOUND if the node is not known.
+    """
+
+    UndrainNode: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.UndrainNodeRequest,
+        rdzv.v1.rdzv_pb2.Node,
+    ]
+    """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
 
     Backup: grpc.aio.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
@@ -269,6 +373,18 @@ class ControlServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def TakeStacks(
+        self,
+        request: rdzv.v1.rdzv_pb2.TakeStacksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.StackReport, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.StackReport]]:
+        """What the workers of a round are doing: their stacks, put together by where they are. They are
+        taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
+        and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
+        named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+        """
+
+    @abc.abstractmethod
     def ListServers(
         self,
         request: rdzv.v1.rdzv_pb2.ListServersRequest,
@@ -303,6 +419,60 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
         """Gives a run other bounds than it was launched with."""
+
+    @abc.abstractmethod
+    def SubmitJob(
+        self,
+        request: rdzv.v1.rdzv_pb2.SubmitJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
+        """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
+        turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
+        INVALID_ARGUMENT if no known node could ever take it.
+        """
+
+    @abc.abstractmethod
+    def ListNodes(
+        self,
+        request: rdzv.v1.rdzv_pb2.ListNodesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ListNodesResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListNodesResponse]]:
+        """Every node that is connected, away, cordoned or quarantined, one line each."""
+
+    @abc.abstractmethod
+    def CordonNode(
+        self,
+        request: rdzv.v1.rdzv_pb2.CordonNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
+        """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+
+    @abc.abstractmethod
+    def UncordonNode(
+        self,
+        request: rdzv.v1.rdzv_pb2.UncordonNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
+        """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+
+    @abc.abstractmethod
+    def DrainNode(
+        self,
+        request: rdzv.v1.rdzv_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
+        """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
+        With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
+        less than its min_nodes. NOT_FOUND if the node is not known.
+        """
+
+    @abc.abstractmethod
+    def UndrainNode(
+        self,
+        request: rdzv.v1.rdzv_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
+        """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
 
     @abc.abstractmethod
     def Backup(

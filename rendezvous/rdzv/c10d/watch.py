@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rdzv.c10d.unpickle import Node, State
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import JobState, NodeState
+from rdzv.core.words import counted, duration, listed
 
 BACKEND = "c10d"
 
@@ -110,11 +111,11 @@ class Watch:
         given_up = _may_change(job) and bool(job.nodes) and silent_ms >= GIVEN_UP_MS
         reason = _explain(job, now_ms)
         if given_up:
-            nodes = _count(len(job.nodes), "node")
-            reason = f"no heartbeat from any of its {nodes} for {_seconds(silent_ms)}, "
+            nodes = counted(len(job.nodes), "node")
+            reason = f"no heartbeat from any of its {nodes} for {duration(silent_ms)}, "
             reason += "and nobody has closed it"
         elif now_ms - self._looked_ms >= STALE_MS and _may_change(job):
-            reason += f"; last seen {_seconds(now_ms - self._looked_ms)} ago"
+            reason += f"; last seen {duration(now_ms - self._looked_ms)} ago"
         completed = _last_complete(state)
         return JobView(
             rdzv_id=job.rdzv_id,
@@ -239,7 +240,7 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
     silent_ms = now_ms - seen.heard_ms
     if silent_ms < KEEP_ALIVE_MS or state.closed:
         return _Seen(NodeState.LEFT, now_ms, None, "it has left", b"", seen.heard_ms)
-    reason = f"dropped by its peers after {_seconds(silent_ms)} of silence; c10d does not re-form"
+    reason = f"dropped by its peers after {duration(silent_ms)} of silence; c10d does not re-form"
     return _Seen(NodeState.LOST, now_ms, None, f"{reason} for that", b"", seen.heard_ms)
 
 
@@ -259,14 +260,14 @@ def _explain(job: _Job, now_ms: int) -> str:
         return _CLOSED
     if state.complete:
         verb = "runs" if len(state.participants) == 1 else "run"
-        text = f"{_count(len(state.participants), 'node')} {verb} round {state.round}"
+        text = f"{counted(len(state.participants), 'node')} {verb} round {state.round}"
         lost = [node for node, seen in job.nodes.items() if seen.state is NodeState.LOST]
         if lost:
-            text += f" without {_names(lost)}, for which c10d does not re-form"
+            text += f" without {listed(lost)}, for which c10d does not re-form"
         if state.waiting:
-            text += f"; waiting until they restart: {_names(sorted(state.waiting))}"
+            text += f"; waiting until they restart: {listed(sorted(state.waiting))}"
     else:
-        text = f"round {state.round} has {_count(len(state.participants), 'node')}; "
+        text = f"round {state.round} has {counted(len(state.participants), 'node')}; "
         text += "last call" if state.last_call else "waiting for more"
     silent = [
         node
@@ -274,7 +275,7 @@ def _explain(job: _Job, now_ms: int) -> str:
         if _keeps_alive(seen) and now_ms - seen.heard_ms >= KEEP_ALIVE_MS
     ]
     if silent:
-        text += f"; no heartbeat from {_names(silent)} for {_seconds(KEEP_ALIVE_MS)} or more"
+        text += f"; no heartbeat from {listed(silent)} for {duration(KEEP_ALIVE_MS)} or more"
     return text
 
 
@@ -302,30 +303,5 @@ def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
 def _node_reason(seen: _Seen, now_ms: int) -> str:
     if not _keeps_alive(seen):
         return seen.reason
-    heard = f"last heartbeat {_seconds(now_ms - seen.heard_ms)} ago"
+    heard = f"last heartbeat {duration(now_ms - seen.heard_ms)} ago"
     return f"{seen.reason}; {heard}" if seen.reason else heard
-
-
-def _names(nodes: Iterable[Node]) -> str:
-    names = [str(node) for node in nodes]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _seconds(ms: int) -> str:
-    """Write a duration for people.
-
-    >>> [_seconds(ms) for ms in (900, 59_000, 125_000, 7_260_000)]
-    ['0.9 s', '59 s', '2 min 5 s', '2 h 1 min']
-    """
-    if ms < 10_000:
-        return f"{ms / 1000:.1f} s"
-    seconds = ms // 1000
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"

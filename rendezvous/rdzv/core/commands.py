@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rdzv.core.model import Claim, LeaveCause, Offer, Settings
+from rdzv.core.model import UNMOVED, Claim, JobSpec, LeaveCause, Moved, Offer, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Join:
 
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
     fresh join. With `fenced` the node was cut off, and has killed those workers itself; none had
-    failed. `claim` tells of that round to a server that may not know it. `new_run` is the uid that
-    a run gets which begins with this join.
+    failed. `moved` is how far its workers had come. `claim` tells of that round to a server that
+    may not know it. `new_run` is the uid that a run gets which begins with this join.
     """
 
     node_id: str
@@ -46,6 +46,7 @@ class Join:
     new_run: str = ""
     claim: Claim | None = None
     fenced: bool = False
+    moved: Moved = UNMOVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Leave:
     cause: LeaveCause
     reason: str
     left_round: int | None = None
+    exited_zero: bool = False
+    """All workers exited 0 after they were told that the node is about to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,64 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Submit:
+    """Begin a run whose nodes the server chooses. `run` is the uid that it is to have."""
+
+    run: str
+    settings: Settings
+    spec: JobSpec
+    submitted_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Choose these nodes for a submitted run; they are to join it."""
+
+    run: str
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take back that these nodes were chosen. Who holds a seat keeps it, and its placement."""
+
+    run: str
+    node_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Name all nodes that no submitted job may keep, each with the reason.
+
+    A submitted run lets go of those that it has: at once, or once they hold no seat.
+    """
+
+    barred: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A node that was chosen can not take up the job; it is not chosen again in this run.
+
+    Unless what is in the way is `passing`: then it is as if it had not been chosen.
+    """
+
+    node_id: str
+    run: str
+    reason: str
+    passing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Close a submitted run that no node can run."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Let time pass; does nothing before the state's own `wake_at_ms`."""
 
@@ -197,5 +258,11 @@ Command = (
     | Stop
     | Restart
     | Scale
+    | Submit
+    | Place
+    | Withdraw
+    | Bar
+    | Decline
+    | GiveUp
     | Tick
 )

@@ -150,6 +150,8 @@ class RoundSettled:
     reason: str
     restarts: int
     max_restarts: int | None
+    root_cause: Failure | None = None
+    """Of a worker failure: the first of those that are shown, if any was reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,96 @@ class JobScaled:
     min_nodes: int
     max_nodes: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodesPlaced:
+    """The server has chosen these nodes for a submitted run."""
+
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodesWithdrawn:
+    """These nodes are not to take part in a submitted run any more; none has a seat in it."""
+
+    node_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDeclined:
+    """A node can not run a submitted job, and is not chosen for it again."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDrained:
+    """A node was told, or wishes itself, to leave all its jobs; its workers have so long."""
+
+    node_id: str
+    reason: str
+    within_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUndrained:
+    """An operator has lifted the drain of a node."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobQueued:
+    """A submitted job waits again until it is placed; restarts spent stay spent."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersHang:
+    """A node says that workers of it hang; nothing is stopped yet."""
+
+    round: int
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """All workers were looked at, for some hang; they are kept."""
+
+    round: int
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangOver:
+    """Nobody hangs any more, and the round goes on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStraggles:
+    """A worker takes far longer for a step than the others of its role, and has for a while."""
+
+    round: int
+    rank: int
+    node_id: str
+    step_s: float
+    median_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankCaughtUp:
+    """A worker does not straggle any more."""
+
+    round: int
+    rank: int
+    node_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,5 +280,16 @@ Event = (
     | RoundEnded
     | RoundSettled
     | JobScaled
+    | NodesPlaced
+    | NodesWithdrawn
+    | NodeDeclined
+    | NodeDrained
+    | NodeUndrained
+    | JobQueued
+    | WorkersHang
+    | StacksTaken
+    | HangOver
+    | RankStraggles
+    | RankCaughtUp
     | RunEnded
 )

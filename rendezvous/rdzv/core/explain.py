@@ -5,9 +5,12 @@ All of it is derived from the state at the time of asking; nothing is stored bes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from rdzv.core.budgets import backoff_ms
+from rdzv.core.drains import Drain
 from rdzv.core.model import (
     Departure,
     Ended,
@@ -22,22 +25,33 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     State,
+    Submission,
     is_stand_in,
 )
+from rdzv.core.placement import Wait
 from rdzv.core.rendezvous import (
     completion_due_ms,
     holds,
     newcomers_due_ms,
+    restart_due_ms,
     restarts_that_count,
     some_seat_away,
     some_succeeded,
 )
+from rdzv.core.submitted import awaited
+from rdzv.core.words import counted, duration, listed
 
 _JOB_STATE_OF_RESULT = {
     Result.SUCCEEDED: JobState.SUCCEEDED,
     Result.FAILED: JobState.FAILED,
     Result.STOPPED: JobState.STOPPED,
 }
+
+
+_NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
+
+_MOST_TOLD = 4
+"""How many of the nodes that are about to leave are named with their job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,22 @@ class NodeView:
     role: str
     state_age_ms: int
     reason: str
+    drain_left_ms: int | None = None
+    """How much longer its workers have, if it is about to leave; None: it stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetsView:
+    """What a run has spent beside its restarts, and what it may; None: any number."""
+
+    preemptions: int
+    max_preemptions: int | None
+    store_failures: int
+    max_store_failures: int | None
+    restarts_in_vain: int
+    no_progress_restarts: int
+    furthest_step: int | None
+    restart_window_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +109,13 @@ class JobView:
     last_failure: tuple[Failure, ...]
     last_failure_age_ms: int | None
     last_end: str | None
+    submission: Submission | None = None
+    jobs_before: int | None = None
+    """Of a submitted job that waits for nodes: how many are served before it."""
+    budgets: BudgetsView | None = None
+    """None where they are not known."""
+    no_progress: bool = False
+    """It has failed for it did not move on: the same launch would do no better."""
     backend: str = "rdzv"
     """Who forms the group; what another than this server forms, it only watches."""
 
@@ -111,16 +148,16 @@ def explain(state: State, now_ms: int) -> str:
 def _explain_running(state: State, now_ms: int) -> str:
     round_ = _round(state)
     nodes, workers = len(round_.participants), round_.world_size
-    text = f"{_count(nodes, 'node')} and {_count(workers, 'worker')} run round {round_.number}"
+    text = f"{counted(nodes, 'node')} and {counted(workers, 'worker')} run round {round_.number}"
     done = sum(1 for seat in state.seats.values() if seat.succeeded) + len(round_.gone)
     if done:
         text += f"; {done} of {nodes} have succeeded, the others are waited for"
     away = [node_id for node_id in state.seats if node_id in state.away]
     if away:
-        text += f"; away: {_names(away)}"
+        text += f"; away: {listed(away)}"
     due_ms = newcomers_due_ms(state, now_ms)
     if due_ms is not None:
-        text += f"; newcomers are let in within {_seconds(due_ms - now_ms)}"
+        text += f"; newcomers are let in within {duration(due_ms - now_ms)}"
     return text + _missing(state, now_ms)
 
 
@@ -128,10 +165,11 @@ def _explain_stopping(state: State, now_ms: int) -> str:
     round_ = _round(state)
     end = round_.end
     why = f"round {round_.number} ended ({_why_ended(end)})" if end else ""
-    text = f"{why}; waiting for {_names(state.seats)} to stop"
-    away = [node_id for node_id in state.seats if node_id in state.away]
+    text = f"{why}; waiting for {listed(state.seats)} to stop"
+    # By those who are away, for they are few where seats may be thousands.
+    away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
-        text += f"; away: {_names(away)}"
+        text += f"; away: {listed(away)}"
     return text + _missing(state, now_ms)
 
 
@@ -140,25 +178,35 @@ def _why_ended(end: RoundEnd) -> str:
 
 
 def _explain_joining(state: State, now_ms: int) -> str:
+    if state.queued:
+        return "queued: no nodes were chosen for it yet" + _missing(state, now_ms)
     ready = state.ready
     bounds = f"{state.membership.min_nodes}:{state.membership.max_nodes}"
     due_ms = completion_due_ms(state)
     if due_ms is not None:
-        left = _seconds(due_ms - now_ms)
-        text = f"have {ready} of {bounds} nodes; {_waits_for(state)}, {left} left"
+        left = duration(due_ms - now_ms)
+        text = f"have {ready} of {bounds} nodes; {_waits_for(state, due_ms)}, {left} left"
         return text + _missing(state, now_ms)
     missing = max(state.membership.min_nodes - ready, 0)
     if not missing:
         away = [node_id for node_id in state.waiting if node_id in state.away]
-        text = f"have {ready} of {bounds} nodes; waiting for {_names(away)} to come back"
+        text = f"have {ready} of {bounds} nodes; waiting for {listed(away)} to come back"
         return text + _missing(state, now_ms)
+    if len(coming := awaited(state)) >= missing:
+        was, is_ = ("was", "is") if len(coming) == 1 else ("were", "are")
+        text = f"{listed(coming)} {was} chosen, and {is_} starting (have {ready} of {bounds} nodes"
+        return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
     text = f"waiting for {missing} more node{'s' if missing != 1 else ''} (have {ready} of {bounds}"
     return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
 
 
-def _waits_for(state: State) -> str:
+def _waits_for(state: State, due_ms: int) -> str:
     """Say what time is given to before the next round, when enough nodes are there."""
     failures = state.membership.store_failures
+    if due_ms == restart_due_ms(state):
+        return _backs_off(state.membership, due_ms)
+    if coming := awaited(state):
+        return f"{listed(coming)} may still join"
     if state.membership.round is None:
         resumed = state.membership.resumed_at_ms is not None
         return "others may run it still, and have time to say so" if resumed else "last call"
@@ -168,11 +216,19 @@ def _waits_for(state: State) -> str:
     return "gathering newcomers"
 
 
+def _backs_off(membership: Membership, now_ms: int) -> str:
+    """Say how long a crash loop is given time, and before which of its restarts."""
+    number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
+    waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
+    return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
+
+
 def _join_deadline(state: State, now_ms: int) -> str:
     if state.short_since_ms is None:
         return ""
     left_ms = state.short_since_ms + state.membership.settings.join_timeout_ms - now_ms
-    return f"; gives up in {_seconds(left_ms)}"
+    does = "gives up" if state.membership.submission is None else "is queued again"
+    return f"; {does} in {duration(left_ms)}"
 
 
 def _missing(state: State, now_ms: int) -> str:
@@ -180,12 +236,12 @@ def _missing(state: State, now_ms: int) -> str:
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     gone = [
-        f"{d.node_id} {_went(d)} {_seconds(now_ms - d.at_ms)} ago: {d.reason}"
+        f"{d.node_id} {_went(d)} {duration(now_ms - d.at_ms)} ago: {d.reason}"
         for d in _absent(state)
         if d.at_ms >= since_ms
     ]
     if state.stuck:
-        gone.append(f"workers of {_names(state.stuck)} survive SIGKILL")
+        gone.append(f"workers of {listed(state.stuck)} survive SIGKILL")
     return "; " + "; ".join(gone[-4:]) if gone else ""
 
 
@@ -210,7 +266,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
     if held_ms > now_ms:
         return (
             "it was lost more than once lately; seated at the next natural end of a round, or in "
-            f"{_seconds(held_ms - now_ms)}"
+            f"{duration(held_ms - now_ms)}"
         )
     if _all_seats_taken(state):
         return f"spare: all {state.membership.max_nodes} seats are taken"
@@ -223,8 +279,12 @@ def _why_not_let_in(state: State) -> str:
     """Say why a newcomer does not end the running round, or not yet."""
     if some_succeeded(state):
         return "participants have begun to succeed, so that no newcomer ends the round"
-    if state.membership.settings.scale_up is not ScaleUp.EAGER:
+    settings, round_ = state.membership.settings, state.membership.round
+    if settings.scale_up is ScaleUp.ON_RESTART:
         return "newcomers are seated at the next natural end of a round (scale-up on-restart)"
+    if settings.scale_up is ScaleUp.AFTER and round_ is not None:
+        after = duration(settings.scale_up_after_ms)
+        return f"newcomers are let in when the round has run for {after} (scale-up after)"
     if some_seat_away(state):
         return "newcomers are let in when those away are back"
     return "newcomers are gathered"
@@ -234,23 +294,35 @@ def _all_seats_taken(state: State) -> bool:
     return len(state.seats) >= state.membership.max_nodes
 
 
-def view(state: State, now_ms: int) -> JobView:
-    """Show the whole job."""
+def view(
+    state: State,
+    now_ms: int,
+    wait: Wait | None = None,
+    drains: Mapping[str, Drain] = _NO_DRAINS,
+) -> JobView:
+    """Show the whole job.
+
+    `wait` is what it waits for, if it was submitted and lacks nodes; `drains` has the nodes that
+    are about to leave.
+    """
     membership, round_ = state.membership, state.membership.round
     failures = membership.last_failures
+    if membership.ended is not None:
+        wait, drains = None, _NO_DRAINS
+    drains = {n: drain for n, drain in drains.items() if state.present(n)}
     return JobView(
         rdzv_id=membership.rdzv_id,
         run=membership.run,
         run_number=membership.run_number,
         state=job_state(state),
-        reason=explain(state, now_ms),
+        reason=_reason(state, now_ms, wait) + _leavers(drains, now_ms),
         round=round_.number if round_ else None,
         min_nodes=membership.min_nodes,
         max_nodes=membership.max_nodes,
         world_size=round_.world_size if round_ else 0,
         restarts=_restarts(membership, now_ms),
         max_restarts=membership.settings.max_restarts,
-        nodes=node_views(state, now_ms),
+        nodes=tuple(_drained_view(one, drains, now_ms) for one in node_views(state, now_ms)),
         state_age_ms=max(now_ms - _state_since_ms(state), 0),
         run_age_ms=max(now_ms - membership.began_at_ms, 0),
         master_addr=round_.master_addr if round_ else "",
@@ -258,6 +330,51 @@ def view(state: State, now_ms: int) -> JobView:
         last_failure=failures,
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
         last_end=_why_ended(round_.end) if round_ and round_.end else None,
+        submission=membership.submission,
+        jobs_before=wait.jobs_before if wait is not None else None,
+        budgets=_budgets(membership),
+        no_progress=membership.ended is not None and membership.ended.no_progress,
+    )
+
+
+def _reason(state: State, now_ms: int, wait: Wait | None) -> str:
+    """Say why the job is in its state, and which nodes it waits for."""
+    if wait is None:
+        return explain(state, now_ms)
+    if state.queued:
+        return wait.reason + _missing(state, now_ms)
+    return f"{explain(state, now_ms)}; {wait.reason}"
+
+
+def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
+    """Name the nodes that are about to leave, soonest first."""
+    soonest = sorted(drains.items(), key=lambda item: (item[1].due_ms, item[0]))
+    shown = [f"; {node_id} is {drain.describe(now_ms)}" for node_id, drain in soonest[:_MOST_TOLD]]
+    more = len(soonest) - len(shown)
+    return "".join(shown) + (f"; {counted(more, 'other')} too" if more else "")
+
+
+def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
+    """Add to a node that it is about to leave."""
+    drain = drains.get(one.node_id)
+    if drain is None:
+        return one
+    text = drain.describe(now_ms)
+    reason = f"{text}; {one.reason}" if one.reason else text
+    return replace(one, reason=reason, drain_left_ms=drain.left_ms(now_ms))
+
+
+def _budgets(membership: Membership) -> BudgetsView:
+    settings, spent = membership.settings, membership.spent
+    return BudgetsView(
+        preemptions=spent.preemptions,
+        max_preemptions=settings.max_preemptions,
+        store_failures=spent.store_failures,
+        max_store_failures=settings.max_store_failures,
+        restarts_in_vain=spent.in_vain,
+        no_progress_restarts=settings.no_progress_restarts,
+        furthest_step=spent.step,
+        restart_window_ms=settings.restart_window_ms,
     )
 
 
@@ -290,6 +407,9 @@ def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
     others = [n for n in (*state.waiting, *state.stuck) if n not in shown]
     views += [_waiting_view(state, node_id, now_ms) for node_id in others]
     shown |= set(others)
+    coming = [n for n in awaited(state) if n not in shown] if ended is None else []
+    views += [_placed_view(node_id) for node_id in coming]
+    shown |= set(coming)
     views += [_departed_view(d, now_ms) for d in _absent(state) if d.node_id not in shown]
     return tuple(views)
 
@@ -318,7 +438,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
     seat = state.seats[node_id]
     if node_id in state.away:
         away = state.away[node_id]
-        left = _seconds(away.until_ms - now_ms)
+        left = duration(away.until_ms - now_ms)
         if is_stand_in(node_id):
             reason = f"not heard since this server knows of the round; waited for {left} more"
             return NodeState.AWAY, away.since_ms, reason
@@ -355,6 +475,12 @@ def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeView:
     return _node_view(node_id, node_state, waiting.offer, age_ms, reason)
 
 
+def _placed_view(node_id: str) -> NodeView:
+    offer = Offer(address="", local_world_size=0)
+    reason = "it was chosen for the job, and has not joined yet"
+    return _node_view(node_id, NodeState.WAITING, offer, 0, reason)
+
+
 def _departed_view(departure: Departure, now_ms: int) -> NodeView:
     offer = Offer(
         departure.address, local_world_size=departure.local_world_size, role=departure.role
@@ -389,29 +515,3 @@ def _round(state: State) -> Round:
     round_ = state.membership.round
     assert round_ is not None
     return round_
-
-
-def _names(node_ids: Iterable[str]) -> str:
-    names = list(node_ids)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _seconds(ms: int) -> str:
-    """Write a duration for people.
-
-    >>> [_seconds(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000)]
-    ['0.0 s', '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min']
-    """
-    ms = max(ms, 0)
-    if ms < 10_000:
-        return f"{ms / 1000:.1f} s"
-    seconds = round(ms / 1000)
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"

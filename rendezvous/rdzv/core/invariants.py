@@ -15,6 +15,7 @@ def violations(before: State, after: State) -> list[str]:
     """Name every guarantee that the step from `before` to `after` would break."""
     return [
         *_presence(before, after),
+        *_placements(after),
         *_durability(before.membership, after.membership),
         *_new_round(before, after),
     ]
@@ -26,16 +27,52 @@ def _presence(before: State, after: State) -> list[str]:
     seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
         found.append("presence: a node has two places at once")
-    if not all(after.present(node_id) for node_id in after.away):
+    if _anybody_moved(before, after) and (
+        after.away.keys() - after.seats.keys() - after.waiting.keys() - after.stuck.keys()
+    ):
         found.append("presence: a node is away that is not present")
     if (not after.membership.run or after.membership.ended) and after.anybody:
         found.append("presence: a node is present in a run that is closed")
     if after.seats is not before.seats:
-        found += _seats_of_round(after)
+        found += _fewer_seats(before, after) if _only_fewer(before, after) else _all_seats(after)
     return found
 
 
-def _seats_of_round(state: State) -> list[str]:
+def _only_fewer(before: State, after: State) -> bool:
+    """Whether the round has the same participants, and nobody has taken a seat.
+
+    So it is in nearly every step of a seated node, and a large job takes as many steps as it has
+    nodes: then only what has changed is looked at.
+    """
+    old, new = before.membership.round, after.membership.round
+    same = old is not None and new is not None and new.participants is old.participants
+    return same and after.seats.keys() <= before.seats.keys()
+
+
+def _fewer_seats(before: State, after: State) -> list[str]:
+    """Check what `_all_seats` does of a state that it held for before some seats were freed."""
+    found = []
+    old, round_ = before.membership.round, after.membership.round
+    assert old is not None and round_ is not None
+    if any(node_id in after.seats for node_id in round_.gone[len(old.gone) :]):
+        found.append("presence: a node holds a seat that was given up")
+    runs = round_.live and after.membership.ended is None
+    if runs and len(after.seats) + len(round_.gone) != len(round_.participants):
+        found.append("presence: a participant of the running round holds no seat")
+    return found
+
+
+def _anybody_moved(before: State, after: State) -> bool:
+    """Whether anybody has come, gone, or changed its place."""
+    return not (
+        after.away is before.away
+        and after.seats is before.seats
+        and after.waiting is before.waiting
+        and after.stuck is before.stuck
+    )
+
+
+def _all_seats(state: State) -> list[str]:
     found = []
     round_ = state.membership.round
     participants = {p.node_id for p in round_.participants} if round_ else set()
@@ -47,6 +84,19 @@ def _seats_of_round(state: State) -> list[str]:
     runs = round_ is not None and round_.live and state.membership.ended is None
     if runs and participants - gone - state.seats.keys():
         found.append("presence: a participant of the running round holds no seat")
+    return found
+
+
+def _placements(state: State) -> list[str]:
+    """A node is chosen once, and never again after it could not run the job."""
+    submission = state.membership.submission
+    if submission is None:
+        return []
+    found = []
+    if len(set(submission.placed)) < len(submission.placed):
+        found.append("placement: a node is placed twice")
+    if {declined.node_id for declined in submission.declined} & set(submission.placed):
+        found.append("placement: a node is placed that has declined")
     return found
 
 
@@ -63,6 +113,11 @@ def _durability(before: Membership, after: Membership) -> list[str]:
         found.append("durability: a closed run changed")
     if after.restarts[: len(before.restarts)] != before.restarts:
         found.append("durability: a spent restart was forgotten")
+    old, new = before.spent, after.spent
+    if old.preemptions > new.preemptions or old.store_failures > new.store_failures:
+        found.append("durability: a spent preemption or store failure was forgotten")
+    if old.step is not None and (new.step is None or new.step < old.step):
+        found.append("durability: the furthest step went back")
     if before.round is not None and not _continues(before.round, after.round):
         found.append("consistency: a completed round changed or was forgotten")
     return found

@@ -21,6 +21,7 @@ class ScaleUp(StrEnum):
 
     EAGER = "eager"
     ON_RESTART = "on-restart"
+    AFTER = "after"
 
 
 class Cause(StrEnum):
@@ -90,6 +91,18 @@ class Settings:
     scale_up: ScaleUp = ScaleUp.EAGER
     restart_window_ms: int = 0
     """Restarts older than this no longer count against `max_restarts`; 0: all count."""
+    scale_up_after_ms: int = 0
+    """With `ScaleUp.AFTER`: how long a round has run before newcomers may end it."""
+    restart_backoff_ms: int = 1_000
+    """Wait before the second restart in a row of rounds that failed soon; doubles with each more.
+    0: restarts never wait."""
+    restart_backoff_max_ms: int = 60_000
+    max_preemptions: int | None = None
+    """Rounds that may end because a node was lost or left; None: any number."""
+    max_store_failures: int | None = None
+    """Rounds that may end because their store host failed; None: any number."""
+    no_progress_restarts: int = 0
+    """After so many restarts in a row that did not move the job on, it has failed; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ class Tuning:
     store_backoff_ms: int = 500
     """Wait before the next round after a store host failed; doubles each time in a row."""
     store_backoff_max_ms: int = 30_000
+    soon_ms: int = 60_000
+    """A round that failed sooner after it was complete is one of a crash loop."""
     root_cause_window_ms: int = 500
     """Failures within this time of the earliest are shown together."""
 
@@ -242,6 +257,36 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """How far a node has seen the workers of a round come; nothing, where they have not said."""
+
+    step: int | None = None
+    """The highest step that any of them was at."""
+    snapshot: bool = False
+    """Whether the snapshot that was named has changed since the round began."""
+
+
+UNMOVED = Moved()
+"""Of a round whose workers have said nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What the rounds of a run have ended by, beside the restarts, which are kept by their time."""
+
+    preemptions: int = 0
+    """Rounds that ended because a node was lost or left."""
+    store_failures: int = 0
+    """Rounds that ended because their store host failed."""
+    soon: int = 0
+    """Rounds in a row that failed soon, and had not moved the job on."""
+    in_vain: int = 0
+    """Restarts in a row that did not move the job on."""
+    step: int | None = None
+    """The highest step that the job was ever at."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """How a run was closed."""
 
@@ -251,6 +296,8 @@ class Ended:
     retry_sensible: bool = False
     failures: tuple[Failure, ...] = ()
     """The root cause first, then those beside it."""
+    no_progress: bool = False
+    """It failed again and again without moving on: the same launch would do no better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +306,48 @@ class EndedRun:
 
     run: str
     ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What a submitted job runs, and what it needs of each node."""
+
+    args: tuple[str, ...]
+    """rdzvrun's: its flags, the script, and the script's own."""
+    env: tuple[tuple[str, str], ...] = ()
+    chdir: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    """A node has all of these, or is not used."""
+    priority: int = 0
+    """Higher ones are placed first."""
+    gpus_per_node: int | None = None
+    """None: one for each worker on nodes that have GPUs, and none elsewhere."""
+    local_world_size: int = 0
+    """Workers of each node; 0: the node counts its GPUs, and gives the job all of them."""
+    needs_gpu: bool = False
+    """A node without any GPU is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A node that could not run the job, and is not chosen again in this run."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run whose nodes the server chooses. Rules are in `core/placement.py`."""
+
+    spec: JobSpec
+    submitted_by: str
+    at_ms: int
+    """Of jobs of one priority, who came first is served first."""
+    placed: tuple[str, ...] = ()
+    """The nodes that are chosen, whether they have joined yet or not, in the order of choice."""
+    declined: tuple[Declined, ...] = ()
+    """Oldest first; bounded, since the job is given up when there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +379,11 @@ class Membership:
     """When a node brought this run to a server that did not know it. Others may have workers."""
     scaled: tuple[int, int] | None = None
     """The bounds that an operator has given this run in place of those it was launched with."""
+    stopping: str = ""
+    """Why an operator ends this run: it is closed when no seat of its round is held any more."""
+    submission: Submission | None = None
+    """None: nodes join of their own accord, and nobody else chooses them."""
+    spent: Spent = Spent()
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -394,6 +488,10 @@ class State:
     """When a participant that has not stopped is given up."""
     last_leave: LeaveCause | None = None
     """Why the last node to go left of its own accord; None if it was lost."""
+    moved: Moved = UNMOVED
+    """How far the ended round has come, by those who have stopped; said again after a reconnect."""
+    barred: Mapping[str, str] = field(default_factory=dict)
+    """By node_id: nodes that a submitted job may not keep, and why. The server says so anew."""
 
     def present(self, node_id: str) -> bool:
         """Whether the node is in this job now, away or not."""
@@ -403,6 +501,18 @@ class State:
     def anybody(self) -> bool:
         """Whether any node is in this job now."""
         return bool(self.seats or self.waiting or self.stuck)
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """The nodes that the server has chosen for this job; none if it was not submitted."""
+        submission = self.membership.submission
+        return submission.placed if submission is not None else ()
+
+    @property
+    def queued(self) -> bool:
+        """Whether this is a submitted job without any node, which waits until it is placed."""
+        submission = self.membership.submission
+        return submission is not None and not submission.placed and not self.anybody
 
     def incarnation(self, node_id: str) -> int | None:
         """Return the incarnation that speaks for a present node."""

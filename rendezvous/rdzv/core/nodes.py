@@ -17,6 +17,10 @@ proven to have heard it, and the server counts on that. Its seats are kept until
 for certain, however its stream ended and whoever else asks for its place. A paused machine can not
 kill anything, so of that one nothing is certain.
 
+A lease suits the number of nodes when it is given, and grows with them: those who came first are
+not to be heard most often for ever. It never shrinks while a stream is open, for the node would
+have to speak more often before anybody could count on it.
+
 Incarnations number the instances; the leadership is their high half, so they never go back, also
 when a server starts without memory of the one before it.
 """
@@ -55,6 +59,9 @@ class NodesTuning:
     heartbeats_per_lease: int = 3
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
+    lease_grows_by: float = 1.5
+    """A lease is given anew when one so many times as long would suit: seldom, for each node that
+    comes changes a little what suits."""
 
     def lease_for(self, nodes: int) -> int:
         """Return the lease, in ms, that suits so many nodes.
@@ -110,6 +117,8 @@ class Nodes:
     records: Mapping[str, NodeRecord] = field(default_factory=dict)
     counter: int = 0
     wake_at_ms: int | None = None
+    excused: bool = False
+    """Whether anybody was excused since somebody was last heard."""
 
 
 # ------------------------------------------------------------------ commands
@@ -142,6 +151,8 @@ class Disconnect:
 
     node_id: str
     stream: int
+    unheard: bool = False
+    """The server could not hear just now: what came and went was an attempt to reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +201,15 @@ class NodeConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseGrown:
+    """A node that was heard has a longer lease from now on."""
+
+    node_id: str
+    incarnation: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeAway:
     """A node's stream ended; it is given up at `until_ms`."""
 
@@ -209,7 +229,7 @@ class NodeLost:
     stream: int | None
 
 
-NodesEvent = NodeConnected | NodeAway | NodeLost
+NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,17 +367,27 @@ def _who(record: NodeRecord) -> str:
 
 
 def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
-    heard = {
-        node_id: replace(record, heard_ms=now_ms)
-        for node_id in command.node_ids
-        if (record := nodes.records.get(node_id)) is not None and record.stream is not None
-    }
+    suits_ms = nodes.tuning.lease_for(len(nodes.records))
+    heard: dict[str, NodeRecord] = {}
+    grown: list[LeaseGrown] = []
+    for node_id in command.node_ids:
+        record = nodes.records.get(node_id)
+        if record is None or record.stream is None:
+            continue
+        lease_ms = record.lease_ms
+        if suits_ms >= lease_ms * nodes.tuning.lease_grows_by:
+            lease_ms = suits_ms
+            grown.append(LeaseGrown(node_id, record.incarnation, lease_ms))
+        heard[node_id] = replace(record, heard_ms=now_ms, lease_ms=lease_ms)
     heard_of = replace(nodes, records={**nodes.records, **heard})
-    return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes)
+    return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes, tuple(grown))
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
     """Now that somebody is heard, whoever was excused has one more lease: its word may be next."""
+    if not nodes.excused:
+        return nodes
+    nodes = replace(nodes, excused=False)
     excused = {
         record.node_id: replace(
             record, excused_until_ms=min(record.excused_until_ms, now_ms + record.lease_ms)
@@ -384,6 +414,8 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     # While nobody is heard, or was just now, the end of a stream is no word of the node: a ping
     # that nobody could answer has ended it, or the news of an earlier end comes late.
     excused_until_ms = max(_deaf_until_ms(nodes, now_ms), old.excused_until_ms)
+    if command.unheard:
+        excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
     if excused_until_ms > until_ms:
         until_ms, firm = excused_until_ms, True
     record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)
@@ -445,7 +477,7 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
     if nodes.wake_at_ms is None or now_ms < nodes.wake_at_ms:
         return NodesTransition(nodes)
     if excused := _excused(nodes, now_ms):
-        nodes = replace(nodes, records={**nodes.records, **excused})
+        nodes = replace(nodes, records={**nodes.records, **excused}, excused=True)
     lost = [record for record in nodes.records.values() if record.expires_at_ms <= now_ms]
     gone = {record.node_id for record in lost}
     left = replace(
@@ -463,6 +495,10 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
     Nobody is heard if no word has come for half a lease: there are several heartbeats in one.
     """
+    # As a rule one of the first few was heard in half of the shortest lease: no need to see all.
+    fresh_ms = now_ms - min(nodes.tuning.lease_ms, nodes.tuning.lease_max_ms) // 2
+    if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
+        return 0
     connected = [record for record in nodes.records.values() if record.stream is not None]
     if len(connected) < 2:
         return 0

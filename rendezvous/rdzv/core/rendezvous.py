@@ -15,37 +15,48 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known
+from rdzv.core.budgets import backoff_ms, exceeded, further, spend
 from rdzv.core.commands import (
+    Bar,
     Command,
+    Decline,
     Fail,
     FailureReport,
+    GiveUp,
     Join,
     Leave,
     MarkAway,
     MarkBack,
     MarkLost,
+    Place,
     ReportStoreHost,
     ReportStuck,
     Restart,
     Resume,
     Scale,
     Stop,
+    Submit,
     Succeed,
     Tick,
+    Withdraw,
 )
 from rdzv.core.events import (
     Event,
+    JobQueued,
     JobScaled,
     LastCallBegan,
     NodeAdopted,
     NodeCameBack,
+    NodeDeclined,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeLost,
+    NodesPlaced,
     NodeStopped,
     NodeStuck,
     NodeSucceeded,
+    NodesWithdrawn,
     NodeWentAway,
     RoundAdopted,
     RoundCompleted,
@@ -56,6 +67,7 @@ from rdzv.core.events import (
     WorkerFailed,
 )
 from rdzv.core.model import (
+    UNMOVED,
     Away,
     Cause,
     Claim,
@@ -76,6 +88,7 @@ from rdzv.core.model import (
     Settings,
     State,
     Stuck,
+    Submission,
     Tuning,
     Waiting,
     is_stand_in,
@@ -83,10 +96,14 @@ from rdzv.core.model import (
 )
 from rdzv.core.ranks import assign_seats
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
+from rdzv.core.submitted import awaited, decline, place, withdraw, withdrawable
+from rdzv.core.words import duration, listed
 from rdzv.errors import (
     InvalidRequestError,
+    JobExistsError,
     NodeSupersededError,
     RendezvousClosedError,
+    RunStoppingError,
     SettingsMismatchError,
     UnknownNodeError,
 )
@@ -164,6 +181,8 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
         InvalidRequestError: the node could not be reached by the others as it is.
         SettingsMismatchError: the job was launched with other settings.
         RendezvousClosedError: the run has ended, and this node may not begin another.
+        JobExistsError: the job is to be submitted while a run of it has not ended.
+        RunStoppingError: the last run is being stopped; to be tried again.
         NodeSupersededError: a newer incarnation speaks for this node.
         UnknownNodeError: a running node belongs to a job that is not known.
 
@@ -237,6 +256,12 @@ def _apply(work: _Step, command: Command) -> None:
             _resume(work, command)
         case Stop() | Restart() | Scale():
             _obey_operator(work, command)
+        case Submit():
+            _submit(work, command)
+        case Place() | Withdraw() | Decline() | GiveUp():
+            _apply_to_submitted(work, command)
+        case Bar():
+            work.state = replace(work.state, barred=dict(command.barred))
         case Tick():
             pass
         case _:
@@ -282,10 +307,16 @@ def _apply_to_present(
 
 def _join(work: _Step, command: Join) -> None:
     node_id = command.node_id
-    if command.claim is not None and command.claim.round == command.left_round:
-        _adopt(work, command, command.claim)
+    claim = command.claim
+    if claim and claim.round == command.left_round and not _others_run_on(work.state, command):
+        _adopt(work, command, claim)
     held = work.state.incarnation(node_id)
     if held is None:
+        if work.open and work.membership.stopping and not command.run:
+            raise RunStoppingError(
+                f"the last run of {work.membership.rdzv_id} is being stopped; the next begins when "
+                f"the workers on {listed(work.state.seats)} are gone"
+            )
         _admit(work, command)
         return
     _check_speaker(work, command)
@@ -299,6 +330,22 @@ def _join(work: _Step, command: Join) -> None:
         _admit(work, command)
     elif node_id in work.state.waiting:
         _wait(work, command, work.state.waiting[node_id].since_ms)
+
+
+def _others_run_on(state: State, command: Join) -> bool:
+    """Whether nodes that are there run an earlier round than the one that this node has left.
+
+    A server without memory has begun it, after it had waited for all others in vain. Nothing of the
+    later round is left on this node; adopted, it would let the next begin beside those workers.
+    """
+    round_ = state.membership.round
+    if round_ is None or command.run != state.membership.run or command.left_round is None:
+        return False
+    # Seats that were stored before a server started are younger than their round: they may be of
+    # an old copy of the store, and their nodes in the later round, too.
+    begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
+    there = any(node_id not in state.away and not is_stand_in(node_id) for node_id in begun)
+    return there and command.left_round > round_.number
 
 
 def _round_to_stop(state: State, node_id: str) -> int | None:
@@ -333,10 +380,13 @@ def _admit(work: _Step, command: Join) -> None:
     """Admit a node that is not present, into this run or, if need be, a new one."""
     if command.run and work.membership.run:
         _check_run(work, command)
+    if work.open and work.membership.submission and command.node_id in work.state.barred:
+        # It was let go of, and is told so; this is the echo of a join.
+        return
     if not work.open:
         _begin_run(work, command)
     elif command.settings != work.membership.settings:
-        if work.state.anybody or command.run:
+        if work.state.anybody or command.run or work.membership.submission:
             raise _settings_mismatch(work.membership, command)
         _close(
             work, Result.STOPPED, "everyone was gone, and it was launched anew with other settings"
@@ -389,7 +439,7 @@ def _next_run(old: Membership, run: str, settings: Settings, now_ms: int) -> Mem
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
     theirs, ours = command.settings, membership.settings
     differences = [
-        f"{name} is {_shown(here)} here and {_shown(there)} in the job"
+        f"{name} is {_shown(name, here)} here and {_shown(name, there)} in the job"
         for name in Settings.__dataclass_fields__
         if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
@@ -399,9 +449,12 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
     )
 
 
-def _shown(value: object) -> str:
-    """Write a setting for people; the one that may be open is max_restarts."""
-    return "left to each node's own agent (torchrun)" if value is None else str(value)
+def _shown(name: str, value: object) -> str:
+    """Write a setting for people; some may be open."""
+    if value is None:
+        restarts = name == "max_restarts"
+        return "left to each node's own agent (torchrun)" if restarts else "without limit"
+    return str(value)
 
 
 def _check_reachable(work: _Step, command: Join) -> None:
@@ -477,6 +530,7 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
             _end_round(work, Cause.NODE_LEFT, reason, broken=False)
         else:
             _add_failures(work, failures)
+        work.state = replace(work.state, moved=further(work.state.moved, command.moved))
     work.put(
         seats=_without(work.state.seats, command.node_id),
         stuck=_without(work.state.stuck, command.node_id),
@@ -572,7 +626,7 @@ def _adopt_round(work: _Step, round_: Round) -> None:
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
-    work.state = replace(work.state, stop_deadline_ms=None, last_leave=None)
+    work.state = replace(work.state, stop_deadline_ms=None, last_leave=None, moved=UNMOVED)
     work.events.append(RoundAdopted(round_))
 
 
@@ -652,6 +706,10 @@ def _leave(work: _Step, command: Leave) -> None:
         _depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
         return
     failed = command.cause is LeaveCause.FAILED
+    if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
+        # It was told to leave, but its workers were done, as those of others were.
+        seat = replace(seat, succeeded=True, since_ms=work.now_ms)
+        work.events.append(NodeSucceeded(command.node_id, round_.number))
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
         _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
@@ -704,13 +762,21 @@ def _obey_operator(work: _Step, command: Stop | Restart | Scale) -> None:
     """Do what an operator asks of the run that was looked at; of another one, it is refused."""
     membership, round_ = work.membership, work.membership.round
     if command.run != membership.run or membership.ended is not None:
-        what = membership.ended.result if membership.ended else "been followed by another"
+        what = "been followed by another"
+        if membership.ended and command.run == membership.run:
+            ago = duration(work.now_ms - membership.ended.at_ms)
+            what = f"{membership.ended.result} {ago} ago"
         raise RendezvousClosedError(
-            f"run {command.run} of {membership.rdzv_id} has {what} meanwhile; nothing was changed"
+            f"run {command.run} of {membership.rdzv_id} has {what}; nothing was changed"
+        )
+    if membership.stopping and not isinstance(command, Stop):
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} is being stopped ({membership.stopping}); "
+            "nothing was changed"
         )
     match command:
         case Stop():
-            _close(work, Result.STOPPED, command.reason)
+            _stop(work, command.reason)
         case Restart():
             if round_ is None or command.round > round_.number:
                 raise InvalidRequestError(
@@ -720,6 +786,13 @@ def _obey_operator(work: _Step, command: Stop | Restart | Scale) -> None:
                 _end_round(work, Cause.OPERATOR, command.reason, broken=False)
         case Scale():
             _scale(work, command)
+
+
+def _stop(work: _Step, reason: str) -> None:
+    """Have everyone stop; the run is closed when they have, so that no other begins beside it."""
+    if not work.membership.stopping:
+        work.store(replace(work.membership, stopping=reason))
+        _end_round(work, Cause.OPERATOR, reason, broken=False)
 
 
 def _scale(work: _Step, command: Scale) -> None:
@@ -732,6 +805,76 @@ def _scale(work: _Step, command: Scale) -> None:
     round_ = membership.round
     if round_ is not None and len(work.state.seats) > command.max_nodes:
         _end_round(work, Cause.OPERATOR, command.reason, broken=False)
+
+
+def _submit(work: _Step, command: Submit) -> None:
+    """Begin a run without nodes. Who submits again what was submitted, changes nothing."""
+    old = work.membership
+    known = (old.run, *(earlier.run for earlier in old.earlier))
+    if command.run in known:
+        return
+    if work.open and old.stopping:
+        raise JobExistsError(
+            f"job {old.rdzv_id} is being stopped; submit it again when its workers are gone, for "
+            f"which `rdzvctl wait {old.rdzv_id}` waits, or choose another name"
+        )
+    if work.open:
+        by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
+        raise JobExistsError(
+            f"a job {old.rdzv_id} is there already{by}, and has not ended; choose another name, or "
+            "stop that one first"
+        )
+    submission = Submission(command.spec, command.submitted_by, work.now_ms)
+    membership = _next_run(old, command.run, command.settings, work.now_ms)
+    work.state = State(
+        replace(membership, submission=submission), work.state.tuning, barred=work.state.barred
+    )
+    reason = f"submitted by {command.submitted_by}"
+    work.events.append(RunBegan(membership.run, membership.run_number, reason))
+
+
+def _apply_to_submitted(work: _Step, command: Place | Withdraw | Decline | GiveUp) -> None:
+    """Change what a submission has got; of a run that is over, nothing is left to change."""
+    submission = work.membership.submission
+    if not work.open or submission is None or command.run != work.membership.run:
+        return
+    match command:
+        case Place():
+            # One may have been barred since it was chosen.
+            chosen = [n for n in command.node_ids if n not in work.state.barred]
+            _store_submission(work, place(submission, chosen))
+            if added := work.state.placed[len(submission.placed) :]:
+                work.events.append(NodesPlaced(added))
+        case Withdraw():
+            _withdraw(work, withdrawable(work.state, command.node_ids), command.reason)
+        case Decline(passing=True):
+            if command.node_id in submission.placed:
+                _withdraw(work, withdrawable(work.state, (command.node_id,)), command.reason)
+        case Decline():
+            if command.node_id in submission.placed and command.node_id not in work.state.seats:
+                _store_submission(work, decline(submission, command.node_id, command.reason))
+                work.events.append(NodeDeclined(command.node_id, command.reason))
+                if work.state.present(command.node_id):
+                    _depart(work, command.node_id, NodeState.LEFT, command.reason, None)
+        case GiveUp():
+            _close(work, Result.FAILED, command.reason)
+
+
+def _store_submission(work: _Step, submission: Submission) -> None:
+    if submission != work.membership.submission:
+        work.store(replace(work.membership, submission=submission))
+
+
+def _withdraw(work: _Step, node_ids: tuple[str, ...], reason: str) -> None:
+    """Take back placements; who waits is in the job no more."""
+    submission = work.membership.submission
+    if submission is None or not node_ids:
+        return
+    for node_id in node_ids:
+        if work.state.present(node_id):
+            _depart(work, node_id, NodeState.LEFT, reason, None)
+    _store_submission(work, withdraw(work.membership.submission or submission, node_ids))
+    work.events.append(NodesWithdrawn(node_ids, reason))
 
 
 def _mark_away(work: _Step, command: MarkAway) -> None:
@@ -788,6 +931,11 @@ def _depart(
     )
     departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
     work.store(replace(work.membership, departures=departures))
+    if (submission := work.membership.submission) is not None:
+        if cause is LeaveCause.START_FAILED:
+            _store_submission(work, decline(submission, node_id, reason))
+        else:
+            _store_submission(work, withdraw(submission, (node_id,)))
     work.state = replace(work.state, last_leave=cause)
     event = NodeLost(node_id, reason) if how is NodeState.LOST else NodeLeft(node_id, reason)
     work.events.append(event)
@@ -917,6 +1065,18 @@ def _seats_with_deadline(state: State) -> Iterable[str]:
             yield node_id
 
 
+def _withdraw_barred(work: _Step) -> bool:
+    """A submitted job lets go of a barred node as soon as no worker of it is left there."""
+    state = work.state
+    if not state.barred or state.membership.submission is None or not work.open:
+        return False
+    for node_id in withdrawable(state, state.barred):
+        if node_id not in state.stuck:
+            _withdraw(work, (node_id,), state.barred[node_id])
+            return True
+    return False
+
+
 def _settle_charge(work: _Step) -> bool:
     """When everyone has stopped, charge the end of the round to its cause."""
     round_ = work.membership.round
@@ -928,10 +1088,13 @@ def _settle_charge(work: _Step) -> bool:
     spent, store_failures = work.membership.restarts, work.membership.store_failures
     max_restarts = work.membership.settings.max_restarts
     failures: tuple[Failure, ...] = ()
-    budget_left = True
     if end.cause is Cause.WORKER_FAILURE:
         failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
         end = replace(end, reason=_failure_reason(end, failures))
+    others = spend(work.membership, round_, end, work.state.moved, work.state.tuning)
+    over = exceeded(work.membership.settings, end, others)
+    budget_left = over is None
+    if end.cause is Cause.WORKER_FAILURE and budget_left:
         counted = restarts_that_count(work.membership, work.now_ms)
         # Who counts restarts itself tells of a failure when none is left.
         budget_left = max_restarts is not None and counted < max_restarts
@@ -943,17 +1106,22 @@ def _settle_charge(work: _Step) -> bool:
             restarts=spent,
             store_failures=store_failures + 1 if end.cause is Cause.STORE_HOST else 0,
             last_failures=failures or work.membership.last_failures,
+            spent=others,
         )
     )
-    work.state = replace(work.state, stop_deadline_ms=None)
+    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
     counted = restarts_that_count(work.membership, work.now_ms)
-    work.events.append(RoundSettled(round_.number, end.cause, end.reason, counted, max_restarts))
+    first = failures[0] if failures else None
+    work.events.append(
+        RoundSettled(round_.number, end.cause, end.reason, counted, max_restarts, first)
+    )
     if not budget_left:
         budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:
             budget = "the node's own agent restarts no more"
-        reason = f"{end.cause}: {end.reason}; {budget}"
-        _close(work, Result.FAILED, reason, failures=failures)
+        reason = f"{end.cause}: {end.reason}; {budget}" if over is None else over.reason
+        no_progress = over is not None and over.no_progress
+        _close(work, Result.FAILED, reason, failures=failures, no_progress=no_progress)
     return True
 
 
@@ -990,13 +1158,14 @@ def _count_ready(work: _Step) -> bool:
         return True
     ready = state.ready
     enough = ready >= work.membership.min_nodes
-    short = ready + len(state.seats) < work.membership.min_nodes
+    short = ready + len(state.seats) < work.membership.min_nodes and not state.queued
     if enough and state.enough_since_ms is None:
         regained = state.short_since_ms is not None and work.membership.round is not None
         work.state = replace(
             state, enough_since_ms=work.now_ms, short_since_ms=None, regained=regained
         )
-        if work.membership.round is None and ready < work.membership.max_nodes:
+        called = work.membership.round is None and not state.placed
+        if called and ready < work.membership.max_nodes:
             work.events.append(LastCallBegan(ready, settings.last_call_timeout_ms))
         return True
     if not enough and state.enough_since_ms is not None:
@@ -1051,14 +1220,19 @@ def completion_due_ms(state: State) -> int | None:
         return None
     earliest_ms = 0
     if membership.store_failures and round_ and round_.end:
-        backoff_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
+        store_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
         # Another server's clock may have been ahead of this one's when it wrote down the end.
         end_ms = min(round_.end.at_ms, enough_ms)
-        earliest_ms = end_ms + min(backoff_ms, tuning.store_backoff_max_ms)
+        earliest_ms = end_ms + min(store_ms, tuning.store_backoff_max_ms)
+    earliest_ms = max(earliest_ms, restart_due_ms(state))
     if round_ is None and membership.resumed_at_ms is not None:
         earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
     if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
+    if state.placed:
+        # The server knows who is to come; who takes too long comes into a later round.
+        coming_ms = tuning.gather_ms if awaited(state) else 0
+        return max(enough_ms + coming_ms, earliest_ms)
     if round_ is None:
         return max(enough_ms + settings.last_call_timeout_ms, earliest_ms)
     if state.regained:
@@ -1066,6 +1240,16 @@ def completion_due_ms(state: State) -> int | None:
         gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
         return max(gathered_ms, earliest_ms)
     return max(enough_ms, earliest_ms)
+
+
+def restart_due_ms(state: State) -> int:
+    """When a run that backs off restarts at the earliest; 0: it does not back off."""
+    round_, enough_ms = state.membership.round, state.enough_since_ms
+    wait_ms = backoff_ms(state.membership)
+    if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
+        return 0
+    # Another server's clock may have been ahead of this one's when it wrote down the end.
+    return min(round_.end.at_ms, enough_ms) + wait_ms
 
 
 def _awaits_survivor(state: State) -> bool:
@@ -1098,7 +1282,7 @@ def _admit_newcomers(work: _Step) -> bool:
 def _free_seats(state: State) -> int:
     """Count the seats for which newcomers may end the running round."""
     round_, settings = state.membership.round, state.membership.settings
-    if round_ is None or not round_.live or settings.scale_up is not ScaleUp.EAGER:
+    if round_ is None or not round_.live or settings.scale_up is ScaleUp.ON_RESTART:
         return 0
     if not state.waiting or some_succeeded(state) or some_seat_away(state):
         return 0
@@ -1127,6 +1311,9 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
     quiet_ms = state.tuning.gather_quiet_ms
     # Who is just back may yet say that it has succeeded, and then no newcomer ends the round.
     earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
+    settings, round_ = state.membership.settings, state.membership.round
+    if settings.scale_up is ScaleUp.AFTER and round_ is not None:
+        earliest_ms = max(earliest_ms, round_.at_ms + settings.scale_up_after_ms)
     if len(newcomers) >= free:
         return max(*since, earliest_ms)
     return max(min(max(since) + quiet_ms, min(since) + state.tuning.gather_ms), earliest_ms)
@@ -1158,7 +1345,7 @@ def holds(state: State) -> dict[str, int]:
 
 
 def _time_out_joining(work: _Step) -> bool:
-    """Fail a run that had too few nodes for `join_timeout`."""
+    """Fail a run that had too few nodes for `join_timeout`; a submitted one waits anew."""
     since_ms, settings = work.state.short_since_ms, work.membership.settings
     if since_ms is None or work.state.seats or not _forming(work):
         return False
@@ -1170,7 +1357,13 @@ def _time_out_joining(work: _Step) -> bool:
         f"{work.membership.min_nodes}:{work.membership.max_nodes} nodes; there: "
         f"{here}{_missing(work.state)}"
     )
-    _close(work, Result.FAILED, reason, retry_sensible=True)
+    if work.membership.submission is not None:
+        work.events.append(JobQueued(reason))
+        state = work.state
+        node_ids = dict.fromkeys((*state.placed, *state.waiting, *state.stuck))
+        _withdraw(work, tuple(node_ids), "the job is queued again")
+    else:
+        _close(work, Result.FAILED, reason, retry_sensible=True)
     return True
 
 
@@ -1186,10 +1379,20 @@ def _missing(state: State) -> str:
     return f"; not there: {', '.join(missing[-8:])}" if missing else ""
 
 
+def _close_when_stopped(work: _Step) -> bool:
+    """Close a run that an operator ends, once no worker of it is left that is known of."""
+    if not work.open or not work.membership.stopping or work.state.seats:
+        return False
+    _close(work, Result.STOPPED, work.membership.stopping)
+    return True
+
+
 def _close_when_all_left(work: _Step) -> bool:
-    """When the last node has left of its own accord, the run is over."""
+    """When the last node has left of its own accord, the run is over, unless it was submitted."""
     cause = work.state.last_leave
     if not work.open or cause is None or work.state.anybody:
+        return False
+    if work.membership.submission is not None:
         return False
     reason = work.membership.departures[-1].reason
     if cause is LeaveCause.START_FAILED:
@@ -1210,9 +1413,10 @@ def _close(
     *,
     retry_sensible: bool = False,
     failures: tuple[Failure, ...] = (),
+    no_progress: bool = False,
 ) -> None:
     """Close the run: it forms no more rounds, and nobody is in it any more."""
-    ended = Ended(result, reason, work.now_ms, retry_sensible, failures)
+    ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
     work.state = State(replace(work.membership, ended=ended), work.state.tuning)
     work.events.append(RunEnded(work.membership.run, ended))
 
@@ -1221,8 +1425,10 @@ _STATE_RULES: tuple[Callable[[_Step], bool], ...] = (
     _release_away_seats,
     _release_unclaimed_seats,
     _release_unstopped_seats,
+    _withdraw_barred,
     _succeed_run,
     _settle_charge,
+    _close_when_stopped,
     _close_when_all_left,
     _count_ready,
     _complete_round,

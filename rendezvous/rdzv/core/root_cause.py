@@ -68,8 +68,11 @@ def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 def describe_failure(failure: Failure) -> str:
     """Say in one line which worker failed, and how."""
-    how = f"exit code {failure.exit_code}"
+    how = f": exit code {failure.exit_code}"
     if failure.signal is not None:
-        how = f"signal {failure.signal}"
-    text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}: {how}"
+        how = f": signal {failure.signal}"
+    elif failure.exit_code is None:
+        # It has hung, or nobody saw how it ended: the message says all there is.
+        how = "" if failure.message else ": how it ended is not known"
+    text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}{how}"
     return f"{text}: {failure.message}" if failure.message else text

@@ -12,15 +12,26 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
 
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnknownNodeError,
+)
 
 if TYPE_CHECKING:
-    from rdzv.client import ControlClient
+    from click.shell_completion import CompletionItem
+
+    from rdzv.client import ControlClient, Event
 
 _PROGRAM = "rdzvctl"
 # Repeated from rdzv.client, whose import would slow down --help.
 _DEFAULT_SERVER = "127.0.0.1:29400"
 _DEFAULT_TIMEOUT_S = 5.0
+
+_HISTORY_ROWS = 10_000
+"""What a server keeps of each job's history, unless its configuration says otherwise."""
 
 _OK = 0
 _REFUSED = 1
@@ -126,11 +137,46 @@ def _connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
 _output_option = click.option(
     "-o",
     "--output",
-    type=click.Choice(["text", "json"]),
+    type=click.Choice(["text", "json", "yaml"]),
     default="text",
     show_default=True,
-    help="text for people, json for programs.",
+    help="text for people, json or yaml for programs.",
 )
+
+_job_argument = click.argument("job", shell_complete=lambda *asked: _names(*asked, kind="jobs"))
+_node_argument = click.argument("node", shell_complete=lambda *asked: _names(*asked, kind="nodes"))
+
+_COMPLETION_TIMEOUT_S = 1.0
+"""Who presses the tabulator waits no longer."""
+
+
+def _names(context: click.Context, _: click.Parameter, incomplete: str, *, kind: str) -> list[str]:
+    """Complete a name by asking the server; one that does not answer completes nothing."""
+    from rdzv.client import ControlClient, parse_endpoints
+
+    named = context.params.get("server")
+    if named is None and context.parent is not None:
+        named = context.parent.params.get("server")
+    try:
+        endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or _DEFAULT_SERVER)
+        with ControlClient(endpoints[:1], _COMPLETION_TIMEOUT_S) as client:
+            names = (
+                [job.rdzv_id for job in client.jobs()]
+                if kind == "jobs"
+                else [node.node_id for node in client.nodes()]
+            )
+    except RendezvousError:
+        return []
+    return [name for name in names if name.startswith(incomplete) and name.isprintable()]
+
+
+def _document(output: str, json: str) -> str:
+    """Return a document of `as_json` as it was asked for."""
+    if output == "json":
+        return json
+    from rdzv.ctl import as_yaml
+
+    return as_yaml.document(json)
 
 
 @contextmanager
@@ -159,7 +205,9 @@ def _client(server: str | None, timeout_s: float | None) -> Iterator[ControlClie
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
     """Say which server was asked: at night, often not the one that was meant."""
     if named is None:
-        return f"{message} ({endpoint} is the default; --server or RDZV_SERVER names another)"
+        hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
+        # Where two clients are open, an error leaves both.
+        return message if message.endswith(hint) else message + hint
     return message if endpoint in message else f"{message} (asked {endpoint})"
 
 
@@ -175,22 +223,22 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 @click.version_option(package_name="rdzv", message=f"{_PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """See what the jobs of an rdzvd do, and why; stop, restart and scale them."""
+    """See what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
     context.obj = _Connection(server or os.environ.get("RDZV_SERVER") or None, timeout_s)
     if context.invoked_subcommand is None:
         raise click.UsageError("a command is missing", context)
 
 
 @rdzvctl.command("status")
-@click.argument("job")
+@_job_argument
 @click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
 @click.option(
     "-w",
     "--watch",
     "watched",
     is_flag=True,
-    help="Show it anew whenever it changes, until it has ended or Ctrl-C; with -o json, one "
-    "document a line.",
+    help="Show it anew whenever it changes, until it has ended or Ctrl-C; with -o json one "
+    "document a line, with -o yaml one after each ---.",
 )
 @_output_option
 @_connection_options
@@ -211,14 +259,16 @@ def _status(
     from rdzv.ctl.layout import page_for
 
     with _client(server, timeout_s) as client:
+        # A watch waits for a server that went away; one that was never there is told at once.
+        found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show
 
-            show(client, job, as_documents=output == "json", everything=everything)
+            with _client(server, timeout_s) as other:
+                show(client, other, job, output, everything=everything)
             return None
-        found = client.status(job)
-    if output == "json":
-        return as_json.status(found)
+    if output != "text":
+        return _document(output, as_json.status(found))
     return as_text.status(found, page_for(sys.stdout), everything=everything)
 
 
@@ -232,13 +282,13 @@ def _list(output: str, server: str | None, timeout_s: float | None) -> str:
 
     with _client(server, timeout_s) as client:
         found = client.jobs()
-    if output == "json":
-        return as_json.jobs(found)
+    if output != "text":
+        return _document(output, as_json.jobs(found))
     return as_text.jobs(str(client.server), found, page_for(sys.stdout))
 
 
 @rdzvctl.command("events")
-@click.argument("job")
+@_job_argument
 @click.option(
     "-n",
     "--limit",
@@ -260,13 +310,74 @@ def _events(
 
     with _client(server, timeout_s) as client:
         found = client.events(job, limit or 0)
-    if output == "json":
-        return as_json.events(job, found)
+    if output != "text":
+        return _document(output, as_json.events(job, found))
     return as_text.events(job, found, page_for(sys.stdout))
 
 
+@rdzvctl.command("explain")
+@_job_argument
+@_connection_options
+def _explain(job: str, server: str | None, timeout_s: float | None) -> str:
+    """Tell in sentences what has happened to JOB, and what it waits for now.
+
+    What failed first, what each change of the group cost, and why there is no round at present, if
+    there is none. JOB is its rdzv_id; of a job that has ended, the last run is told of. Times are
+    local ones of this machine.
+    """
+    from rdzv.ctl import explain
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        status, history = client.status(job), _history(client, job)
+    return explain.explain(status, history, page_for(sys.stdout))
+
+
+@rdzvctl.command("trace")
+@_job_argument
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="Where to write it; - is standard output. A file that is there is replaced.",
+)
+@_connection_options
+def _trace(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
+    """Write the life of JOB as a trace, which ui.perfetto.dev shows.
+
+    Rounds are slices on the track of each node, with what ended them; events are instants.
+    """
+    import time
+
+    from rdzv.ctl.trace import trace
+
+    with _client(server, timeout_s) as client:
+        status, history = client.status(job), _history(client, job)
+    document = trace(status, history, round(time.time() * 1000))
+    if path == Path("-"):
+        return document
+    try:
+        path.write_text(document + "\n", encoding="ascii")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{path} can not be written: {error.strerror}; give another file"
+        ) from error
+    return f"{path} has the life of {job}; open it at https://ui.perfetto.dev"
+
+
+def _history(client: ControlClient, job: str) -> tuple[Event, ...]:
+    """Return all that is kept of a job's history; the newest, where the server gives no more."""
+    try:
+        return client.events(job, _HISTORY_ROWS)
+    except (InvalidRequestError, LimitExceededError):
+        return client.events(job)
+
+
 @rdzvctl.command("wait")
-@click.argument("job")
+@_job_argument
 @click.option(
     "--for",
     "wait_s",
@@ -287,7 +398,7 @@ def _wait(
 
     \b
     Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
-    4 it goes on after --for SECONDS.
+    4 it goes on after --for SECONDS, 93 failed without progress.
     """
     from rdzv.ctl.watch import wait
 
@@ -298,7 +409,7 @@ def _wait(
 
 
 @rdzvctl.command("logs")
-@click.argument("job")
+@_job_argument
 @click.option(
     "-f", "--follow", is_flag=True, help="Go on with what is written, until the job ends."
 )
@@ -363,8 +474,44 @@ def _logs(
     context.exit(_OK if whole else _REFUSED)
 
 
+@rdzvctl.command("stacks")
+@_job_argument
+@click.option(
+    "--round",
+    "number",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="N",
+    help="This round, of which they were kept when it hung; the present one if not given.",
+)
+@click.option("--raw", is_flag=True, help="All threads of all workers, not of one of each group.")
+@_output_option
+@_connection_options
+def _stacks(
+    job: str,
+    number: int | None,
+    raw: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Show what the workers of JOB are doing: where in their code each of them is.
+
+    Workers that are at the same place are put together. Those that run are looked at now, by py-spy
+    on their nodes, which stops each for some milliseconds; nodes that do not answer within 10 s are
+    named. If none run, what was kept of the last hang is shown.
+    """
+    from rdzv.ctl import as_json, stacks
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.stacks(job, number)
+    if output != "text":
+        return _document(output, as_json.stacks(found))
+    return stacks.text(found, page_for(sys.stdout), raw=raw)
+
+
 @rdzvctl.command("forget")
-@click.argument("job")
+@_job_argument
 @_connection_options
 def _forget(job: str, server: str | None, timeout_s: float | None) -> str:
     """Delete JOB and its history. It has to have ended: `rdzvctl stop` ends it."""
@@ -379,19 +526,19 @@ _reason_option = click.option(
 
 
 @rdzvctl.command("stop")
-@click.argument("job")
+@_job_argument
 @_reason_option
 @_connection_options
 def _stop(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
     """End JOB: its workers get SIGTERM and time to save, and every node of it leaves."""
     with _client(server, timeout_s) as client:
         run = client.status(job).run or ""
-        found = client.stop(job, run, _by_whom("stopped", reason))
+        found = client.stop(job, run, f"stopped {_by_whom(reason)}")
     return f"{job} is {found.state}"
 
 
 @rdzvctl.command("restart")
-@click.argument("job")
+@_job_argument
 @_reason_option
 @_connection_options
 def _restart(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
@@ -402,13 +549,16 @@ def _restart(job: str, reason: str | None, server: str | None, timeout_s: float 
     with _client(server, timeout_s) as client:
         before = client.status(job)
         if before.round is None or before.state != "running":
-            raise InvalidRequestError(f"{job} is {before.state}, and has no workers to restart")
-        client.restart(job, before.run or "", before.round, _by_whom("restarted", reason))
+            has = "has" if before.state in ("succeeded", "failed", "stopped") else "is"
+            raise InvalidRequestError(
+                f"{job} {has} {before.state}: there are no workers to restart"
+            )
+        client.restart(job, before.run or "", before.round, f"restarted {_by_whom(reason)}")
     return f"{job}: round {before.round} ends, and another forms"
 
 
 @rdzvctl.command("scale")
-@click.argument("job")
+@_job_argument
 @click.argument("bounds", metavar="MIN:MAX")
 @_reason_option
 @_connection_options
@@ -425,12 +575,12 @@ def _scale(
         raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
     with _client(server, timeout_s) as client:
         run = client.status(job).run or ""
-        why = _by_whom("scaled", reason)
+        why = f"scaled {_by_whom(reason)}"
         found = client.scale(job, run, int(least), int(most if colon else least), why)
     return f"{job} may have {found.min_nodes}:{found.max_nodes} nodes"
 
 
-def _by_whom(what: str, reason: str | None) -> str:
+def _who() -> str:
     """Say who asks: at night nobody remembers."""
     import getpass
     import socket
@@ -439,7 +589,256 @@ def _by_whom(what: str, reason: str | None) -> str:
         who = getpass.getuser()
     except (KeyError, OSError):
         who = f"uid {os.getuid()}"
-    return f"{what} by {who} at {socket.gethostname()}" + (f": {reason}" if reason else "")
+    return f"{who} at {socket.gethostname()}"
+
+
+def _by_whom(reason: str | None) -> str:
+    return f"by {_who()}" + (f": {reason}" if reason else "")
+
+
+class _Submit(click.Command):
+    """A command with rdzvrun's flags, which are read as rdzvrun reads them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave all words to the command."""
+        ctx.params = {"words": tuple(args)}
+        return args
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete flags by their names, and all else as files."""
+        from click.shell_completion import CompletionItem
+
+        from rdzv.ctl.submit import option_names
+
+        if not incomplete.startswith("-"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(name) for name in option_names() if name.startswith(incomplete)]
+
+
+@rdzvctl.command("submit", cls=_Submit)
+@click.pass_context
+def _submit(context: click.Context, words: tuple[str, ...]) -> str | int:
+    """Hand a job to the server, which runs it on nodes that are free.
+
+    It takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
+    """
+    from rdzv.ctl import submit
+
+    try:
+        if submit.wants_help(words):
+            return submit.help_text()
+        request = submit.read(words, submit.Caller.here())
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    from rdzv.ctl import as_json
+    from rdzv.ctl.as_text import submitted, to_submit
+    from rdzv.ctl.layout import page_for
+
+    for note in request.notes:
+        _complain(note, _OK)
+    if request.dry_run:
+        if request.output == "text":
+            return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
+        document = as_json.to_submit(request.rdzv_id, request.settings, request.spec)
+        return _document(request.output, document)
+    with _client(request.server, request.timeout_s) as client:
+        found = client.submit(request.rdzv_id, request.run, request.settings, request.spec, _who())
+    if request.output != "text":
+        return _document(request.output, as_json.status(found))
+    page = page_for(sys.stderr if request.follow else sys.stdout)
+    text = submitted(found, request.server, page, followed=request.follow)
+    if not request.follow:
+        return text
+    # What the workers write is alone on stdout.
+    click.echo(text, err=True)
+    return _followed(request.rdzv_id, request.run, request.server, request.timeout_s)
+
+
+def _followed(rdzv_id: str, run: str, server: str | None, timeout_s: float | None) -> int:
+    from rdzv.ctl.follow import follow
+
+    try:
+        with _client(server, timeout_s) as logs, _client(server, timeout_s) as watcher:
+            return follow(logs, watcher, rdzv_id, run)
+    except KeyboardInterrupt:
+        option = f"--server={server} " if server else ""
+        return _complain(
+            f"{rdzv_id} goes on; `rdzvctl {option}logs -f {rdzv_id}` shows what it writes, "
+            f"`rdzvctl {option}stop {rdzv_id}` ends it",
+            _INTERRUPTED,
+        )
+
+
+@rdzvctl.command("nodes")
+@click.argument("node", required=False, shell_complete=lambda *asked: _names(*asked, kind="nodes"))
+@_output_option
+@_connection_options
+def _nodes(node: str | None, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show every node, one line each; or all that is known of NODE.
+
+    Nodes that are connected, away, cordoned or quarantined. GPUS_FREE are those that no job has, of
+    how many.
+    """
+    from rdzv.ctl import as_json, as_text_nodes
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.nodes()
+        if node is not None:
+            one = next((one for one in found if one.node_id == node), None)
+            if one is None:
+                raise UnknownNodeError(
+                    f"no node {node} is known; `rdzvctl nodes` shows those that are"
+                )
+            if output != "text":
+                return _document(output, as_json.node(one))
+            return as_text_nodes.node(one, page_for(sys.stdout))
+    if output != "text":
+        return _document(output, as_json.nodes(found))
+    return as_text_nodes.nodes(str(client.server), found, page_for(sys.stdout))
+
+
+@rdzvctl.command("cordon")
+@_node_argument
+@_reason_option
+@_output_option
+@_connection_options
+def _cordon(
+    node: str, reason: str | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Have no more submitted jobs placed on NODE; those that are there go on.
+
+    It stays cordoned, over restarts of itself and of the server, until it is uncordoned.
+    """
+    from rdzv.ctl import as_json
+    from rdzv.ctl.as_text_nodes import cordoned
+
+    with _client(server, timeout_s) as client:
+        found = client.cordon(node, _by_whom(reason))
+    return cordoned(found) if output == "text" else _document(output, as_json.node(found))
+
+
+@rdzvctl.command("uncordon")
+@_node_argument
+@_output_option
+@_connection_options
+def _uncordon(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Let submitted jobs be placed on NODE again; this lifts a quarantine, too."""
+    from rdzv.ctl import as_json
+    from rdzv.ctl.as_text_nodes import uncordoned
+
+    with _client(server, timeout_s) as client:
+        found = client.uncordon(node)
+    return uncordoned(found) if output == "text" else _document(output, as_json.node(found))
+
+
+@rdzvctl.command("drain")
+@click.argument("node", required=False, shell_complete=lambda *asked: _names(*asked, kind="nodes"))
+@click.option(
+    "--deadline",
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="How long the workers have to save and exit, such as 90s or 5m; then they are ended.",
+)
+@_reason_option
+@click.option("--wait", "waits", is_flag=True, help="Return when nothing of a job is left there.")
+@click.option(
+    "--all-of",
+    metavar="LABEL=VALUE",
+    help="In place of NODE: all nodes with this label, one after another. Each only when its jobs "
+    "keep their min_nodes without it, and the next only when they run again.",
+)
+@click.option(
+    "--undrain-after",
+    "command",
+    metavar="COMMAND",
+    help="With --all-of: run this for each node that is empty, with RDZV_NODE in its environment; "
+    "if it succeeds, the drain of the node is lifted.",
+)
+@_output_option
+@_connection_options
+@click.pass_context
+def _drain(
+    context: click.Context,
+    node: str | None,
+    deadline: str,
+    reason: str | None,
+    waits: bool,
+    all_of: str | None,
+    command: str | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | int:
+    """Empty NODE: its workers are told, and leave; nothing more is placed there.
+
+    Workers get the notice signal of their job (SIGTERM), and find why in the file that
+    RDZV_NOTICE_FILE names. The node leaves its jobs when they have exited, or at the deadline; a
+    spare takes the seat, and no restart is spent. It stays drained, over restarts of itself and of
+    the server, until it is undrained. Drained again, the deadline is another.
+
+    \b
+    Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: what is
+    drained stays drained.
+    """
+    from rdzv.ctl import drain
+
+    if (node is None) == (all_of is None):
+        raise click.UsageError("name a NODE, or give --all-of LABEL=VALUE", context)
+    if command is not None and all_of is None:
+        raise click.UsageError("--undrain-after goes with --all-of", context)
+    if all_of is not None and output != "text":
+        raise click.UsageError("--all-of tells what it does, in text alone", context)
+    try:
+        deadline_ms = drain.parse_deadline(deadline)
+        label = drain.parse_label(all_of) if all_of is not None else ("", "")
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    try:
+        with _client(server, timeout_s) as client:
+            if node is None:
+                rolling = drain.Rolling(label, deadline_ms, _by_whom(reason), command)
+                return drain.roll(client, rolling, click.echo)
+            return _drain_one(client, node, deadline_ms, reason, output, waits=waits)
+    except KeyboardInterrupt:
+        return _complain("what is drained stays drained; `rdzvctl undrain` lifts it", _INTERRUPTED)
+
+
+def _drain_one(
+    client: ControlClient,
+    node: str,
+    deadline_ms: int,
+    reason: str | None,
+    output: str,
+    *,
+    waits: bool,
+) -> str:
+    from rdzv.ctl import as_json, drain
+    from rdzv.ctl.as_text_nodes import drained
+
+    found = client.drain(node, deadline_ms, _by_whom(reason))
+    if waits:
+        found = drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
+    return drained(found) if output == "text" else _document(output, as_json.node(found))
+
+
+@rdzvctl.command("undrain")
+@_node_argument
+@_output_option
+@_connection_options
+def _undrain(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Lift the drain of NODE, and let submitted jobs be placed there again.
+
+    Workers that are still there are told nothing more, and are not ended; those that exit because
+    they were told to, leave their job.
+    """
+    from rdzv.ctl import as_json
+    from rdzv.ctl.as_text_nodes import undrained
+
+    with _client(server, timeout_s) as client:
+        found = client.undrain(node)
+    return undrained(found) if output == "text" else _document(output, as_json.node(found))
 
 
 @rdzvctl.command("version")
@@ -453,7 +852,7 @@ def _version() -> str:
 @rdzvctl.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
-    """Print what completes rdzvctl's commands and options in SHELL.
+    """Print what completes rdzvctl's commands and options, and names of jobs and nodes, in SHELL.
 
     \b
     bash: eval "$(rdzvctl completion bash)"
@@ -477,8 +876,8 @@ def _servers(output: str, server: str | None, timeout_s: float | None) -> str:
 
     with _client(server, timeout_s) as client:
         found = client.servers()
-    if output == "json":
-        return as_json.servers(found)
+    if output != "text":
+        return _document(output, as_json.servers(found))
     return as_text.servers(found, page_for(sys.stdout))
 
 

@@ -3,6 +3,9 @@
 `version` grows when a key changes its meaning or goes; new keys may come at any time. The order
 of the keys is stable, numbers are numbers, a key's unit is the end of its name (`_ms`), and what
 is not known is null.
+
+`rdzvd --http` answers with the same documents (`rdzv.server.api`); there, one that is an event of a
+stream is a single line: its `indent` is None.
 """
 
 from __future__ import annotations
@@ -11,30 +14,57 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rdzv.client import Event, JobStatus, JobSummary, Server
+from rdzv.client import Event, JobStatus, JobSummary, Node, Server, StackReport
+from rdzv.core.model import JobSpec, Settings
 
 VERSION = 1
 """Of all documents together."""
 
+INDENT = 2
 
-def status(job: JobStatus) -> str:
+
+def status(job: JobStatus, indent: int | None = INDENT) -> str:
     """Return the document of one job: the fields of `JobStatus`, by their names."""
-    return _document(asdict(job))
+    return _document(asdict(job), indent)
 
 
-def jobs(summaries: Sequence[JobSummary]) -> str:
+def jobs(summaries: Sequence[JobSummary], indent: int | None = INDENT) -> str:
     """Return the document of a list of jobs."""
-    return _document({"jobs": [asdict(job) for job in summaries]})
+    return _document({"jobs": [asdict(job) for job in summaries]}, indent)
 
 
-def events(rdzv_id: str, history: Sequence[Event]) -> str:
+def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) -> str:
     """Return the document of a job's history, oldest first."""
-    return _document({"rdzv_id": rdzv_id, "events": [asdict(event) for event in history]})
+    fields = {"rdzv_id": rdzv_id, "events": [asdict(event) for event in history]}
+    return _document(fields, indent)
 
 
-def servers(found: Sequence[Server]) -> str:
+def stacks(report: StackReport) -> str:
+    """Return the document of what workers were doing: the fields of `StackReport`, by name."""
+    return _document(asdict(report))
+
+
+def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
     """Return the document of the servers that share a store."""
-    return _document({"servers": [asdict(server) for server in found]})
+    return _document({"servers": [asdict(server) for server in found]}, indent)
+
+
+def nodes(found: Sequence[Node], indent: int | None = INDENT) -> str:
+    """Return the document of the nodes of all jobs."""
+    return _document({"nodes": [asdict(node) for node in found]}, indent)
+
+
+def node(found: Node, indent: int | None = INDENT) -> str:
+    """Return the document of one node: the fields of `Node`, by their names."""
+    return _document(asdict(found), indent)
+
+
+def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
+    """Return the document of what would be submitted. Values of its environment are not in it."""
+    fields = {key: value for key, value in asdict(spec).items() if key != "env"}
+    fields["labels"] = dict(spec.labels)
+    fields["env_names"] = [name for name, _ in spec.env]
+    return _document({"rdzv_id": rdzv_id, "settings": asdict(settings), "spec": fields})
 
 
 def one_line(document: str) -> str:
@@ -42,6 +72,6 @@ def one_line(document: str) -> str:
     return json.dumps(json.loads(document))
 
 
-def _document(fields: Mapping[str, object]) -> str:
+def _document(fields: Mapping[str, object], indent: int | None = INDENT) -> str:
     # Pure ASCII, so that nothing in it can harm a terminal either.
-    return json.dumps({"version": VERSION, **fields}, indent=2)
+    return json.dumps({"version": VERSION, **fields}, indent=indent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,12 @@ from rdzv.client import (
     NodeStatus,
     RankProgress,
     Server,
+    Submission,
     WorkerFailure,
 )
-from rdzv.ctl.layout import Cell, Page, duration
+from rdzv.core.model import JobSpec, Settings
+from rdzv.core.words import counted, duration, listed
+from rdzv.ctl.layout import Cell, Page
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10
@@ -44,7 +48,7 @@ _STATE_STYLES = {
     "succeeded": "green",
 }
 
-_EVENT_STYLES = {
+EVENT_STYLES = {
     "WorkerFailed": "red",
     "NodeLost": "red",
     "NodeStuck": "red",
@@ -62,11 +66,13 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
 
     Long lists and tracebacks are abbreviated, and say so, unless `everything` is asked for.
     """
-    lines = [_headline(job, page)]
+    lines = [headline(job, page)]
     lines += page.sentence(job.reason or "(the server gives no reason)")
-    lines += ["", *_facts(job, page)]
+    lines += ["", *facts(job, page)]
+    if job.submission:
+        lines += ["", *_submission(job, job.submission, page)]
     if job.nodes:
-        lines += ["", *_nodes(job, page, everything)]
+        lines += ["", *node_table(job, page, most=None if everything else _MOST_NODES)]
     if job.last_failure:
         lines += ["", *_last_failure(job.last_failure, page, everything)]
     return "\n".join(lines)
@@ -121,7 +127,7 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
     rows = [
         (
             Cell(page.at(event.unix_ms)),
-            Cell(event.name, _EVENT_STYLES.get(event.name, "")),
+            Cell(event.name, EVENT_STYLES.get(event.name, "")),
             Cell(event.text),
         )
         for event in history
@@ -149,24 +155,28 @@ def servers(found: Sequence[Server], page: Page) -> str:
 # ------------------------------------------------------------------------------------ one job
 
 
-def _headline(job: JobStatus, page: Page) -> str:
+def headline(job: JobStatus, page: Page) -> str:
+    """Say what a job does, and since when."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
     mark = f"{job.backend}, read-only" if _only_watched(job) else ""
     return page.line(Cell(job.rdzv_id, "bold"), _state(job.state), Cell(since), Cell(mark, "dim"))
 
 
-def _facts(job: JobStatus, page: Page) -> list[str]:
-    facts = (
+def facts(job: JobStatus, page: Page) -> list[str]:
+    """Show what is to be known of a job in one line each."""
+    found = (
         ("backend" if _only_watched(job) else "run", Cell(_run(job))),
         ("round", Cell(_round(job))),
         ("nodes", Cell(_node_counts(job))),
         ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
         ("restarts", _restarts(job)),
+        *((("budgets", Cell(text)),) if (text := budgets(job)) else ()),
         ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
-        *((("progress", Cell(_progress(job))),) if job.progress else ()),
+        *((("progress", Cell(progress(job))),) if job.progress else ()),
+        *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
     )
-    return [line for label, value in facts for line in page.fact(label, value)]
+    return [line for label, value in found for line in page.fact(label, value)]
 
 
 def _run(job: JobStatus) -> str:
@@ -211,9 +221,36 @@ def _restarts(job: JobStatus) -> Cell:
     if job.max_restarts == 0:
         return Cell("none allowed (max_restarts is 0)")
     spent = f"{job.restarts} of {job.max_restarts} spent"
+    if job.budgets is not None and job.budgets.restart_window_ms:
+        spent += f" in the last {duration(job.budgets.restart_window_ms)}"
     if job.restarts < job.max_restarts:
         return Cell(spent)
     return Cell(f"{spent}, none left", "yellow")
+
+
+def budgets(job: JobStatus) -> str:
+    """Say what a job has spent beside its restarts, as far as there is any, or a bound to it."""
+    has, said = job.budgets, []
+    if has is None:
+        return ""
+    if has.preemptions or has.max_preemptions is not None:
+        said.append(f"preemptions {_of(has.preemptions, has.max_preemptions)}")
+    if has.store_failures or has.max_store_failures is not None:
+        said.append(f"store failures {_of(has.store_failures, has.max_store_failures)}")
+    if has.restarts_in_vain or has.no_progress_restarts:
+        step = "" if has.furthest_step is None else f", furthest step {has.furthest_step}"
+        vain = _of(has.restarts_in_vain, has.no_progress_restarts or None)
+        said.append(f"restarts in vain {vain}{step}")
+    return "; ".join(said)
+
+
+def _of(spent: int, most: int | None) -> str:
+    """Count what was spent; without a bound, by itself.
+
+    >>> _of(2, 3), _of(4, 3), _of(2, None)
+    ('2 of 3', '3 of 3', '2')
+    """
+    return str(spent) if most is None else f"{min(spent, most)} of {most}"
 
 
 def _master(job: JobStatus) -> str:
@@ -223,7 +260,7 @@ def _master(job: JobStatus) -> str:
     return f"{host}:{job.master_port or _UNKNOWN}"
 
 
-def _progress(job: JobStatus) -> str:
+def progress(job: JobStatus) -> str:
     """Say how far the workers are: the slowest of them sets the pace."""
     newest_ms = min(one.age_ms for one in job.progress)
     slowest = min(job.progress, key=lambda one: (one.step, -one.age_ms))
@@ -241,6 +278,16 @@ def _progress(job: JobStatus) -> str:
     return text
 
 
+def straggling(job: JobStatus) -> str:
+    """Name the workers that straggle, the slowest first."""
+    slowest = sorted(job.stragglers, key=lambda one: -one.step_s / one.median_s)
+    return listed(
+        f"RANK {one.rank} ({one.step_s:.3g} s a step, the median is {one.median_s:.3g} s; for "
+        f"{duration(one.age_ms)})"
+        for one in slowest
+    )
+
+
 def _steps(progress: Sequence[RankProgress]) -> str:
     first, last = min(one.step for one in progress), max(one.step for one in progress)
     return f"{first}..{last}" if last > first else str(first)
@@ -254,13 +301,118 @@ def _present_rate(one: RankProgress) -> float | None:
     return None if one.age_ms > _STEADY_MS and missed > 3 else one.rate
 
 
+# ------------------------------------------------------------------------------ how it came here
+
+
+def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool = False) -> str:
+    """Say that a job was submitted, what it waits for and, unless it is, how to follow it."""
+    lines = [page.line(Cell(job.rdzv_id, "bold"), Cell("is submitted"))]
+    lines += page.sentence(job.reason or "(the server gives no reason)")
+    if not followed:
+        program = f"rdzvctl --server={server}" if server else "rdzvctl"
+        lines += page.fact("follow it", Cell(f"{program} logs -f {job.rdzv_id}"))
+        lines += page.fact("see it", Cell(f"{program} status -w {job.rdzv_id}"))
+    return "\n".join(lines)
+
+
+def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> str:
+    """Show what would be submitted."""
+    each = str(spec.local_world_size) if spec.local_world_size else "as many as each node counts"
+    lines = [page.line(Cell(rdzv_id, "bold"), Cell("would be submitted; nothing was sent"))]
+    found = [
+        ("nodes", f"{settings.min_nodes}:{settings.max_nodes}"),
+        ("workers", f"{each} on each node"),
+        ("restarts", str(settings.max_restarts)),
+        *_wanted(
+            spec.args,
+            [name for name, _ in spec.env],
+            spec.chdir,
+            dict(spec.labels),
+            spec.priority,
+            spec.gpus_per_node,
+        ),
+    ]
+    return "\n".join(
+        [*lines, *(line for label, text in found for line in page.fact(label, Cell(text)))]
+    )
+
+
+def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]:
+    """Show how a job was submitted, and how far it is placed."""
+    by = submission.submitted_by or _UNKNOWN
+    found = [
+        ("submitted", f"by {by}, {duration(submission.age_ms)} ago"),
+        *_wanted(
+            submission.args,
+            submission.env_names,
+            submission.chdir or "",
+            submission.labels,
+            submission.priority,
+            submission.gpus_per_node,
+        ),
+    ]
+    if submission.jobs_before:
+        found.append(("before it", counted(submission.jobs_before, "job") + " of those that wait"))
+    if coming := awaited(job):
+        found.append(("placed", f"{listed(coming)}; not joined yet"))
+    lines = [line for label, text in found for line in page.fact(label, Cell(text))]
+    for node in submission.declined:
+        lines += page.fact("declined", Cell(f"{node.node_id}: {node.reason}", "yellow"))
+    return lines
+
+
+def awaited(job: JobStatus) -> list[str]:
+    """List the nodes that a submitted job is placed on, and that have not joined yet.
+
+    Of a job that has ended nobody is awaited: who was placed may have run, and left.
+    """
+    if job.state in _ENDED:
+        return []
+    # Who has left may be placed again.
+    here = {node.node_id for node in job.nodes if node.state not in ("left", "lost")}
+    placed = job.submission.placed if job.submission else ()
+    return [node_id for node_id in placed if node_id not in here]
+
+
+def _wanted(
+    args: Sequence[str],
+    env_names: Sequence[str],
+    chdir: str,
+    labels: Mapping[str, str],
+    priority: int,
+    gpus_per_node: int | None,
+) -> list[tuple[str, str]]:
+    """Say what a submitted job runs and needs; what is as by default goes without saying."""
+    found = [("runs", shlex.join(args)), ("in", chdir or "a folder of the node's choice")]
+    if env_names:
+        found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))
+    if labels:
+        found.append(("labels", ", ".join(f"{name}={value}" for name, value in labels.items())))
+    if gpus_per_node is not None:
+        found.append(("GPUs", f"{gpus_per_node} on each node"))
+    if priority:
+        found.append(("priority", str(priority)))
+    return found
+
+
 # ------------------------------------------------------------------------------------ its nodes
 
 
-def _nodes(job: JobStatus, page: Page, everything: bool) -> list[str]:
+def node_table(
+    job: JobStatus,
+    page: Page,
+    *,
+    most: int | None,
+    one_line: bool = False,
+    hint: str = "; --all shows them",
+) -> list[str]:
+    """Show who sits where; of more than `most` nodes those that are not seated come first.
+
+    `hint` says how the others are seen.
+    """
     nodes = list(job.nodes)
-    if len(nodes) > _MOST_NODES and not everything:
-        nodes = sorted(nodes, key=_concern)[:_MOST_NODES]
+    if most is not None and len(nodes) > most:
+        nodes = sorted(nodes, key=_concern)[:most]
     # One role for all is torchrun's default and says nothing.
     roles = {node.role for node in job.nodes}
     header = (
@@ -269,10 +421,11 @@ def _nodes(job: JobStatus, page: Page, everything: bool) -> list[str]:
     )
     by_rank = {one.rank: one for one in job.progress}
     rows = [_node_row(node, job, by_rank, with_role=len(roles) > 1) for node in nodes]
-    lines = page.table(header, rows, expendable=("STEP", "ADDRESS", "WORKERS", "ROLE"))
+    expendable = ("STEP", "ADDRESS", "WORKERS", "ROLE")
+    lines = page.table(header, rows, expendable=expendable, one_line=one_line)
     if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
         states = ", ".join(f"{number} {state}" for state, number in left_out.items())
-        note = f"... and {left_out.total()} nodes more ({states}); --all shows them"
+        note = f"... and {left_out.total()} nodes more ({states}){hint}"
         lines.append(page.line(Cell(note, "dim")))
     return lines
 
@@ -325,6 +478,14 @@ def _node_reason(node: NodeStatus, job: JobStatus) -> str:
 # ------------------------------------------------------------------------------------ its failure
 
 
+def one_line_of(failure: LastFailure) -> str:
+    """Say who failed, how and when."""
+    when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
+    cause = failure.root_cause
+    message = f": {cause.message}" if cause.message else ""
+    return f"{_who(cause)}{when}: {_how(cause)}{message}"
+
+
 def _last_failure(failure: LastFailure, page: Page, everything: bool) -> list[str]:
     cause, others = failure.root_cause, failure.others
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
@@ -357,7 +518,8 @@ def _how(failure: WorkerFailure) -> str:
         return f"signal {failure.signal}{_signal_name(failure.signal)}"
     if failure.exit_code is not None:
         return f"exit code {failure.exit_code}"
-    return "how it ended is not known"
+    hung = (failure.message or "").startswith("hung: ")
+    return "it hung" if hung else "how it ended is not known"
 
 
 def _signal_name(number: int) -> str:

@@ -23,7 +23,7 @@ _LABEL_WIDTH = 15
 _NARROWEST = 28
 """Free text that would be wrapped to less than this beside a row goes below the row."""
 _SHORTEST = 40
-"""Columns that are expendable make room for so much of a free text that is cut."""
+"""Columns that are expendable make room for so much of a free text that is cut, if not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,18 @@ class Page:
         *,
         expendable: Sequence[str] = (),
         one_line: bool = False,
+        least: int = _SHORTEST,
     ) -> list[str]:
         """Align rows under a header; the last column is free text and takes the room that is left.
 
         Columns without any text are left out, and so are `expendable` ones, in that order, until
-        the rest fits. Free text is wrapped; with `one_line` it is cut.
+        the rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
         """
         *columns, texts = (
             _Column(name, cells)
             for name, cells in zip(header, zip(*rows, strict=True), strict=True)
         )
-        reserved = _SHORTEST if one_line and texts.filled else 0
+        reserved = least if one_line and texts.filled else 0
         fixed = [column for column in columns if column.filled]
         fixed = self._fitting(fixed, expendable, reserved)
         left = [self._row([column.head for column in fixed], fixed)]
@@ -100,6 +101,13 @@ class Page:
         """Write a point in time to the millisecond."""
         moment = self._moment(unix_ms / 1000)
         return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
+
+    def clock(self, unix_ms: int) -> str:
+        """Write a point in time to the second: the time of day, with the date unless it is today's.
+
+        For a column in which most are of today.
+        """
+        return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:
         """Write when it was, so long ago: the time of day, with the date unless it is today's."""
@@ -185,24 +193,6 @@ def harmless(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def duration(ms: int) -> str:
-    """Write a duration for people.
-
-    >>> [duration(ms) for ms in (240, 59_000, 125_000, 7_260_000, 180_000_000)]
-    ['0.2 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
-    """
-    if ms < 10_000:
-        return f"{ms / 1000:.1f} s"
-    seconds = ms // 1000
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60} s"
-    if seconds < 86_400:
-        return f"{seconds // 3600} h {seconds % 3600 // 60} min"
-    return f"{seconds // 86_400} d {seconds % 86_400 // 3600} h"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,27 +5,41 @@ The server pushes every change. Between two of them only ages grow, which this s
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from rdzv.client import ControlClient, JobStatus
-from rdzv.ctl import as_json, as_text
-from rdzv.ctl.layout import page_for
+import click
+
+from rdzv.client import ControlClient, Event, JobStatus
+from rdzv.ctl import as_json, as_text, live
+from rdzv.ctl.layout import harmless, page_for
 from rdzv.errors import RendezvousError
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """What `wait` exits with; a state that is none of these is no end."""
 EXIT_GOES_ON = 4
+EXIT_NO_PROGRESS = 93
+"""Of a job that failed for it did not move on; as of rdzvrun."""
 
 REDRAW_S = 1.0
 """How often ages are counted on a terminal."""
 
+LEAST_REDRAW_S = 0.1
+
+HISTORY_EVENTS = 500
+"""How far back the history on the screen goes: nodes that come and go are in it, too."""
+
 _HOME, _CLEAR_BELOW, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +49,30 @@ class _Seen:
 
     def aged(self) -> JobStatus:
         """Return the job with the ages that it has by now."""
-        more_ms = round((time.monotonic() - self.at_s) * 1000)
-        status = self.status
-        nodes = tuple(replace(n, state_age_ms=n.state_age_ms + more_ms) for n in status.nodes)
-        progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
-        return replace(
-            status,
-            nodes=nodes,
-            progress=progress,
-            state_age_ms=status.state_age_ms + more_ms,
-            run_age_ms=status.run_age_ms + more_ms,
-        )
+        return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
 
 
 _News = SimpleQueue[_Seen | RendezvousError]
 
 
+def _tries_again(error: RendezvousError) -> None:
+    click.echo(harmless(f"rdzvctl: {error}; trying again"), err=True)
+
+
 @contextmanager
-def _watching(client: ControlClient, job: str) -> Iterator[_News]:
-    """Take in what the server pushes in a thread, so that the screen need not wait for it."""
+def watching(
+    client: ControlClient, job: str, silent: Callable[[RendezvousError], None] = _tries_again
+) -> Iterator[_News]:
+    """Take in what the server pushes in a thread, so that the screen need not wait for it.
+
+    `silent` is told, in that thread, when no server answers any more; by default it says so on
+    stderr.
+    """
     news: _News = SimpleQueue()
 
     def take_in() -> None:
         try:
-            for status in client.watch(job):
+            for status in client.watch(job, silent):
                 news.put(_Seen(status, time.monotonic()))
         except RendezvousError as error:
             news.put(error)
@@ -83,34 +97,138 @@ def _next(news: _News, within_s: float | None) -> _Seen | None:
     return found
 
 
-def show(client: ControlClient, job: str, *, as_documents: bool, everything: bool) -> None:
-    """Show a job until it has ended: on a terminal in place, else one after the other."""
-    terminal = sys.stdout.isatty() and not as_documents
-    with _watching(client, job) as news:
-        seen = _next(news, None)
-        while seen is not None:
-            if as_documents:
-                print(as_json.one_line(as_json.status(seen.status)), flush=True)  # noqa: T201
-            elif terminal:
-                _redraw(as_text.status(seen.aged(), page_for(sys.stdout), everything=everything))
-            else:
+def _newest(news: _News) -> _Seen:
+    seen = _next(news, None)
+    assert seen is not None, "without a deadline something comes"
+    return seen
+
+
+def show(
+    client: ControlClient, other: ControlClient, job: str, output: str, *, everything: bool
+) -> None:
+    """Show a job until it has ended: on a terminal in place, else one after the other.
+
+    `other` is a client of the same server, for what is asked beside the stream.
+    """
+    smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    terminal = smart and output == "text"
+    # A line on stderr would be drawn into the screen.
+    silent = (lambda _: None) if terminal else _tries_again
+    with watching(client, job, silent) as news:
+        if terminal:
+            last = _live(other, job, news)
+            page = page_for(sys.stdout)
+            print(as_text.status(last.status, page, everything=everything))  # noqa: T201
+            return
+        while True:
+            seen = _newest(news)
+            if output == "text":
                 text = as_text.status(seen.status, page_for(sys.stdout), everything=everything)
                 print(f"{text}\n", flush=True)  # noqa: T201
+            else:
+                print(_one_of_many(output, as_json.status(seen.status)), flush=True)  # noqa: T201
             if seen.status.state in EXIT_CODES:
                 return
-            seen = _next(news, REDRAW_S if terminal else None) or seen
 
 
-def _redraw(text: str) -> None:
-    lines = "".join(f"{line}{_CLEAR_LINE}\n" for line in text.splitlines())
-    sys.stdout.write(f"{_HOME}{lines}{_CLEAR_BELOW}")
+def _one_of_many(output: str, document: str) -> str:
+    if output == "json":
+        return as_json.one_line(document)
+    from rdzv.ctl import as_yaml
+
+    return f"---\n{as_yaml.document(document)}"
+
+
+def _live(client: ControlClient, job: str, news: _News) -> _Seen:
+    """Keep the screen up to date until the job has ended; return its last status."""
+    seen = _newest(news)
+    whole_ms = live.whole_wait_ms(seen.status, None, None)
+    history = _History(client, job)
+    with _own_screen():
+        while seen.status.state not in EXIT_CODES:
+            history.want(seen.status)
+            now_s = time.monotonic()
+            _draw(
+                live.screen(
+                    seen.aged(),
+                    history.events,
+                    whole_ms,
+                    page_for(sys.stdout),
+                    shutil.get_terminal_size().lines,
+                    blocks=_has_blocks(),
+                )
+            )
+            fresh = _next(news, REDRAW_S)
+            if fresh is not None:
+                whole_ms = live.whole_wait_ms(fresh.status, seen.status, whole_ms)
+                seen = fresh
+                # A burst of changes is drawn once.
+                time.sleep(max(LEAST_REDRAW_S - (time.monotonic() - now_s), 0.0))
+    return seen
+
+
+class _History:
+    """What has happened to a job, asked for again whenever it has turned."""
+
+    def __init__(self, client: ControlClient, job: str) -> None:
+        self.events: tuple[Event, ...] = ()
+        self._client = client
+        self._job = job
+        self._turn: object = None
+        self._turned: SimpleQueue[None] = SimpleQueue()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def want(self, status: JobStatus) -> None:
+        """Ask anew in the background if this is another turn than the last."""
+        placed = status.submission.placed if status.submission else ()
+        turn = (status.run, status.round, status.state, status.last_end, placed)
+        if turn != self._turn:
+            self._turn = turn
+            self._turned.put(None)
+
+    def _keep(self) -> None:
+        while True:
+            self._turned.get()
+            # What is known stays on the screen while the server does not answer.
+            with contextlib.suppress(RendezvousError, ValueError):
+                self.events = self._client.events(self._job, HISTORY_EVENTS)
+
+
+@contextmanager
+def _own_screen() -> Iterator[None]:
+    """Draw on a screen of its own, without a cursor or wrapped lines; then all is as it was."""
+    sys.stdout.write(_ENTER)
+    try:
+        yield
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+
+
+def _draw(lines: Sequence[str]) -> None:
+    # In one piece, over what is there: a screen that is cleared first would flicker.
+    text = "\r\n".join(f"{line}{_CLEAR_LINE}" for line in lines)
+    sys.stdout.write(f"{_HOME}{text}{_CLEAR_BELOW}")
     sys.stdout.flush()
+
+
+def _has_blocks() -> bool:
+    try:
+        "█░".encode(sys.stdout.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def exit_code(status: JobStatus) -> int | None:
+    """Say what a program that waits for a job exits with; None while it goes on."""
+    return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
 
 
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
     """Wait until a job has ended, or for so long; return what to say and to exit with."""
     deadline_s = None if wait_s is None else time.monotonic() + wait_s
-    with _watching(client, job) as news:
+    with watching(client, job) as news:
         last: _Seen | None = None
         while True:
             left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
@@ -119,6 +237,6 @@ def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, in
                 state = last.status.state if last else "not known"
                 return f"{job} is {state} after {wait_s:g} s", EXIT_GOES_ON
             last = seen
-            code = EXIT_CODES.get(seen.status.state)
+            code = exit_code(seen.status)
             if code is not None:
                 return f"{job} has {seen.status.state}: {seen.status.reason}", code

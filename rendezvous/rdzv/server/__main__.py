@@ -7,12 +7,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from rdzv import systemd
+from rdzv.knobs import Kind
+from rdzv.server.configuration import DEFAULT_FILE, KNOBS, Configuration
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rdzv.server")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
@@ -34,107 +40,67 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
+def _flag(name: str, **more: Any) -> Callable[[F], F]:
+    """Make an option of the knob whose key is the name with its first - as the table's dot."""
+    knob = KNOBS.by_key[_key(name.removeprefix("--").replace("-", "_"))]
+    settings: dict[str, Any] = {"metavar": "TEXT", "default": None}
+    if knob.choices:
+        settings = {"type": click.Choice(knob.choices), "default": None}
+    elif knob.kind is Kind.PATH:
+        settings |= {"metavar": "FILE", "type": click.Path(path_type=Path)}
+    elif knob.kind is Kind.INT:
+        settings |= {"metavar": knob.counts.upper(), "type": int}
+    elif knob.kind is Kind.BOOL:
+        settings = {"is_flag": True, "default": False}
+    elif knob.counts:
+        settings["metavar"] = knob.counts
+    default = "" if knob.kind is Kind.BOOL else f"  [default: {knob.default_text}]"
+    text = f"{knob.reason}{default}".replace("`", "").replace('"', "")
+    return click.option(name, **{**settings, "help": text, **more})
+
+
+def _key(parameter: str) -> str:
+    """Return the key of the knob that an option turns: `etcd_ttl` is `etcd.ttl`."""
+    dotted = parameter.replace("_", ".", 1)
+    return dotted if dotted in KNOBS.by_key else parameter
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
 @click.option(
-    "--listen",
-    default="127.0.0.1:29400",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where nodes and operators connect. Port 0 takes a free one; an IPv6 host stands in "
-    "brackets. Other than loopback only with --insecure.",
-)
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where jobs are remembered; one rdzvd owns it. Default: $STATE_DIRECTORY if set (systemd "
-    "does), /var/lib/rdzv for root, else $XDG_STATE_HOME/rdzv (~/.local/state/rdzv).",
-)
-@click.option(
-    "--store",
-    type=click.Choice(["sqlite", "memory", "etcd"]),
-    default="sqlite",
-    show_default=True,
-    help="sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of which one "
-    "leads and any other takes over.",
-)
-@click.option(
-    "--etcd-endpoints",
-    metavar="HOST:PORT,...",
-    help="The members of the etcd v3 cluster, for --store=etcd; with https:// in front for TLS.",
-)
-@click.option(
-    "--etcd-prefix",
-    default="/rdzv",
-    show_default=True,
-    metavar="PREFIX",
-    help="Where all keys lie; servers with the same prefix share their jobs.",
-)
-@click.option("--etcd-user", metavar="NAME", help="Who rdzvd is to etcd.")
-@click.option(
-    "--etcd-password-file",
+    "--config",
+    "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Its password: the first line of this file.",
+    help=f"TOML: everything below, and more that --print-config shows. What is said here wins over "
+    f"it.  [default: {DEFAULT_FILE}, if it is there]",
 )
-@click.option("--etcd-ca", type=click.Path(path_type=Path), metavar="FILE", help="etcd's CA (PEM).")
+@_flag("--listen")
+@_flag("--data-dir", metavar="DIR")
+@_flag("--store")
+@_flag("--etcd-endpoints", metavar="HOST:PORT,...")
+@_flag("--etcd-prefix", metavar="PREFIX")
+@_flag("--etcd-user", metavar="NAME")
+@_flag("--etcd-password-file")
+@_flag("--etcd-ca")
+@_flag("--etcd-cert")
+@_flag("--etcd-key")
+@_flag("--etcd-ttl")
+@_flag("--advertise")
+@_flag("--http")
+@_flag("--insecure")
+@_flag("--c10d")
+@_flag("--c10d-python", metavar="PATH")
+@_flag("--log-level")
+@_flag("--log-format")
 @click.option(
-    "--etcd-cert",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="rdzvd's certificate for etcd (PEM).",
-)
-@click.option(
-    "--etcd-key", type=click.Path(path_type=Path), metavar="FILE", help="Its private key (PEM)."
-)
-@click.option(
-    "--etcd-ttl",
-    default=3,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long after a leader was last heard another takes over.",
-)
-@click.option(
-    "--advertise",
-    metavar="HOST:PORT",
-    help="Where nodes and operators reach this rdzvd, if not where it listens.",
-)
-@click.option(
-    "--http",
-    metavar="HOST:PORT",
-    help="Answer /healthz, /readyz, /metrics and /sd here. Other than loopback only with "
-    "--insecure.",
-)
-@click.option(
-    "--insecure",
+    "--check-config",
     is_flag=True,
-    help="Listen beyond loopback although nothing is encrypted or authenticated.",
+    help="Say whether the configuration is in order, and exit.",
 )
 @click.option(
-    "--c10d",
-    metavar="HOST:PORT",
-    help="Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` shows its "
-    "jobs. They do not outlive this rdzvd. Other than loopback only with --insecure.",
-)
-@click.option(
-    "--c10d-python",
-    default=sys.executable,
-    metavar="PATH",
-    help="The interpreter that serves it; it needs torch. Default: the one that runs rdzvd.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="The least that is logged, to stderr.",
-)
-@click.option(
-    "--log-format",
-    type=click.Choice(["human", "json"]),
-    default="human",
-    show_default=True,
-    help="Lines for eyes, or one JSON object a line.",
+    "--print-config",
+    is_flag=True,
+    help="Show the configuration that would be in effect, with what each line means, and exit.",
 )
 @click.option(
     "--check",
@@ -157,97 +123,73 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
     help="Show the version and exit.",
 )
 def main(
-    listen: str,
-    data_dir: Path | None,
-    store: str,
-    etcd_endpoints: str | None,
-    etcd_prefix: str,
-    etcd_user: str | None,
-    etcd_password_file: Path | None,
-    etcd_ca: Path | None,
-    etcd_cert: Path | None,
-    etcd_key: Path | None,
-    etcd_ttl: int,
-    advertise: str | None,
-    http: str | None,
-    insecure: bool,
-    c10d: str | None,
-    c10d_python: str,
-    log_level: str,
-    log_format: str,
+    file: Path | None,
+    check_config: bool,
+    print_config: bool,
     check: bool,
     restore: Path | None,
+    **given: Any,
 ) -> None:
     """Run the rendezvous server: it decides rounds and ranks, and pushes them to the nodes.
 
     When it is ready it says so in one line on stdout. SIGTERM or Ctrl-C ends it; running workers
-    are not disturbed, and it takes up where it was when it is started again.
+    are not disturbed, and it takes up where it was when it is started again. SIGHUP makes it read
+    its configuration again; the log says what that has changed, and what needs a restart.
 
     Exit codes: 0 ended by a signal, 1 could not start or go on, or --check has found something
-    that is not in order, 2 usage.
+    that is not in order, 2 usage or configuration.
     """
     from rdzv.errors import InvalidRequestError, RendezvousError
-    from rdzv.server.config import Config, Listen, default_data_dir
+    from rdzv.knobs import render
     from rdzv.server.observe import configure_logging
 
-    if check and restore is not None:
-        raise click.UsageError("--check changes nothing, --restore does; give one of them")
+    _refuse_together(
+        {
+            "--check": check,
+            "--check-config": check_config,
+            "--print-config": print_config,
+            "--restore": restore is not None,
+        }
+    )
     try:
-        config = Config(
-            listen=Listen.parse(listen),
-            data_dir=data_dir or default_data_dir(),
-            store=store,
-            advertise=Listen.parse(advertise) if advertise is not None else None,
-            etcd=_etcd(
-                etcd_endpoints,
-                prefix=etcd_prefix,
-                user=etcd_user or "",
-                password=_password(etcd_password_file),
-                ca=etcd_ca,
-                cert=etcd_cert,
-                key=etcd_key,
-                ttl_s=etcd_ttl,
-            ),
-            http=Listen.parse(http) if http is not None else None,
-            insecure=insecure,
-            c10d=Listen.parse(c10d) if c10d is not None else None,
-            c10d_python=c10d_python,
-            log_level=log_level,
-            log_format=log_format,
-        )
-        config.check()
+        configuration = Configuration(file, _given(given))
     except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
-    configure_logging(log_level, log_format)
+        click.echo(f"rdzvd: {error}", err=True)
+        sys.exit(2)
+    if check_config or print_config:
+        in_order = f"rdzvd: the configuration is in order: {configuration.source}"
+        click.echo(render(configuration.values) if print_config else in_order, nl=check_config)
+        return
+    config = configuration.config
+    configure_logging(config.log_level, config.log_format)
     # What gRPC's core logs of its own is said better by the error that follows.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if check:
             sys.exit(asyncio.run(_check(config)))
-        asyncio.run(run(config) if restore is None else _restore(config, restore))
+        asyncio.run(run(configuration) if restore is None else _restore(config, restore))
     except RendezvousError as error:
         click.echo(f"rdzvd: {error}", err=True)
         sys.exit(1)
 
 
-def _etcd(endpoints: str | None, **given: object) -> EtcdConfig | None:
-    if endpoints is None:
-        return None
-    from rdzv.stores.etcd_client import EtcdConfig
-
-    return EtcdConfig.parse(endpoints, **given)
-
-
-def _password(file: Path | None) -> str:
-    """Read it from a file: the command line can be seen by everyone on the machine."""
-    if file is None:
-        return ""
-    from rdzv.stores.etcd_client import first_line
-
-    return first_line(file)
+def _refuse_together(asked: dict[str, bool]) -> None:
+    """Refuse more than one thing to do instead of serving."""
+    wanted = [name for name, is_wanted in asked.items() if is_wanted]
+    if len(wanted) > 1:
+        raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
 
 
-async def run(config: Config) -> None:
+def _given(options: dict[str, Any]) -> dict[str, object]:
+    """Return what the command line says, by the key of its knob."""
+    endpoints = options.get("etcd_endpoints")
+    if endpoints is not None:
+        options = {**options, "etcd_endpoints": endpoints.split(",")}
+    # A flag that is not given says nothing: the file may say more.
+    return {_key(name): value for name, value in options.items() if value is not False}
+
+
+async def run(configuration: Configuration) -> None:
     """Run one server until SIGTERM or SIGINT.
 
     Raises:
@@ -257,15 +199,28 @@ async def run(config: Config) -> None:
     from rdzv.c10d.facade import serving_c10d
     from rdzv.server.clock import MonotonicClock
 
+    config = configuration.config
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, _reload, configuration)
     clock = MonotonicClock()
-    async with serving_c10d(config, clock) as facade:
-        if config.etcd is None:
-            await _run_alone(config, clock, facade, stop)
-        else:
-            await _run_replica(config, config.etcd, clock, facade, stop)
+    with systemd.watched():
+        async with serving_c10d(config, clock) as facade:
+            if config.etcd is None:
+                await _run_alone(config, clock, facade, stop)
+            else:
+                await _run_replica(config, config.etcd, clock, facade, stop)
+
+
+def _reload(configuration: Configuration) -> None:
+    from rdzv.server.observe import configure_logging
+
+    systemd.notify(systemd.reloading())
+    in_order = configuration.reload(configure_logging)
+    outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
+    systemd.notify("READY=1", f"STATUS={outcome}")
 
 
 async def _run_alone(
@@ -278,16 +233,16 @@ async def _run_alone(
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
-    metrics = _metrics(replica, config)
+    metrics = _metrics(replica, config, facade)
     try:
         async with Driver.running(store, clock, config, meter=metrics) as driver:
             replica.lead(driver)
             async with (
                 serving(replica, clock, config, facade) as bound,
-                _http(replica, metrics, config) as http,
+                _http(replica, metrics, config, clock, facade) as http,
             ):
                 _say_ready(bound, f"data in {store.place}", facade, http)
-                await stop.wait()
+                await _stopped(stop)
     finally:
         await store.close()
 
@@ -308,43 +263,48 @@ async def _run_replica(
 
     version = server_version()
     replica = Replica(clock, etcd.place, version)
-    metrics = _metrics(replica, config)
+    metrics = _metrics(replica, config, facade)
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
             serving(replica, clock, config, facade) as bound,
-            _http(replica, metrics, config) as http,
+            _http(replica, metrics, config, clock, facade) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
             campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
             _say_ready(bound, f"data in {etcd.place}", facade, http)
-            await stop.wait()
+            await _stopped(stop)
             campaign.cancel()
 
 
-def _metrics(replica: Replica, config: Config) -> Metrics | None:
+def _metrics(replica: Replica, config: Config, facade: Facade | None) -> Metrics | None:
     """Count what happens, where somebody can ask for it."""
     if config.http is None:
         return None
     from rdzv.server.metrics import Metrics
     from rdzv.server.service import server_version
 
-    metrics = Metrics(replica.figures, config, server_version())
+    c10d = facade.views if facade is not None else None
+    metrics = Metrics(replica.figures, config, server_version(), c10d=c10d)
     metrics.add_process()
     return metrics
 
 
 @asynccontextmanager
 async def _http(
-    replica: Replica, metrics: Metrics | None, config: Config
+    replica: Replica,
+    metrics: Metrics | None,
+    config: Config,
+    clock: Clock,
+    facade: Facade | None,
 ) -> AsyncIterator[Listen | None]:
     if config.http is None or metrics is None:
         yield None
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, metrics, config, config.http) as bound:
+    async with serving_http(replica, metrics, config, config.http, clock, facade) as bound:
         yield bound
 
 
@@ -352,8 +312,14 @@ def _say_ready(bound: Listen, data: str, facade: Facade | None, http: Listen | N
     also = f", c10d on {facade.bound}" if facade else ""
     also += f", http on {http}" if http else ""
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
+    systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
     if not bound.loopback:
         log.warning("insecure: everyone who reaches %s may run and end jobs", bound)
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    await stop.wait()
+    systemd.notify("STOPPING=1")
 
 
 async def _check(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Every knob and every limit of rdzvd, with its unit, its default and the reason for it."""
+"""Every limit and timing of rdzvd, with its unit, its default and the reason for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rdzv import protocol
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
+from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.stores.base import HISTORY_ROWS
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
 
-PROTOCOL_VERSION = 1
-"""The protocol that this server speaks."""
+PROTOCOL_VERSION = protocol.VERSION
 
 
 def oldest_protocol_version(ours: int) -> int:
@@ -30,9 +31,6 @@ def oldest_protocol_version(ours: int) -> int:
 
 
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
-
-DEFAULT_PORT = 29_400
-"""The port of torchrun's own c10d rendezvous, so that firewalls need not change."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -55,6 +53,22 @@ class Limits:
     """A sentence for people; longer ones are cut."""
     traceback_chars: int = 16_384
     """Tracebacks are stored with the job; longer ones lose their beginning."""
+    args_bytes: int = 128 * 1024
+    """The arguments of a submitted job, which are stored with it and sent to each node."""
+    env_bytes: int = 128 * 1024
+    """Its environment, likewise; Linux takes as much in one variable."""
+    env_variables: int = 1_000
+    """The variables of that environment."""
+    labels: int = 64
+    """Labels of a node, and those that a job asks for."""
+    gpus: int = 1_024
+    """GPUs of a node: machines have 8 or 16."""
+    capacity: int = 1_024
+    """Jobs that a node takes at once."""
+    priority: int = 1_000_000
+    """A priority's distance from 0."""
+    failing_checks: int = 16
+    """Failing checks that one node tells of; one is enough not to place anything there."""
     failures: int = 64
     """Failed workers in one report; the earliest are kept, as in the core."""
     pids: int = 64
@@ -100,6 +114,18 @@ class Limits:
     """Files in which one reader may go on after its stream was cut."""
     log_piece_bytes: int = 64 * 1024
     """What one piece of a log carries."""
+    stack_takings: int = 8
+    """Rounds whose stacks are being taken at once; each may have `stack_bytes` in memory."""
+    stack_bytes: int = 384 * 1024
+    """Stacks that are kept of one round: well below what a document may hold."""
+    stack_groups: int = 256
+    """Places at which the workers of one round are told apart."""
+    stack_threads: int = 64
+    """Threads of one worker that are kept; more are cut, as more frames are."""
+    stack_frames: int = 128
+    """Frames of one thread, likewise."""
+    stack_workers: int = 256
+    """Workers in one message of a node: it sends them one by one."""
     history_rows: int = HISTORY_ROWS
     """Rows of history of one job; see `stores.base`."""
     history_default: int = 200
@@ -108,6 +134,19 @@ class Limits:
     """Rows of history that wait for the next commit of their job before they get their own."""
     scrapes: int = 4
     """Callers that read /metrics at once: each has all of it in memory."""
+    http_requests: int = 32
+    """Requests of the HTTP API that are answered at once; streams and logs have their own."""
+    http_streams: int = 200
+    """Pages and programs that follow the HTTP API's stream. Those that follow the same share what
+    it costs to write down a change, so each costs little more than its connection."""
+    stream_frames: int = 512
+    """Events that wait for one of them before it is dropped: a minute of a busy fleet."""
+    stream_bytes: int = 8 * 1024 * 1024
+    """Bytes of them: twice the first sight of ten thousand jobs. They are shared by all readers."""
+    http_log_bytes: int = 1024 * 1024
+    """What one answer shows of logs, over all RANKs, unless they are followed."""
+    http_log_lines: int = 10_000
+    """Lines of each file that one answer may be asked to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +167,8 @@ class Timings:
     """A loop that was late by more than this could not hear: silence proves nothing."""
     settle_ms: int = 1_000
     """After such a pause, what has come in is read before any deadline counts."""
+    place_quiet_ms: int = 20
+    """How soon after a change submitted jobs are placed: changes that come together are one."""
     store_retry_ms: int = 1_000
     """How often a store that is away is tried again."""
     ended_kept_ms: int = 30 * DAY_MS
@@ -137,6 +178,13 @@ class Timings:
     """How often ended jobs are looked at: small against how long they are kept."""
     log_answer_ms: int = 10_000
     """How long a node that is asked for logs may send nothing: longer than a lease."""
+    stacks_answer_ms: int = 10_000
+    """How long nodes that are asked for stacks may take: py-spy needs some 20 ms a worker."""
+    straggler_after_ms: int = 60_000
+    """How long a worker has to be slow until it is named: a rate is that of the last minute."""
+    hang_gather_ms: int = 2_000
+    """How long the other nodes of a round get to say that their workers hang too: they have looked
+    within a second of each other."""
     stop_grace_ms: int = 500
     """What open streams get to end when the server stops."""
     ping_interval_ms: int = 10_000
@@ -145,8 +193,25 @@ class Timings:
     """An unanswered ping ends the connection after this; gRPC's default is a minute."""
     min_ping_interval_ms: int = 300
     """Clients may ping this often, else gRPC ends them with "Too many pings"."""
+    stream_beat_ms: int = 5_000
+    """How often the HTTP API's stream says something, so that a reader knows when it has ended."""
+    stream_rest_ms: int = 250
+    """How long changes are gathered before those who follow see them."""
+    stream_write_ms: int = 20_000
+    """How long such a reader may take nothing: a page that sleeps comes back by itself."""
+    log_answer_most_ms: int = 30_000
+    """How long one HTTP answer waits for logs in all: what has come by then is shown."""
     ended_job_ms: int = 5 * MINUTE_MS
     """How long /metrics tells of a job that has ended, so that its last counts are scraped."""
+
+
+def alter(held: Limits | Timings, name: str, value: int) -> None:
+    """Change one limit or timing of a running server, for all who hold them: a reload alone may.
+
+    It has an effect where the value is read when it is used; `configuration` knows which those are.
+    """
+    # Frozen, so that nobody else can do this; the event loop is the one thread that reads them.
+    object.__setattr__(held, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +263,7 @@ class Listen:
         return f"{host}:{self.port}"
 
 
-_EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
+_EXAMPLE = f"127.0.0.1:{protocol.DEFAULT_PORT}"
 
 
 def default_data_dir() -> Path:
@@ -239,6 +304,7 @@ class Config:
     timings: Timings = field(default_factory=Timings)
     tuning: Tuning = field(default_factory=Tuning)
     nodes_tuning: NodesTuning = field(default_factory=NodesTuning)
+    quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
         """Refuse what would be unsafe.

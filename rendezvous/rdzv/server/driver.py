@@ -20,48 +20,88 @@ import itertools
 import logging
 import secrets
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from rdzv.concurrency import single_error
 from rdzv.core import nodes
-from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Tick
-from rdzv.core.events import RunEnded
+from rdzv.core.commands import (
+    Command,
+    Join,
+    MarkAway,
+    MarkBack,
+    MarkLost,
+    Resume,
+    Submit,
+    Tick,
+    Withdraw,
+)
+from rdzv.core.events import NodesPlaced, RunEnded
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State, is_stand_in
-from rdzv.core.rendezvous import ended_run
+from rdzv.core.placement import FailingCheck
+from rdzv.core.rendezvous import Transition, ended_run
+from rdzv.core.stacks import Report
+from rdzv.core.stragglers import Straggler
+from rdzv.core.submitted import awaited
+from rdzv.core.words import listed
 from rdzv.errors import (
+    InvalidRequestError,
     LimitExceededError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
+    RunStoppingError,
     UnknownJobError,
     UnknownNodeError,
 )
 from rdzv.server import told
 from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
+from rdzv.server.hangs import Hangs
 from rdzv.server.jobs import Job, Jobs, News
 from rdzv.server.log_relay import LogRelay
 from rdzv.server.messages import (
     Belief,
     Closed,
+    Draining,
     Hello,
+    Holding,
+    Hung,
     Joined,
+    Lease,
     LogLines,
     LogPiece,
     LogsWanted,
+    LookAgain,
+    NodeSummary,
     Progress,
     RankProgress,
     Refused,
+    Stacks,
     Told,
     Waiting,
     Welcome,
 )
 from rdzv.server.meter import Figures, Meter
+from rdzv.server.placer import Placer
 from rdzv.server.progress import Board
+from rdzv.server.quarantine import Quarantine
+from rdzv.server.scrape_targets import ScrapeTargets
+from rdzv.server.shelf import Shelf
+from rdzv.server.stacks import StackRelay
+from rdzv.server.stragglers import Stragglers
 from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, Store
@@ -104,9 +144,13 @@ class Driver:
             publish=self._publish,
             on_load=self._bring_up_to_date,
             meter=meter,
+            judge=self._judge,
         )
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: at least the jobs in which the node is present."""
+        self._to_mark: dict[str, dict[str, str]] = {}
+        """By rdzv_id, of jobs that are being brought up to date: the nodes that are still to come,
+        and why each was given up, if it was."""
         self._nodes = nodes.Nodes(leadership=0, tuning=config.nodes_tuning)
         self._nodes_timer = Timer(clock, self._tick_nodes)
         self._heard: set[str] = set()
@@ -118,9 +162,45 @@ class Driver:
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
         """By rdzv_id: what those wait for who watch a job."""
         self._watchers = 0
+        self._followers: set[Callable[[str | None], None]] = set()
         self._logs = LogRelay(
             clock, config.limits, config.timings.log_answer_ms, self._send_if_there
         )
+        self._quarantine = Quarantine(
+            self._jobs,
+            clock,
+            config.quarantine,
+            lambda: self._placer.daemons,
+            on_change=self._place_soon,
+        )
+        self._stacks = StackRelay(
+            clock, config.limits, config.timings.stacks_answer_ms, self._send_if_there
+        )
+        self._shelf = Shelf(self._jobs)
+        self._stragglers = Stragglers(config.timings.straggler_after_ms, self._jobs.note)
+        self._hangs = Hangs(
+            clock,
+            tasks,
+            self._stacks,
+            self._shelf,
+            peek=self._jobs.peek,
+            submit=self.submit,
+            tell=self._jobs.note,
+            gather_ms=config.timings.hang_gather_ms,
+            retry_ms=config.timings.store_retry_ms,
+        )
+        self._placer = Placer(
+            self._jobs,
+            clock,
+            tasks,
+            lambda: self._nodes.records,
+            self._quarantine,
+            self._send_if_there,
+            quiet_ms=config.timings.place_quiet_ms,
+            retry_ms=config.timings.store_retry_ms,
+            settle_ms=config.tuning.takeover_grace_ms,
+        )
+        self._agents = ScrapeTargets(config.limits.nodes)
         self._progress = Board()
         self._progressed: set[str] = set()
         """By rdzv_id: the jobs that are watched and have progressed unseen."""
@@ -167,12 +247,14 @@ class Driver:
 
     async def _start(self) -> None:
         self._nodes = replace(self._nodes, leadership=await self._jobs.take_over())
+        await self._quarantine.load()
         for rdzv_id in await self._jobs.names():
             try:
                 async with self._jobs.claim(rdzv_id):
                     pass
             except RendezvousStateError as error:
                 log.error("job %s is left alone: %s", rdzv_id, error)
+        await self._placer.start()
         self._jobs.start_pruning()
         self._watch.start()
 
@@ -182,6 +264,8 @@ class Driver:
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
         self._watch.stop()
+        self._placer.stop()
+        self._quarantine.stop()
         self._nodes_timer.cancel()
         self._hear_timer.cancel()
         self._progress_timer.cancel()
@@ -198,14 +282,27 @@ class Driver:
         for stream in self._streams.values():
             stream.close(error)
         self._logs.close(RendezvousConnectionError(str(error)))
+        self._hangs.close()
+        self._stacks.close()
         for changed in self._changes.values():
             changed.set()
+        self._tell_followers(None)
 
     # ---------------------------------------------------------------- what jobs publish
 
     async def submit(self, rdzv_id: str, command: Command) -> State:
         """Run one command to its end; see `Jobs.submit`."""
         return await self._jobs.submit(rdzv_id, command)
+
+    async def _judge(
+        self, before: State, step: Transition
+    ) -> tuple[Command | None, tuple[Record, ...]]:
+        """Have a step looked at before it is stored: a node may be at fault in it."""
+        return await self._quarantine.judge(before, step)
+
+    def _place_soon(self) -> None:
+        self._tell_followers(None)
+        self._placer.wake()
 
     def _publish(self, job: Job, news: News) -> None:
         """Tell everyone concerned of a step. Waits for nothing."""
@@ -215,7 +312,15 @@ class Driver:
             self._repeat_line(news.before, news.command)
         elif isinstance(news.command, Resume):
             self._present(job, news.command.node_id)
+        for event in news.events:
+            if isinstance(event, NodesPlaced):
+                for node_id in event.node_ids:
+                    self._note(job, node_id)
+        if news.before.membership.submission or news.after.membership.submission:
+            self._placer.wake()
         self._progress.tidy(news.after)
+        self._hangs.note_state(news.after)
+        self._stragglers.tidy(news.after)
         self._wake_watchers(job.rdzv_id)
         for node_id, message in told.news(news.before, news.after, news.events, now_ms):
             self._send_from(news.after, node_id, message)
@@ -281,6 +386,10 @@ class Driver:
             self._note(job, node_id)
             self._step_nodes(nodes.Expect(node_id, seat.incarnation))
             self._mark_soon(node_id, [job.rdzv_id])
+        for node_id in job.state.placed:
+            self._note(job, node_id)
+        # Which nodes it may not keep is not stored with it, and holds from its first step on.
+        job.loaded = replace(job.state, barred=dict(self._quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.get(node_id):
                 self._tell_anew(job.state, stream, now_ms)
@@ -327,13 +436,22 @@ class Driver:
         stream = Stream(
             number, hello.node_id, record.incarnation, self._limits.outbox, self._meter.sent
         )
+        self._meter.stream_opened()
+        self._agents.note(hello.node_id, hello.metrics)
         self._logs.note_gone(hello.node_id)
+        self._stacks.note_gone(hello.node_id)
         self._streams[hello.node_id] = stream
+        self._placer.note_hello(hello)
         self._alone.clear()
-        interval_ms = record.lease_ms // self._nodes.tuning.heartbeats_per_lease
+        interval_ms = self._heartbeat_interval_ms(record.lease_ms)
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
+        if (owed := self._placer.owed(hello)) is not None:
+            stream.send(owed)
         self._logs.note_connected(hello.node_id)
         return stream
+
+    def _heartbeat_interval_ms(self, lease_ms: int) -> int:
+        return lease_ms // self._nodes.tuning.heartbeats_per_lease
 
     def _refuse_hello(self, hello: Hello) -> None:
         if self._stopping:
@@ -356,14 +474,14 @@ class Driver:
         if self._streams.get(stream.node_id) is stream:
             del self._streams[stream.node_id]
             self._logs.note_gone(stream.node_id)
+            self._stacks.note_gone(stream.node_id)
         if not self._streams:
             self._alone.set()
         if not self._stopping:
-            self._step_nodes(nodes.Disconnect(stream.node_id, stream.number))
             self._watch.listened_until_ms()
-            if self._clock.now_ms() < self._watch.settled_ms:
-                # What came and went while this server stood still was an attempt to reach it.
-                self._step_nodes(nodes.Pause())
+            # What came and went while this server stood still was an attempt to reach it.
+            unheard = self._clock.now_ms() < self._watch.settled_ms
+            self._step_nodes(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
         """Note that a node has said something."""
@@ -388,7 +506,8 @@ class Driver:
             state, stream.node_id, stream.incarnation, said, now_ms
         ):
             return
-        if said.rdzv_id in self._changes:
+        self._stragglers.note(state, lambda: self._progress.shown(state, now_ms), now_ms)
+        if said.rdzv_id in self._changes or self._followers:
             self._progressed.add(said.rdzv_id)
             self._progress_timer.arm_by(now_ms + self._timings.show_progress_every_ms)
 
@@ -401,11 +520,62 @@ class Driver:
     def _wake_watchers(self, rdzv_id: str) -> None:
         if (changed := self._changes.pop(rdzv_id, None)) is not None:
             changed.set()
+        self._tell_followers(rdzv_id)
+
+    def _tell_followers(self, rdzv_id: str | None) -> None:
+        for note in self._followers:
+            note(rdzv_id)
+
+    async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
+        """Note of which submitted jobs something may be left on a node, after all it said before.
+
+        A job that it has let go of goes on without it: what it said of that may be lost.
+        """
+        held = {(holding.rdzv_id, holding.run) for holding in holdings}
+        for rdzv_id, runs in self._placer.held(stream.node_id).items():
+            for run in sorted(run for run in runs if (rdzv_id, run) not in held):
+                await self._note_let_go(stream, rdzv_id, run)
+        if self._streams.get(stream.node_id) is stream:
+            self._placer.note_holdings(stream.node_id, holdings)
+            self._tell_followers(None)
+
+    def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
+        """Note what is wrong with a node by its own checks."""
+        if self._streams.get(stream.node_id) is stream:
+            self._placer.note_health(stream.node_id, failing)
+
+    def note_draining(self, stream: Stream, draining: Draining) -> None:
+        """Note that a node is about to leave all its jobs."""
+        if self._streams.get(stream.node_id) is stream:
+            self._placer.note_draining(stream.node_id, draining)
+            self._show_drain(stream.node_id)
+
+    async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
+        """Take a node out of a job of which nothing is left on it."""
+        node_id, reason = stream.node_id, "nothing of the job is left on it"
+        state = self._jobs.peek(rdzv_id)
+        if state is None or state.membership.run != run or state.membership.ended is not None:
+            return
+        if state.incarnation(node_id) == stream.incarnation:
+            lost = MarkLost(node_id, stream.incarnation, reason)
+            await self._insist(stream, rdzv_id, lost)
+        elif node_id in awaited(state):
+            await self._insist(stream, rdzv_id, Withdraw(run, (node_id,), reason))
 
     def take_log(self, stream: Stream, piece: LogPiece) -> None:
         """Pass on a piece of a log to whoever reads it."""
         if self._streams.get(stream.node_id) is stream:
             self._logs.take(stream.node_id, piece)
+
+    def note_hung(self, stream: Stream, said: Hung) -> None:
+        """Look into it that workers of a node hang, or do so no more; see `Hangs.note`."""
+        if self._streams.get(stream.node_id) is stream:
+            self._hangs.note(stream.node_id, stream.incarnation, said)
+
+    def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
+        """Pass on what workers are doing to whoever has asked."""
+        if self._streams.get(stream.node_id) is stream:
+            self._stacks.take_in(stream.node_id, said)
 
     async def wait_alone(self, timeout_s: float) -> None:
         """Wait until every node has gone, or for so long."""
@@ -413,13 +583,21 @@ class Driver:
             async with asyncio.timeout(timeout_s):
                 await self._alone.wait()
 
-    async def greet(self, stream: Stream, beliefs: Iterable[Belief]) -> None:
+    async def greet(
+        self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
+    ) -> None:
         """Hear what a node believes about its jobs, and tell it what it has missed.
 
         Where the node is present as a former instance that nobody spoke for, that one is lost.
+        `unread` are jobs of which it believes something that could not be read.
         """
+        believed = set(unread)
         for belief in beliefs:
             await self._hear_belief(stream, belief)
+            if not self._is_of_another_run(belief):
+                believed.add(belief.rdzv_id)
+        await self._note_left(stream, believed)
+        await self._tell_placements(stream)
         stream.greeted = True
         self._mark_soon(stream.node_id)
 
@@ -440,6 +618,49 @@ class Driver:
             if told.concerns(state, stream.node_id, stream.incarnation, message):
                 stream.send(message)
 
+    def _is_of_another_run(self, belief: Belief) -> bool:
+        """Whether a node says nothing of the present run of a job, in which it may have a place.
+
+        That is so where a restored store has brought back a run that it had left long ago.
+        """
+        state = self._jobs.peek(belief.rdzv_id)
+        present = state.membership.run if state is not None else ""
+        return bool(present and belief.run) and belief.run != present
+
+    async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
+        """Take a node out of the jobs that it comes back without.
+
+        They ended for it while no stream was open, and nobody has heard it say so.
+        """
+        node_id = stream.node_id
+        for rdzv_id in sorted(self._jobs_of.get(node_id, set()).difference(believed)):
+            state = self._jobs.peek(rdzv_id)
+            if state is not None and state.incarnation(node_id) == stream.incarnation:
+                reason = "it came back, and takes no part any more"
+                await self._insist(stream, rdzv_id, MarkLost(node_id, stream.incarnation, reason))
+
+    async def _tell_placements(self, stream: Stream) -> None:
+        """Tell a node that comes back which submitted jobs it is to take up, or to let go of."""
+        node_id, held = stream.node_id, self._placer.held(stream.node_id)
+        # Not all its jobs, each of which its belief has stepped: nodes come back by thousands.
+        placed = [
+            rdzv_id
+            for rdzv_id in self._jobs_of.get(node_id, ())
+            if (known := self._jobs.peek(rdzv_id)) is None or node_id in known.placed
+        ]
+        for rdzv_id in {*placed, *held}:
+            try:
+                state = await self._insist(stream, rdzv_id, Tick())
+            except RendezvousError as error:
+                log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
+                continue
+            state = self._jobs.peek(rdzv_id) or state
+            if state.incarnation(node_id) not in (None, stream.incarnation):
+                # A former instance is about to be lost, and its placement goes with it.
+                continue
+            for message in told.owed_of_placement(state, node_id, held.get(rdzv_id, ())):
+                stream.send(message)
+
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Run what a node asks for; a refusal is told to it, never raised."""
         try:
@@ -453,6 +674,8 @@ class Driver:
         while True:
             try:
                 return await self.submit(rdzv_id, command)
+            except RunStoppingError as error:
+                stream.send(Waiting(rdzv_id, str(error)))
             except RendezvousConnectionError as error:
                 if isinstance(command, Join):
                     reason = f"the server can not store its decisions and tries again: {error}"
@@ -496,11 +719,21 @@ class Driver:
             case nodes.NodeConnected():
                 self._close_stream(event.node_id, event.stale_stream, "a newer one is open")
                 self._mark_soon(event.node_id)
+                self._placer.wake()
+            case nodes.LeaseGrown():
+                if (stream := self._streams.get(event.node_id)) is not None:
+                    interval_ms = self._heartbeat_interval_ms(event.lease_ms)
+                    stream.send(Lease(interval_ms, event.lease_ms))
             case nodes.NodeAway():
                 self._mark_soon(event.node_id)
+                self._placer.wake()
             case nodes.NodeLost():
+                self._meter.node_lost()
+                self._agents.lose(event.node_id, self._clock.now_ms())
+                self._placer.note_lost(event.node_id)
                 self._close_stream(event.node_id, event.stream, f"given up: {event.reason}")
                 self._mark_soon(event.node_id, reason=event.reason)
+        self._tell_followers(None)
 
     def _close_stream(self, node_id: str, number: int | None, why: str) -> None:
         stream = self._streams.get(node_id)
@@ -514,34 +747,61 @@ class Driver:
         if rdzv_ids is None:
             rdzv_ids = tuple(self._jobs_of.get(node_id, ()))
         for rdzv_id in rdzv_ids:
-            self._tasks.start(self._mark(rdzv_id, node_id, reason))
+            to_mark = self._to_mark.get(rdzv_id)
+            if to_mark is None:
+                self._to_mark[rdzv_id] = {node_id: reason}
+                self._tasks.start(self._mark_all(rdzv_id))
+            else:
+                # A node that is still to come is looked at as it is then: once is enough.
+                to_mark[node_id] = reason or to_mark.get(node_id, "")
 
-    async def _mark(self, rdzv_id: str, node_id: str, reason: str) -> None:
-        while not self._stopping:
-            try:
-                async with self._jobs.claim(rdzv_id) as job:
-                    if command := self._mark_command(job, node_id, reason):
-                        await self._jobs.step(job, command)
-                return
-            except RendezvousConnectionError:
-                await sleep_ms(self._clock, self._timings.store_retry_ms)
-            except RendezvousError as error:
-                log.error("job %s could not be told about %s: %s", rdzv_id, node_id, error)
-                return
+    async def _mark_all(self, rdzv_id: str) -> None:
+        """Bring a job up to date about all nodes of which there is news, until there is none."""
+        to_mark = self._to_mark[rdzv_id]
+        try:
+            while to_mark and not self._stopping:
+                node_id = next(iter(to_mark))
+                reason = to_mark.pop(node_id)
+                # Others have their turn between two nodes, however many there are.
+                await asyncio.sleep(0)
+                if not await self._mark(rdzv_id, node_id, reason):
+                    to_mark.setdefault(node_id, reason)
+                    await sleep_ms(self._clock, self._timings.store_retry_ms)
+        finally:
+            del self._to_mark[rdzv_id]
+
+    async def _mark(self, rdzv_id: str, node_id: str, reason: str) -> bool:
+        """Bring a job up to date about a node; False if that is to be tried again."""
+        try:
+            async with self._jobs.claim(rdzv_id) as job:
+                if command := self._mark_command(job, node_id, reason):
+                    await self._jobs.step(job, command)
+        except RendezvousConnectionError:
+            return False
+        except RendezvousError as error:
+            log.error("job %s could not be told about %s: %s", rdzv_id, node_id, error)
+        return True
 
     def _mark_command(self, job: Job, node_id: str, reason: str) -> Command | None:
         """Say what a job must hear of a node now, whatever has led to it."""
         held = job.state.incarnation(node_id)
+        record = self._nodes.records.get(node_id)
+        if held is None and node_id in job.state.placed:
+            gone = Withdraw(job.state.membership.run, (node_id,), reason or "it was given up")
+            return gone if record is None and reason else None
         if held is None:
             self._forget(job, node_id)
             return None
-        record = self._nodes.records.get(node_id)
         if record is None:
             return MarkLost(node_id, held, reason or "it was given up")
         if record.incarnation != held:
             return self._mark_former(record, held)
+        away = job.state.away.get(node_id)
         if record.stream is not None:
-            return MarkBack(node_id, held)
+            return MarkBack(node_id, held) if away is not None else None
+        if away is not None and away.firm and record.firm:
+            # How much longer it is waited for is for the nodes core alone to say.
+            return None
         return MarkAway(node_id, held, record.until_ms, record.firm)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
@@ -588,7 +848,18 @@ class Driver:
             store_away_ms=self._jobs.store_away_ms,
             states=self._jobs.states,
             progress=lambda state: self._progress.shown(state, now_ms),
+            straggling=lambda state: len(self._stragglers.shown(state.membership.rdzv_id)),
+            lease_ms=self._nodes.tuning.lease_for(len(records)),
+            silence_ms=max(
+                (now_ms - record.heard_ms for record in records if record.stream is not None),
+                default=0,
+            ),
+            room=self._placer.room,
         )
+
+    def agents(self) -> Mapping[str, str]:
+        """Return by node_id where agents answer /metrics; see `ScrapeTargets`."""
+        return self._agents.listed(self._clock.now_ms())
 
     async def status(self, rdzv_id: str) -> JobView:
         """Show one job.
@@ -602,12 +873,21 @@ class Driver:
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
-        return view(state, self._clock.now_ms())
+        return self._view(state)
+
+    def _view(self, state: State) -> JobView:
+        placer = self._placer
+        wait = placer.wait(state.membership.rdzv_id)
+        return view(state, self._clock.now_ms(), wait, placer.drains())
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
         """Show how far the workers of a job's present round are, by RANK."""
         state = self._jobs.peek(rdzv_id)
         return self._progress.shown(state, self._clock.now_ms()) if state is not None else ()
+
+    def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
+        """Name the workers of a job's present round that straggle, by RANK."""
+        return self._stragglers.shown(rdzv_id)
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
         """Show one job, at once and then whenever it has changed. Who is slow misses some.
@@ -633,6 +913,19 @@ class Driver:
         finally:
             self._watchers -= 1
 
+    @contextmanager
+    def followed_by(self, note: Callable[[str | None], None]) -> Iterator[None]:
+        """Have `note` called, until the body ends, with each job that has changed, by its rdzv_id.
+
+        None: a node has changed, or this driver closes its streams. It is called in the midst of a
+        step and waits for nothing; what it wants to see it looks at later.
+        """
+        self._followers.add(note)
+        try:
+            yield
+        finally:
+            self._followers.discard(note)
+
     async def obey(self, rdzv_id: str, command: Command) -> JobView:
         """Do what an operator asks of a job, and show it as it then is.
 
@@ -642,20 +935,75 @@ class Driver:
 
         """
         await self.status(rdzv_id)
-        return view(await self.submit(rdzv_id, command), self._clock.now_ms())
+        return self._view(await self.submit(rdzv_id, command))
+
+    async def submit_job(self, rdzv_id: str, command: Submit) -> JobView:
+        """Begin a run whose nodes are chosen here, and show the job as it then is.
+
+        Raises:
+            JobExistsError: a run of it has not ended.
+            InvalidRequestError: no node that is known could ever take it.
+
+        """
+        state = await self._jobs.look(rdzv_id)
+        if command.run != state.membership.run:
+            self._placer.check_placeable(command.spec)
+        await self.submit(rdzv_id, command)
+        await self._placer.place()
+        return await self.status(rdzv_id)
+
+    def nodes(self, node_ids: Collection[str] = ()) -> Sequence[NodeSummary]:
+        """Show every node that is connected, away, cordoned or quarantined; of these, if any."""
+        return self._placer.summaries(node_ids)
+
+    async def cordon(self, node_id: str, reason: str) -> NodeSummary:
+        """Place nothing more on a node, and show it as it then is; see `Placer.cordon`."""
+        await self._placer.cordon(node_id, reason)
+        self._tell_followers(None)
+        return self._placer.summary(node_id)
+
+    async def uncordon(self, node_id: str) -> NodeSummary:
+        """Let a node be placed on again, and show it as it then is; see `Placer.uncordon`.
+
+        One that is connected runs its checks anew.
+        """
+        await self._placer.uncordon(node_id)
+        self._send(node_id, LookAgain())
+        self._tell_followers(None)
+        return self._placer.summary(node_id)
+
+    async def drain(
+        self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
+    ) -> NodeSummary:
+        """Empty a node, and show it as it then is; see `Placer.drain_node`."""
+        await self._placer.drain_node(node_id, deadline_ms, reason, keep_min=keep_min)
+        self._show_drain(node_id)
+        return self._placer.summary(node_id)
+
+    async def undrain(self, node_id: str) -> NodeSummary:
+        """Lift a drain, and show the node as it then is; see `Placer.undrain`."""
+        await self._placer.undrain(node_id)
+        self._show_drain(node_id)
+        return self._placer.summary(node_id)
+
+    def _show_drain(self, node_id: str) -> None:
+        for rdzv_id in self._jobs_of.get(node_id, ()):
+            self._wake_watchers(rdzv_id)
 
     async def list(self) -> tuple[JobView, ...]:
         """Show every job that can be read, by name."""
-        views = []
+        return tuple([view async for view in self.each()])
+
+    async def each(self) -> AsyncGenerator[JobView, None]:
+        """Show every job that can be read, one after the other, by name."""
         for rdzv_id in await self._jobs.names():
             try:
-                views.append(await self.status(rdzv_id))
+                yield await self.status(rdzv_id)
             except UnknownJobError:
                 # It was forgotten since.
                 pass
             except RendezvousStateError as error:
                 log.error("job %s is not listed: %s", rdzv_id, error)
-        return tuple(views)
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
         """Yield what a job's workers have written, as it comes from their nodes.
@@ -679,10 +1027,43 @@ class Driver:
         finally:
             reader.close()
 
+    async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
+        """Show what the workers of a round do, or did when it hung; see `Control.TakeStacks`.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            RendezvousClosedError: the run that is meant is not the last.
+            InvalidRequestError: no round is live, and none of that round were kept.
+            LimitExceededError: too many are being taken.
+            RendezvousConnectionError: the store is away, or this server does not serve any more.
+
+        """
+        await self.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        membership, last = state.membership, state.membership.round
+        if run and run != membership.run:
+            raise RendezvousClosedError(
+                f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
+            )
+        live = last.number if last is not None and last.live and not membership.ended else None
+        if live is not None and number in (None, live):
+            return await self._stacks.take(state, why)
+        kept = await self._shelf.rounds(rdzv_id, membership.run)
+        wanted = number if number is not None else max(kept, default=None)
+        found = None
+        if wanted in kept and wanted is not None:
+            found = await self._shelf.find(rdzv_id, membership.run, wanted)
+        if found is None:
+            raise _no_stacks(rdzv_id, number, live, kept)
+        return found
+
     async def forget(self, rdzv_id: str) -> None:
         """Delete a job that has ended, with its history; see `Jobs.forget`."""
         await self._jobs.forget(rdzv_id)
-        self._wake_watchers(rdzv_id)
+        try:
+            await self._shelf.forget(rdzv_id)
+        except RendezvousError as error:
+            log.warning("stacks of %s are kept until others take their place: %s", rdzv_id, error)
         self._wake_watchers(rdzv_id)
 
     def backup(self) -> AsyncIterator[bytes]:
@@ -703,3 +1084,18 @@ class Driver:
         """
         await self.status(rdzv_id)
         return await self._jobs.history(rdzv_id, limit)
+
+
+def _no_stacks(
+    rdzv_id: str, number: int | None, live: int | None, kept: Collection[int]
+) -> InvalidRequestError:
+    rounds = f"those of round {listed(kept)} are" if kept else "no round of this run has hung"
+    if number is None:
+        return InvalidRequestError(
+            f"{rdzv_id} has no workers now, so there are no stacks to take, and none are kept: "
+            f"{rounds}"
+        )
+    present = f"; its workers are in round {live} now" if live is not None else ""
+    return InvalidRequestError(
+        f"no stacks of round {number} of {rdzv_id} are kept, {rounds}{present}"
+    )

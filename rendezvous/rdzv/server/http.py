@@ -1,26 +1,61 @@
 """What is asked by HTTP: the probes (/healthz, /readyz), /metrics, and /sd, which says where it is.
 
-/sd answers as Prometheus' HTTP service discovery expects.
+Beside them the JSON API (`api`), and the page that shows what it says (`page`). /sd answers as
+Prometheus' HTTP service discovery expects.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.exposition import CONTENT_TYPE
+from rdzv.server.answers import Answers
+from rdzv.server.api import Api, answering_errors
+from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Listen
-from rdzv.server.metrics import CONTENT_TYPE, Metrics
+from rdzv.server.feeds import Feeds
+from rdzv.server.metrics import Metrics
+from rdzv.server.page import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.replica import Replica
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def _one_line(record: logging.LogRecord) -> bool:
+    """Tell in a line, without a traceback, who has sent what is no HTTP: that is no fault of ours.
+
+    It is most often gRPC at the wrong port, which tries again and again.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg += ", which is no HTTP/1.1; rdzvctl and nodes connect to --listen, not to --http"
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.exc_info = record.exc_text = None
+    return True
+
+
+_log = logging.getLogger("rdzv.http")
+_log.addFilter(_one_line)
+
+
 @asynccontextmanager
 async def serving_http(
-    replica: Replica, metrics: Metrics, config: Config, listen: Listen
+    replica: Replica,
+    metrics: Metrics,
+    config: Config,
+    listen: Listen,
+    clock: Clock,
+    facade: Facade | None = None,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
@@ -28,28 +63,42 @@ async def serving_http(
         InvalidRequestError: the address can not be listened on.
 
     """
-    app = web.Application()
+    app = web.Application(middlewares=[answering_errors, refusing_strangers(listen)])
     app.add_routes(
         [
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz_of(replica)),
             web.get("/metrics", _metrics_of(metrics)),
-            web.get("/sd", _sd_of(config, listen)),
+            web.get("/sd", _sd_of(replica, config, listen)),
         ]
     )
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, listen.host, listen.port)
+    app.on_response_prepare.append(harmless_headers)
+    answers = Answers(replica, clock, config.limits, facade)
+    async with Feeds.running(answers, config.limits, config.timings) as feeds:
+        app.add_routes(Api(answers, feeds, config).routes())
+        app.add_routes(page_routes())
+        # Who has gone is asked for no more: a handler that waits for news would not notice.
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_log,
+            handler_cancellation=True,
+            shutdown_timeout=config.timings.stop_grace_ms / 1000,
+        )
+        await runner.setup()
         try:
-            await site.start()
-        except OSError as error:
-            raise InvalidRequestError(
-                f"can not listen on {listen}: {error.strerror}; give another address with --http"
-            ) from error
-        yield Listen(listen.host, runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+            site = web.TCPSite(runner, listen.host, listen.port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"can not listen on {listen}: {error.strerror}; give another address with "
+                    "--http"
+                ) from error
+            yield Listen(listen.host, runner.addresses[0][1])
+        finally:
+            feeds.close()
+            await runner.cleanup()
 
 
 async def _healthz(request: web.Request) -> web.Response:
@@ -81,8 +130,12 @@ def _metrics_of(metrics: Metrics) -> Handler:
     return _metrics
 
 
-def _sd_of(config: Config, listen: Listen) -> Handler:
-    """Name this server alone, for no agent has metrics yet.
+def _target(address: str, **labels: str) -> dict[str, object]:
+    return {"targets": [address], "labels": labels}
+
+
+def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
+    """Name this server, and, where it leads, the agents that answer /metrics themselves.
 
     Each server names itself, so that one that dies stays on Prometheus' list, and is missed.
     """
@@ -95,7 +148,9 @@ def _sd_of(config: Config, listen: Listen) -> Handler:
             host = config.advertise.host
         elif not listen.unspecified:
             host = listen.host
-        labels = {"__meta_rdzv_kind": "server"}
-        return web.json_response([{"targets": [str(Listen(host, port))], "labels": labels}])
+        groups = [_target(str(Listen(host, port)), __meta_rdzv_kind="server")]
+        for node_id, address in sorted(replica.agents().items()):
+            groups.append(_target(address, __meta_rdzv_kind="agent", __meta_rdzv_node_id=node_id))
+        return web.json_response(groups)
 
     return _sd

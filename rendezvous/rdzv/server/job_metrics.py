@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from rdzv.core.explain import job_state
 from rdzv.core.model import Cause, JobState, NodeState, State
-from rdzv.core.rendezvous import completion_due_ms, holds, restarts_that_count
+from rdzv.core.rendezvous import completion_due_ms, holds, restart_due_ms, restarts_that_count
 from rdzv.server.messages import RankProgress
 
 CHANGES = ("joined", "left", "lost", "replaced")
@@ -20,6 +21,17 @@ CHANGES = ("joined", "left", "lost", "replaced")
 
 STOP, FORM = "stop", "form"
 """Phases of a recovery: until the last node has stopped; from then until the next round."""
+
+QUEUED = "queued"
+"""What a submitted job without nodes is, beside the states that a job has once it has some."""
+
+JOB_STATES = (QUEUED, *JobState)
+
+
+def shown_state(state: State) -> str:
+    """Say what a job does; one that is queued has no nodes, and so is joining to nobody."""
+    present = job_state(state)
+    return QUEUED if present is JobState.JOINING and state.queued else present
 
 
 # ------------------------------------------------------------------ one job's counters
@@ -137,12 +149,15 @@ def why_not_running(state: State) -> str:
             pass
         case _:
             return ""
+    if state.queued:
+        return QUEUED
     if completion_due_ms(state) is None:
         return "too few nodes" if missing_nodes(state) else "nodes away"
     membership = state.membership
     if membership.round is None:
         return "last call" if membership.resumed_at_ms is None else "adoption"
-    return "back-off" if membership.store_failures else "gathering"
+    backs_off = membership.store_failures or completion_due_ms(state) == restart_due_ms(state)
+    return "back-off" if backs_off else "gathering"
 
 
 def _flapping(state: State, now_ms: int) -> int:
@@ -181,8 +196,23 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "rdzv_job_min_step": ("gauge", "Step of the worker that is behind all others."),
     "rdzv_job_max_step": ("gauge", "Step of the worker that is ahead of all others."),
+    "rdzv_job_median_step": ("gauge", "Step that half of the workers have reached."),
     "rdzv_job_steps_per_second": ("gauge", "Steps of the slowest worker whose rate is known."),
+    "rdzv_job_median_steps_per_second": (
+        "gauge",
+        "Steps of the worker in the middle of those whose rate is known.",
+    ),
+    "rdzv_job_max_steps_per_second": ("gauge", "Steps of the fastest worker."),
     "rdzv_job_progress_age_seconds": ("gauge", "Time since any worker told of a step."),
+    "rdzv_job_max_progress_age_seconds": (
+        "gauge",
+        "Time since the worker that is silent for longest told of a step.",
+    ),
+    "rdzv_job_straggling_ranks": (
+        "gauge",
+        "Workers that have long taken more than twice as long for a step as the median.",
+    ),
+    "rdzv_job_progress_workers": ("gauge", "Workers that have told of a step in the live round."),
     "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
     "rdzv_job_rounds_ended_total": ("counter", "Rounds that ended, by what that is charged to."),
     "rdzv_job_restarts_total": ("counter", "Restarts spent on worker failures."),
@@ -217,7 +247,7 @@ class JobPage:
         """Write a job that has not ended."""
         membership, add = state.membership, self._add
         job = _label("rdzv_id", membership.rdzv_id)
-        self._add_counted(job, job_state(state), tally, now_ms)
+        self._add_counted(job, shown_state(state), tally, now_ms)
         nodes = node_states(state)
         for node_state in NodeState:
             add("rdzv_job_nodes", f'{job},state="{node_state}"', nodes[node_state])
@@ -239,22 +269,34 @@ class JobPage:
         if progress:
             self._add_progress(job, progress)
 
+    def add_straggling(self, state: State, number: int) -> None:
+        """Write how many workers of a live job straggle."""
+        self._add("rdzv_job_straggling_ranks", _label("rdzv_id", state.membership.rdzv_id), number)
+
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Write the extremes of a job's workers: one series for each would be without bound."""
-        self._add("rdzv_job_min_step", job, min(one.step for one in progress))
-        self._add("rdzv_job_max_step", job, max(one.step for one in progress))
-        self._add("rdzv_job_progress_age_seconds", job, min(one.age_ms for one in progress) / 1000)
-        if rates := [one.rate for one in progress if one.rate > 0]:
-            self._add("rdzv_job_steps_per_second", job, min(rates))
+        """Write extremes and middle of a job's workers: a series for each would know no bound."""
+        add = self._add
+        steps = sorted(one.step for one in progress)
+        ages = [one.age_ms for one in progress]
+        add("rdzv_job_min_step", job, steps[0])
+        add("rdzv_job_median_step", job, median_low(steps))
+        add("rdzv_job_max_step", job, steps[-1])
+        add("rdzv_job_progress_age_seconds", job, min(ages) / 1000)
+        add("rdzv_job_max_progress_age_seconds", job, max(ages) / 1000)
+        add("rdzv_job_progress_workers", job, len(steps))
+        if rates := sorted(one.rate for one in progress if one.rate > 0):
+            add("rdzv_job_steps_per_second", job, rates[0])
+            add("rdzv_job_median_steps_per_second", job, median_low(rates))
+            add("rdzv_job_max_steps_per_second", job, rates[-1])
 
     def add_ended(self, rdzv_id: str, tally: JobTally, now_ms: int) -> None:
         """Write what was counted of a job that has ended."""
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
 
-    def _add_counted(self, job: str, present: JobState, tally: JobTally, now_ms: int) -> None:
+    def _add_counted(self, job: str, present: str, tally: JobTally, now_ms: int) -> None:
         add = self._add
-        for state in JobState:
+        for state in JOB_STATES:
             add("rdzv_job_state", f'{job},state="{state}"', int(state is present))
         add("rdzv_job_rounds_completed_total", job, tally.completed)
         for cause in Cause:

@@ -35,7 +35,7 @@ from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
 from rdzv.server.tasks import Tasks
 from rdzv.stores import backup
-from rdzv.stores.base import Record, RevisionConflictError, Store
+from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -88,6 +88,13 @@ class News:
     events: tuple[Event, ...]
 
 
+Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
+"""Hears of a step before it is stored. It may have a command come first, and adds to the history.
+
+What it raises, the step does, and is then taken again.
+"""
+
+
 class Jobs:
     """All jobs of one server: those in the store, and in memory those that are alive."""
 
@@ -102,6 +109,7 @@ class Jobs:
         publish: Callable[[Job, News], None],
         on_load: Callable[[Job], None],
         meter: Meter,
+        judge: Judge,
     ) -> None:
         self._store = store
         self._meter = meter
@@ -114,6 +122,7 @@ class Jobs:
         self._new_uid = new_uid
         self._tell = publish
         self._on_load = on_load
+        self._judge = judge
         self._jobs: dict[str, Job] = {}
         self._ended: dict[str, int] = {}
         """When each stored job that was loaded ended, so that none is read again to find out."""
@@ -151,6 +160,14 @@ class Jobs:
         if isinstance(command, Join):
             command = replace(command, new_run=self._new_uid())
         transition = self._decide(job.state, command)
+        first, rows = await self._judge(job.state, transition)
+        job.pending += rows
+        if first is not None:
+            await self._take(job, first, self._decide(job.state, first))
+            transition = self._decide(job.state, command)
+        return await self._take(job, command, transition)
+
+    async def _take(self, job: Job, command: Command, transition: Transition) -> State:
         if broken := violations(job.state, transition.state):
             raise await self._reload_broken(job, command, broken)
         if transition.state.membership is not job.state.membership:
@@ -183,19 +200,23 @@ class Jobs:
         rows = (*job.pending, *self._rows(transition))
         try:
             with self._meter.committing():
-                job.revision = await self._ask(
-                    self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows),
-                    writes=True,
+                job.revision = await self._write(
+                    job, self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
                 )
-        except RevisionConflictError as error:
-            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
-            await self._load(job)
-            raise RendezvousConnectionError(f"{error}; try again") from error
         except RendezvousConnectionError as error:
             if not error.definite:
                 job.doubt = (command, transition)
             raise
         job.pending = ()
+
+    async def _write(self, job: Job, written: Awaitable[T]) -> T:
+        """Write a job. If somebody else has written it, it is loaded anew, and nothing was done."""
+        try:
+            return await self._ask(written, writes=True)
+        except RevisionConflictError as error:
+            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
+            await self._load(job)
+            raise StoreRefusedError(f"{error}; try again") from error
 
     def _publish(self, job: Job, command: Command, transition: Transition) -> None:
         """Make a step that is stored the present, and tell everyone. Waits for nothing."""
@@ -210,10 +231,27 @@ class Jobs:
         self._meter.stepped(before, after, transition.events, self._clock.now_ms())
         self._tell(job, News(command, before, after, transition.events))
 
+    def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
+        """Write events that no step has led to: to the log, and with the next commit to history."""
+        job = self._jobs.get(rdzv_id)
+        if job is not None and job.loaded is not None:
+            run = job.loaded.membership.run
+            rows = observe.records(rdzv_id, run, events, self._clock.now_ms())
+            self._postpone(job, rows)
+            observe.publish(rows, events)
+
     def _rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
         now_ms = self._clock.now_ms()
         return observe.records(membership.rdzv_id, membership.run, transition.events, now_ms)
+
+    def record(self, rdzv_id: str, event: Event) -> None:
+        """Write into the history of a job what concerns it, and changes nothing of it."""
+        if (job := self._jobs.get(rdzv_id)) is not None and job.loaded is not None:
+            membership, now_ms = job.loaded.membership, self._clock.now_ms()
+            rows = observe.records(rdzv_id, membership.run, (event,), now_ms)
+            self._postpone(job, rows)
+            observe.publish(rows, (event,))
 
     def _postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
         """Keep history for the next commit; too much of it gets one of its own."""
@@ -329,11 +367,7 @@ class Jobs:
     async def _delete(self, job: Job, why: str) -> None:
         """Delete a claimed job whose run has ended from the store, and from memory."""
         try:
-            await self._ask(self._store.delete(job.rdzv_id, job.revision), writes=True)
-        except RevisionConflictError as error:
-            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
-            await self._load(job)
-            raise RendezvousConnectionError(f"{error}; try again") from error
+            await self._write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
                 # Whoever claims it next finds out.
@@ -418,6 +452,11 @@ class Jobs:
         """The present states of all jobs in memory, which is all that have not ended."""
         return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """The jobs of which nobody knows whether their last commit has happened."""
+        return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt is not None)
+
     async def _flush(self, rows: tuple[Record, ...]) -> None:
         try:
             if rows:
@@ -454,6 +493,14 @@ class Jobs:
         pending = job.pending if job else ()
         rows = await self._ask(self._store.history(rdzv_id, limit))
         return (*rows, *pending)[-limit:]
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        return await self._ask(self._store.load_document(name))
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision. Raises what `Store.swap_document` does."""
+        return await self._ask(self._store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
         """Yield all that the store holds, as the lines of a backup file."""

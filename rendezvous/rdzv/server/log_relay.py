@@ -72,6 +72,8 @@ class LogRelay:
         self.clock = clock
         self.limits = limits
         self.answer_ms = answer_ms
+        self.expects_until_ms = clock.now_ms() + answer_ms
+        """Until when nodes are on their way to a server that has just started."""
         self._send = send
         self._readers: dict[LogReader, None] = {}
         self._asks: dict[int, tuple[LogReader, _Ask]] = {}
@@ -329,7 +331,7 @@ class LogReader:
         if membership.run != self._run or membership.ended is not None:
             self._over = True
             for ask in self._asks.values():
-                if not ask.done and ask.request is None:
+                if not ask.done and ask.request is None and not self._may_come_back():
                     self._end(ask, self._absent(ask))
             self._news.set()
         elif membership.round is not None and membership.round.number >= self._first:
@@ -399,11 +401,15 @@ class LogReader:
                 for (local_rank, stderr), offset in offsets.items()
             ),
         )
-        if self._relay.ask(self, ask, told) or (expected and not self._over):
+        if self._relay.ask(self, ask, told) or (expected and self._may_come_back()):
             ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms
             self._timer.arm_by(ask.deadline_ms)
         else:
             self._end(ask, self._absent(ask))
+
+    def _may_come_back(self) -> bool:
+        """Whether a node that is not connected is to be waited for."""
+        return not self._over or self._relay.clock.now_ms() < self._relay.expects_until_ms
 
     def _expect(self, ask: _Ask) -> None:
         """Give a node time for what it owes: an answer, to come back, or without `follow` more."""
@@ -426,7 +432,7 @@ class LogReader:
                     f"it has sent nothing for {seconds:g} s: its agent may be held up, or too old "
                     f"to read logs; {self._where(ask)}",
                 )
-            elif self._wanted.follow:
+            elif self._wanted.follow and not self._over:
                 # It is read on should it come back.
                 ask.deadline_ms = None
                 self._note(ask, self._absent(ask))

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rdzv.core.commands import Command
-from rdzv.core.model import Ended, RoundEnd
+from rdzv.core.hangs import HungWorker
+from rdzv.core.model import Ended, JobSpec, RoundEnd
 from rdzv.core.nodes import AgentKind
+from rdzv.core.placement import FailingCheck, Resources
+from rdzv.core.stacks import WorkerStack
 
 # ------------------------------------------------------------------ what nodes say
 
@@ -27,6 +30,43 @@ class Hello:
     incarnation: int
     fence_after_ms: int = 0
     """After how long unheard it kills its workers; 0: it does not."""
+    version: str = ""
+    resources: Resources | None = None
+    """None: it takes no submitted jobs."""
+    holdings: tuple[Holding, ...] = ()
+    failing: tuple[FailingCheck, ...] = ()
+    """What is wrong with it by its own checks."""
+    metrics: str = ""
+    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere that others reach."""
+    draining: Draining | None = None
+    """Set if it is about to leave all its jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """That a node is about to leave all its jobs; with `own` because it wishes so itself."""
+
+    left_ms: int
+    reason: str
+    number: int
+    """The drain that a server has told it of; 0: none has."""
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A submitted job of which something may still be left on the node."""
+
+    rdzv_id: str
+    run: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All the submitted jobs of which something may still be left on the node."""
+
+    held: tuple[Holding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +121,28 @@ class LogPiece:
     """Why something, or with `last` anything more, does not come."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """All workers of one round on a node that hang; none: none does any more."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    workers: tuple[HungWorker, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """What some workers of a node are doing."""
+
+    request: int
+    workers: tuple[WorkerStack, ...] = ()
+    last: bool = False
+    """No more comes."""
+    error: str = ""
+    """Why there is nothing."""
+
+
 # ------------------------------------------------------------------ what nodes are told
 
 
@@ -89,6 +151,14 @@ class Welcome:
     """The stream is open."""
 
     incarnation: int
+    heartbeat_interval_ms: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The lease has grown."""
+
     heartbeat_interval_ms: int
     lease_ms: int
 
@@ -202,8 +272,72 @@ class LogCredit:
     cancel: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The node is to take part in a submitted job."""
+
+    rdzv_id: str
+    run: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The node is not to take part in a submitted job any more."""
+
+    rdzv_id: str
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookAgain:
+    """An operator has looked at the node: it runs its checks now."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStacks:
+    """What the node's workers of a round are doing is wanted."""
+
+    request: int
+    rdzv_id: str
+    run: str
+    round: int
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """The node is to leave all its jobs; repeated with what is left of its time."""
+
+    left_ms: int
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainNode:
+    """The node may stay."""
+
+
 Told = (
-    Welcome | Heard | Joined | Line | RoundOver | Closed | Refused | Waiting | ReadLog | LogCredit
+    Welcome
+    | Lease
+    | Heard
+    | Joined
+    | Line
+    | RoundOver
+    | Closed
+    | Refused
+    | Waiting
+    | ReadLog
+    | LogCredit
+    | Placed
+    | Withdrawn
+    | LookAgain
+    | TakeStacks
+    | DrainNode
+    | UndrainNode
 )
 
 # ------------------------------------------------------------------ what operators ask
@@ -240,6 +374,49 @@ class LogLines:
     offset: int = 0
     data: bytes = b""
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJob:
+    """A job that a node is in, holds, or was chosen for."""
+
+    rdzv_id: str
+    gpus: int
+    state: str
+    """placed, holding, or its state within the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """One node, across its jobs."""
+
+    node_id: str
+    state: str
+    """connected, away, or gone: known only because it is cordoned or quarantined."""
+    state_age_ms: int
+    program: str
+    address: str
+    version: str
+    resources: Resources | None
+    gpus_free: int
+    jobs: tuple[NodeJob, ...]
+    cordoned: bool
+    cordon_reason: str
+    cordon_age_ms: int
+    metrics: str = ""
+    """Where its agent answers /metrics; empty: nowhere."""
+    quarantine: str = ""
+    """Why it is quarantined; empty if it is not."""
+    quarantine_age_ms: int = 0
+    quarantine_left_ms: int = 0
+    unhealthy: str = ""
+    """What is wrong with it by its own checks; empty: nothing."""
+    unhealthy_age_ms: int = 0
+    drain: str = ""
+    """draining, drained, or empty."""
+    drain_reason: str = ""
+    drain_left_ms: int = 0
+    drained_by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,25 @@ So the driver knows of no library for metrics, and a server that nobody can scra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rdzv.core.events import Event
 from rdzv.core.model import State
 from rdzv.server.messages import RankProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the nodes have for submitted jobs, and what is left of it."""
+
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """By what they are: free, taken, or unusable, on a node that nothing may be placed on now."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Jobs that the nodes take at once, likewise."""
+    nodes_barred: Mapping[str, int] = field(default_factory=dict)
+    """Nodes on which nothing is placed until somebody says otherwise, by what bars them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +40,16 @@ class Figures:
     """How long the store has been away; 0 while it is there."""
     states: tuple[State, ...]
     """Every job in memory, which is every job that has not ended."""
+    straggling: Callable[[State], int] = lambda state: 0
+    """How many workers of a job straggle."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
     """How far the workers of a job are, as far as they have said."""
+    lease_ms: int = 0
+    """The lease of a node that connects now."""
+    silence_ms: int = 0
+    """How long nothing was heard of the node with a stream that is silent for longest."""
+    room: Callable[[], Room] = Room
+    """What the nodes have for submitted jobs; it looks at every job and every node."""
 
 
 class Meter:
@@ -53,6 +73,12 @@ class Meter:
 
     def loop_late(self, late_ms: int) -> None:
         """Note by how much the event loop was late for a timer."""
+
+    def stream_opened(self) -> None:
+        """Note that a node has opened a stream."""
+
+    def node_lost(self) -> None:
+        """Note that a node was given up, whatever jobs it is in."""
 
     def received(self) -> None:
         """Note a message of a node."""

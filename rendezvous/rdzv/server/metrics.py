@@ -14,7 +14,7 @@ import asyncio
 import platform
 import time
 from collections import Counter as Tally
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import prometheus_client
@@ -35,14 +35,22 @@ from rdzv.core.events import (
     RunEnded,
     WorkerFailed,
 )
-from rdzv.core.explain import job_state
+from rdzv.core.explain import JobView
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import LimitExceededError
+from rdzv.exposition import Collect, Parts, add_process, by_label
+from rdzv.server.c10d_metrics import c10d_metrics
 from rdzv.server.config import Config
-from rdzv.server.job_metrics import CHANGES, FORM, STOP, JobPage, JobTally
+from rdzv.server.job_metrics import (
+    CHANGES,
+    FORM,
+    QUEUED,
+    STOP,
+    JobPage,
+    JobTally,
+    shown_state,
+)
 from rdzv.server.meter import Figures, Meter
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SLICE_JOBS = 50
 """Jobs that are written before others get their turn: two or three milliseconds."""
@@ -53,15 +61,15 @@ ENDED_JOBS = 1_000
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
 
-_LIVE_STATES = (JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
+_LIVE_STATES = (QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1_800)
 _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
-# For each counter and histogram a gauge would follow with the time at which it was made.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+SERVER, ROOM, JOBS, C10D = "server", "room", "jobs", "c10d"
+"""What is computed when it is asked for, and may fail by itself."""
 
 
 class Metrics(Meter, Collector):
@@ -73,9 +81,15 @@ class Metrics(Meter, Collector):
         config: Config,
         version: str,
         now_s: Callable[[], float] = time.perf_counter,
+        c10d: Callable[[], Iterable[JobView]] | None = None,
     ) -> None:
-        """Take `look`, which returns the server's present figures; None while it does not lead."""
+        """Take `look`, which returns the server's present figures; None while it does not lead.
+
+        `c10d` returns the jobs in torch's own store; None: this server serves none.
+        """
         self._look = look
+        self._c10d = c10d
+        self._parts = Parts("rdzv_collector_success", "rdzvd")
         self._now_s = now_s
         self._scrapes_limit = config.limits.scrapes
         self._scrapes = 0
@@ -97,12 +111,7 @@ class Metrics(Meter, Collector):
 
     def add_process(self) -> None:
         """Tell of this process and its interpreter, too."""
-        for make in (
-            prometheus_client.ProcessCollector,
-            prometheus_client.PlatformCollector,
-            prometheus_client.GCCollector,
-        ):
-            make(registry=self._registry)
+        add_process(self._registry)
 
     def _count_events(self, registry: CollectorRegistry) -> None:
         self._runs_ended = Counter(
@@ -168,6 +177,14 @@ class Metrics(Meter, Collector):
             "rdzv_loop_lag_seconds",
             "Time by which the event loop was late, looked at four times a second while it leads.",
             buckets=_LAG_SECONDS,
+            registry=registry,
+        )
+        self._streams_opened = Counter(
+            "rdzv_streams_opened_total", "Streams that nodes have opened.", registry=registry
+        )
+        self._nodes_lost = Counter(
+            "rdzv_nodes_lost_total",
+            "Nodes that were given up, whatever jobs they were in.",
             registry=registry,
         )
         self._received = Counter(
@@ -301,6 +318,14 @@ class Metrics(Meter, Collector):
         """Note by how much the event loop was late for a timer."""
         self._lag.observe(max(late_ms, 0) / 1000)
 
+    def stream_opened(self) -> None:
+        """Note that a node has opened a stream."""
+        self._streams_opened.inc()
+
+    def node_lost(self) -> None:
+        """Note that a node was given up, whatever jobs it is in."""
+        self._nodes_lost.inc()
+
     def received(self) -> None:
         """Note a message of a node."""
         self._received.inc()
@@ -312,7 +337,16 @@ class Metrics(Meter, Collector):
     # ---------------------------------------------------------------- what is read
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of the server itself; prometheus-client asks for them."""
+        """Yield the gauges of the server itself; prometheus-client asks for them.
+
+        What fails leaves its own out, and says so by a metric.
+        """
+        asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
+        if (views := self._c10d) is not None:
+            asked[C10D] = lambda: c10d_metrics(views())
+        yield from self._parts.collect(asked)
+
+    def _collect_server(self) -> Iterator[Metric]:
         figures = self._look()
         yield GaugeMetricFamily(
             "rdzv_leads",
@@ -321,17 +355,17 @@ class Metrics(Meter, Collector):
         )
         if figures is None:
             return
-        jobs = Tally(job_state(state) for state in _known(figures.states))
+        jobs = Tally(shown_state(state) for state in _known(figures.states))
         yield GaugeMetricFamily(
             "rdzv_leadership", "Number of this server's take-over.", figures.leadership
         )
-        yield _by_label(
+        yield by_label(
             "rdzv_jobs",
             "Jobs that have not ended, by state.",
             "state",
-            {state.value: jobs[state] for state in _LIVE_STATES},
+            {str(state): jobs[state] for state in _LIVE_STATES},
         )
-        yield _by_label(
+        yield by_label(
             "rdzv_nodes",
             "Nodes of all jobs: with a stream, or waited for without one.",
             "state",
@@ -343,6 +377,41 @@ class Metrics(Meter, Collector):
             "rdzv_store_away_seconds",
             "Time since the store is away; 0 while it is there.",
             figures.store_away_ms / 1000,
+        )
+        yield GaugeMetricFamily(
+            "rdzv_lease_seconds",
+            "Silence that is tolerated of a node that connects now.",
+            figures.lease_ms / 1000,
+        )
+        yield GaugeMetricFamily(
+            "rdzv_node_silence_seconds",
+            "Time since the node with a stream that is silent for longest was heard.",
+            figures.silence_ms / 1000,
+        )
+
+    def _collect_room(self) -> Iterator[Metric]:
+        """Yield what the nodes have for submitted jobs."""
+        figures = self._look()
+        if figures is None:
+            return
+        room = figures.room()
+        yield by_label(
+            "rdzv_gpus",
+            "GPUs of nodes that take submitted jobs.",
+            "state",
+            room.gpus,
+        )
+        yield by_label(
+            "rdzv_places",
+            "Submitted jobs that the nodes take at once.",
+            "state",
+            room.places,
+        )
+        yield by_label(
+            "rdzv_nodes_barred",
+            "Nodes on which no submitted job is placed until that is taken back.",
+            "by",
+            room.nodes_barred,
         )
 
     async def text(self) -> bytes:
@@ -359,10 +428,12 @@ class Metrics(Meter, Collector):
             )
         self._scrapes += 1
         try:
-            parts = [prometheus_client.generate_latest(self._registry)]
-            async for part in self._job_parts():
-                parts.append(part)
-            return b"".join(parts)
+            parts = []
+            with self._parts.computing(JOBS):
+                async for part in self._job_parts():
+                    parts.append(part)
+            # After the jobs, for it tells whether these could be written.
+            return b"".join((prometheus_client.generate_latest(self._registry), *parts))
         finally:
             self._scrapes -= 1
 
@@ -376,6 +447,7 @@ class Metrics(Meter, Collector):
             tally = self._tallies.get(state.membership.rdzv_id)
             if tally is not None:
                 page.add_live(state, tally, figures.progress(state), now_ms)
+                page.add_straggling(state, figures.straggling(state))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for number, (rdzv_id, tally) in enumerate(tuple(self._ended.items()), 1):
@@ -402,10 +474,3 @@ def _replaced(last: Round, round_: Round) -> int:
 def _begin(counter: Counter | Histogram, values: Iterable[str]) -> None:
     for value in values:
         counter.labels(value)
-
-
-def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=(label,))
-    for value, number in values.items():
-        family.add_metric((value,), number)
-    return family

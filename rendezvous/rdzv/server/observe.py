@@ -10,32 +10,41 @@ from datetime import UTC, datetime
 
 from rdzv.core.events import (
     Event,
+    HangOver,
+    JobQueued,
     JobScaled,
     LastCallBegan,
     NodeAdopted,
     NodeCameBack,
+    NodeDeclined,
+    NodeDrained,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeLost,
+    NodesPlaced,
     NodeStopped,
     NodeStuck,
     NodeSucceeded,
+    NodesWithdrawn,
+    NodeUndrained,
     NodeWentAway,
+    RankCaughtUp,
+    RankStraggles,
     RoundAdopted,
     RoundCompleted,
     RoundEnded,
     RoundSettled,
     RunBegan,
     RunEnded,
+    StacksTaken,
     WorkerFailed,
+    WorkersHang,
 )
 from rdzv.core.model import Result, Round
 from rdzv.core.root_cause import describe_failure
+from rdzv.core.words import LISTED, counted, duration, listed
 from rdzv.stores.base import Record
-
-LISTED_NODES = 8
-"""How many nodes one line names."""
 
 log = logging.getLogger("rdzv.events")
 
@@ -55,7 +64,7 @@ def _describe(event: Event) -> str:
         case RunBegan():
             return f"run {event.run_number} ({event.run}) began: {event.reason}"
         case NodeJoined():
-            workers = _count(event.local_world_size, "worker")
+            workers = counted(event.local_world_size, "worker")
             return f"{event.node_id} joined from {event.address} with {workers}"
         case NodeStopped():
             return f"{event.node_id} stopped its workers of round {event.round}"
@@ -76,12 +85,12 @@ def _describe(event: Event) -> str:
         case WorkerFailed():
             return f"worker failed in round {event.round}: {describe_failure(event.failure)}"
         case LastCallBegan():
-            nodes = _count(event.nodes, "node")
+            nodes = counted(event.nodes, "node")
             return f"last call: {nodes} at hand, more may come for {_seconds(event.for_ms)}"
         case RoundCompleted():
             return _describe_round(event.round)
         case RoundAdopted():
-            nodes = _count(len(event.round.participants), "node")
+            nodes = counted(len(event.round.participants), "node")
             return f"round {event.round.number} of {nodes} goes on: its nodes told of it"
         case NodeAdopted():
             return f"{event.node_id} has GROUP_RANK {event.group_rank} in round {event.round}"
@@ -93,6 +102,29 @@ def _describe(event: Event) -> str:
             )
         case JobScaled():
             return f"scaled to {event.min_nodes}:{event.max_nodes} nodes: {event.reason}"
+        case NodesPlaced():
+            return f"placed on {listed(event.node_ids)}"
+        case NodesWithdrawn():
+            return f"withdrawn from {listed(event.node_ids)}: {event.reason}"
+        case NodeDeclined():
+            return f"{event.node_id} can not run it: {event.reason}"
+        case NodeDrained():
+            return f"{event.node_id} leaves within {duration(event.within_ms)}: {event.reason}"
+        case NodeUndrained():
+            return f"{event.node_id} may stay: its drain is lifted"
+        case JobQueued():
+            return f"queued again: {event.reason}"
+        case WorkersHang():
+            return f"{event.node_id}: workers hang in round {event.round}: {event.reason}"
+        case StacksTaken():
+            return f"stacks of round {event.round}: {event.summary}"
+        case RankStraggles():
+            pace = f"{event.step_s:.3g} s a step, where the median is {event.median_s:.3g} s"
+            return f"RANK {event.rank} on {event.node_id} straggles: {pace}"
+        case RankCaughtUp():
+            return f"RANK {event.rank} on {event.node_id} straggles no more"
+        case HangOver():
+            return f"nobody hangs any more in round {event.round}, which goes on"
         case RunEnded():
             return f"run {event.run} {event.ended.result}: {event.ended.reason}"
 
@@ -106,10 +138,10 @@ def _budget(event: RoundSettled) -> str:
 def _describe_round(round_: Round) -> str:
     places = [
         f"{p.node_id}={_ranks(p.rank_first, p.offer.local_world_size)}"
-        for p in round_.participants[:LISTED_NODES]
+        for p in round_.participants[:LISTED]
     ]
     more = len(round_.participants) - len(places)
-    listed = " ".join(places) + (f" and {_count(more, 'more node')}" if more else "")
+    listed = " ".join(places) + (f" and {counted(more, 'more node')}" if more else "")
     return (
         f"round {round_.number} complete: {listed}, world_size {round_.world_size}, "
         f"MASTER {_host_port(round_.master_addr, round_.master_port)}"
@@ -126,10 +158,6 @@ def _host_port(host: str, port: int) -> str:
 
 def _seconds(ms: int) -> str:
     return f"{ms / 1000:.3g} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _one_line(text: str) -> str:
@@ -163,7 +191,14 @@ def publish(rows: Sequence[Record], events: Sequence[Event]) -> None:
 
 def _level(event: Event) -> int:
     match event:
-        case NodeLost() | NodeStuck() | WorkerFailed():
+        case (
+            NodeLost()
+            | NodeStuck()
+            | WorkerFailed()
+            | NodeDeclined()
+            | WorkersHang()
+            | RankStraggles()
+        ):
             return logging.WARNING
         case RunEnded(ended=ended) if ended.result is Result.FAILED:
             return logging.ERROR

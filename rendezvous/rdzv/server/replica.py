@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
@@ -85,6 +85,10 @@ class Replica:
     def figures(self) -> Figures | None:
         """Show what this server holds, for those who scrape it; None while it does not lead."""
         return self._driver.figures() if self._driver is not None and self.proven else None
+
+    def agents(self) -> Mapping[str, str]:
+        """Return by node_id where agents answer /metrics; none while this server does not lead."""
+        return self._driver.agents() if self._driver is not None and self.proven else {}
 
     def _not_leader(self) -> NotLeaderError:
         leader = self._election.leader if self._election else None

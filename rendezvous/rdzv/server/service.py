@@ -36,13 +36,13 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.server import wire
+from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Belief, Heard, Progress, Refused
+from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
-from rdzv.stores.base import Record
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
-Inbox = asyncio.Queue[tuple[str, Command] | None]
+Said = tuple[str, Command] | Holdings
+Inbox = asyncio.Queue[Said | None]
 
 Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
@@ -135,6 +136,8 @@ class Conversation:
         self._version = version
         self._early: dict[str, Progress] = {}
         """By rdzv_id: what the node has said of its workers before its beliefs were decided."""
+        self._early_hung: dict[str, Hung] = {}
+        """Likewise: which of its workers hang."""
         self._warned = False
 
     async def hold(self, context: Context) -> None:
@@ -212,6 +215,19 @@ class Conversation:
                     )
                 case "progress":
                     self._take_progress(message.progress, stream)
+                case "hung":
+                    self._take_hung(wire.hung_of(message.hung, self._limits), stream)
+                case "stacks":
+                    said = wire.stacks_of(message.stacks, self._limits)
+                    self._driver.take_stacks_in(stream, said)
+                case "health":
+                    self._driver.note_health(stream, wire.failing_of(message.health, self._limits))
+                case "holdings":
+                    holdings = Holdings(wire.holdings_of(message.holdings, self._limits))
+                    self._queue(holdings, stream, inbox)
+                case "draining":
+                    draining = wire.draining_of(message.draining, self._limits)
+                    self._driver.note_draining(stream, draining)
                 case _:
                     speaker = wire.Speaker(stream.node_id, stream.incarnation)
                     self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
@@ -232,6 +248,21 @@ class Conversation:
         except InvalidRequestError as error:
             self._warn(stream, error)
 
+    def _take_hung(self, said: Hung, stream: Stream) -> None:
+        """Take note of workers that hang at once; a job that is not adopted yet has none."""
+        if stream.greeted:
+            self._driver.note_hung(stream, said)
+        elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
+            self._early_hung[said.rdzv_id] = said
+
+    def _release_hung(self, stream: Stream) -> None:
+        early, self._early_hung = self._early_hung, {}
+        for said in early.values():
+            try:
+                self._driver.note_hung(stream, said)
+            except InvalidRequestError as error:
+                stream.send(Refused(said.rdzv_id, error.code, str(error)))
+
     def _release_progress(self, stream: Stream) -> None:
         early, self._early = self._early, {}
         for said in early.values():
@@ -245,7 +276,7 @@ class Conversation:
             self._warned = True
             log.warning("%s: its progress is passed over: %s", stream.node_id, error)
 
-    def _queue(self, said: tuple[str, Command], stream: Stream, inbox: Inbox) -> None:
+    def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
         try:
             inbox.put_nowait(said)
         except asyncio.QueueFull:
@@ -258,10 +289,15 @@ class Conversation:
 
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
         """Decide what the node says, in its order, beginning with what it believes."""
-        await self._driver.greet(stream, self._beliefs(stream, beliefs))
+        named = [wire.job_named_in(message) for message in beliefs]
+        await self._driver.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_progress(stream)
+        self._release_hung(stream)
         while (said := await inbox.get()) is not None:
-            await self._driver.hear(stream, *said)
+            if isinstance(said, Holdings):
+                await self._driver.note_holdings(stream, said.held)
+            else:
+                await self._driver.hear(stream, *said)
         stream.close()
 
     def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
@@ -299,14 +335,14 @@ class ControlService(pb_grpc.ControlServicer):
         self._replica = replica
         self._clock = clock
         self._limits = limits
-        self._facade = facade
+        self._answers = Answers(replica, clock, limits, facade)
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Show one job."""
         try:
-            return self._status(await self._view(request.rdzv_id))
+            return self._status(await self._answers.view(request.rdzv_id))
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -327,11 +363,9 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListJobsResponse:
         """Show every job."""
         try:
-            views = await self._replica.driver.list()
+            views = [view async for view in self._answers.views()]
         except RendezvousError as error:
             await _abort(context, error)
-        if self._facade is not None:
-            views = (*views, *self._facade.views())
         return pb.ListJobsResponse(jobs=[wire.job_summary(view) for view in views])
 
     async def ListEvents(  # noqa: N802
@@ -340,7 +374,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Show a job's history."""
         try:
             limit = wire.history_limit(request.limit, self._limits)
-            rows = await self._history(request.rdzv_id, limit)
+            rows = await self._answers.history(request.rdzv_id, limit)
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
@@ -362,6 +396,69 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.JobStatus:
         """Give a run other bounds."""
         return await self._obey(request, wire.scale_of, context)
+
+    async def SubmitJob(  # noqa: N802
+        self, request: pb.SubmitJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Begin a run whose nodes the server chooses."""
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            command = wire.submit_of(request, self._limits)
+            return self._status(await self._replica.driver.submit_job(rdzv_id, command))
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def ListNodes(  # noqa: N802
+        self, request: pb.ListNodesRequest, context: AnyContext
+    ) -> pb.ListNodesResponse:
+        """Show every node."""
+        try:
+            named = [wire.node_id_of(node_id, self._limits) for node_id in request.node_ids]
+            summaries = self._replica.driver.nodes(named)
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ListNodesResponse(nodes=[wire.node_summary(summary) for summary in summaries])
+
+    async def CordonNode(  # noqa: N802
+        self, request: pb.CordonNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Place nothing more on a node."""
+        try:
+            node_id, reason = wire.cordon_of(request, self._limits)
+            return wire.node_summary(await self._replica.driver.cordon(node_id, reason))
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def UncordonNode(  # noqa: N802
+        self, request: pb.UncordonNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Let a node be placed on again."""
+        try:
+            node_id = wire.node_id_of(request.node_id, self._limits)
+            return wire.node_summary(await self._replica.driver.uncordon(node_id))
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def DrainNode(  # noqa: N802
+        self, request: pb.DrainNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Empty a node."""
+        try:
+            driver = self._replica.driver
+            asked = wire.drain_of(request, self._limits)
+            return wire.node_summary(await driver.drain(*asked, keep_min=request.keep_min))
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def UndrainNode(  # noqa: N802
+        self, request: pb.UndrainNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Lift a drain."""
+        try:
+            node_id = wire.node_id_of(request.node_id, self._limits)
+            return wire.node_summary(await self._replica.driver.undrain(node_id))
+        except RendezvousError as error:
+            await _abort(context, error)
 
     async def _obey(
         self, request: Wish, read: Callable[[Wish, Limits], Command], context: AnyContext
@@ -394,8 +491,23 @@ class ControlService(pb_grpc.ControlServicer):
                 async for lines in found:
                     yield wire.log_lines(lines)
         except UnknownJobError as error:
-            if self._facade is not None and self._facade.view(request.rdzv_id) is not None:
-                await _abort(context, _not_ours(request.rdzv_id))
+            await _abort(context, self._answers.why_no_logs(request.rdzv_id, error))
+        except RendezvousError as error:
+            await _abort(context, error)
+
+    async def TakeStacks(  # noqa: N802
+        self, request: pb.TakeStacksRequest, context: AnyContext
+    ) -> pb.StackReport:
+        """Show what the workers of a round do, or did when it hung."""
+        try:
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            run, number = wire.stacks_wanted_of(request, self._limits)
+            why = "an operator asked for them"
+            report = await self._replica.driver.stacks(rdzv_id, run, number, why)
+            return wire.stack_report(report, self._clock.now_ms())
+        except UnknownJobError as error:
+            if self._answers.watched(request.rdzv_id) is not None:
+                await _abort(context, _without_agents(request.rdzv_id))
             await _abort(context, error)
         except RendezvousError as error:
             await _abort(context, error)
@@ -422,30 +534,14 @@ class ControlService(pb_grpc.ControlServicer):
 
     def _status(self, view: JobView) -> pb.JobStatus:
         progress = self._replica.driver.progress(view.rdzv_id)
-        return wire.job_status(view, self._clock.now_ms(), progress)
-
-    async def _view(self, asked: str) -> JobView:
-        try:
-            return await self._replica.driver.status(wire.rdzv_id_of(asked, self._limits))
-        except (UnknownJobError, InvalidRequestError):
-            # Not before: a name that is none here may be one for torchrun's own rendezvous.
-            if self._facade is None or (watched := self._facade.view(asked)) is None:
-                raise
-            return watched
-
-    async def _history(self, asked: str, limit: int) -> tuple[Record, ...]:
-        try:
-            return await self._replica.driver.history(wire.rdzv_id_of(asked, self._limits), limit)
-        except (UnknownJobError, InvalidRequestError):
-            if self._facade is None or self._facade.view(asked) is None:
-                raise
-            return ()
+        stragglers = self._replica.driver.stragglers(view.rdzv_id)
+        return wire.job_status(view, self._clock.now_ms(), progress, stragglers)
 
 
-def _not_ours(rdzv_id: str) -> InvalidRequestError:
+def _without_agents(rdzv_id: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{rdzv_id} forms its group with torchrun's own c10d rendezvous, which is only watched "
-        "here: its nodes have no agent that sends logs; read them on the nodes, in --log-dir"
+        "here: its nodes have no agent that takes stacks; run `py-spy dump --pid PID` there"
     )
 
 
@@ -505,6 +601,8 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         # This, not keepalive_timeout_ms, is what ends a connection to a stopped peer.
         ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
+        # A server that was held up reads several pings at once, and would end good streams for it.
+        ("grpc.http2.max_ping_strikes", 0),
     ]
 
 

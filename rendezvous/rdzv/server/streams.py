@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from rdzv.errors import LimitExceededError, RendezvousError
-from rdzv.server.messages import Line, RoundOver, Told, Waiting
+from rdzv.server.messages import Joined, Line, RoundOver, Told, Waiting
 
 
 class Stream:
@@ -60,6 +60,9 @@ class Stream:
 
     def _repeats(self, told: Told) -> bool:
         """Whether this says how things are with a job, just as the last such message did."""
+        if isinstance(told, Joined):
+            # What was said of a round before its node knew the run was not taken in.
+            self._last.pop(told.rdzv_id, None)
         if not isinstance(told, Line | RoundOver | Waiting):
             return False
         repeated = self._last.get(told.rdzv_id) == told

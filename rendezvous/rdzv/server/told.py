@@ -6,7 +6,8 @@ and may have missed it. A node that hears the same thing from both is not harmed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 
 from rdzv.core.adopt import adoptable
 from rdzv.core.commands import Join
@@ -14,6 +15,10 @@ from rdzv.core.events import (
     Event,
     LastCallBegan,
     NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodesPlaced,
+    NodesWithdrawn,
     RoundAdopted,
     RoundCompleted,
     RoundEnded,
@@ -22,9 +27,20 @@ from rdzv.core.events import (
     RunEnded,
 )
 from rdzv.core.explain import waiting_reason
-from rdzv.core.model import Cause, Membership, Round, RoundEnd, State, is_stand_in
+from rdzv.core.model import Cause, Membership, Participant, Round, RoundEnd, State, is_stand_in
 from rdzv.core.rendezvous import ended_run
-from rdzv.server.messages import Belief, Closed, Joined, Line, RoundOver, Told, Waiting
+from rdzv.core.submitted import awaited
+from rdzv.server.messages import (
+    Belief,
+    Closed,
+    Joined,
+    Line,
+    Placed,
+    RoundOver,
+    Told,
+    Waiting,
+    Withdrawn,
+)
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
 """Only after these do all who wait hear the reason anew: n joins must not cost n * n messages."""
@@ -35,7 +51,9 @@ def news(
 ) -> Iterator[tuple[str, Told]]:
     """Yield what one transition announces, and to whom, in the order in which it happened."""
     membership = after.membership
-    present = {*before.seats, *before.waiting, *before.stuck}
+    ends = any(isinstance(event, RunEnded) for event in events)
+    # Only an end is told to everybody; a step must not cost a look at every node.
+    present = {*before.seats, *before.waiting, *before.stuck} if ends else set()
     for event in events:
         match event:
             case NodeJoined():
@@ -56,11 +74,59 @@ def news(
                 closed = Closed(membership.rdzv_id, event.run, event.ended)
                 for node_id in present:
                     yield node_id, closed
+                over_for = Withdrawn(
+                    membership.rdzv_id, event.run, f"the job has {event.ended.result}"
+                )
+                for node_id in awaited(before):
+                    yield node_id, over_for
                 # Who joins after this, in the same transition, is in the next run.
                 present = set()
+            case NodeLeft() | NodeLost():
+                # Also who has taken it up again meanwhile is to know that it is not placed.
+                gone = event.node_id in before.placed and event.node_id not in after.placed
+                if gone and membership.ended is None:
+                    yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
+            case NodesPlaced():
+                for node_id in event.node_ids:
+                    yield node_id, placed(membership)
+            case NodesWithdrawn():
+                withdrawn = Withdrawn(membership.rdzv_id, membership.run, event.reason)
+                for node_id in event.node_ids:
+                    yield node_id, withdrawn
     if any(isinstance(event, _NEW_PHASE) for event in events):
         for node_id in after.waiting:
             yield node_id, waiting(after, node_id, now_ms)
+
+
+def placed(membership: Membership) -> Placed:
+    """Tell a node what it is to run."""
+    submission = membership.submission
+    assert submission is not None, "only who was submitted is placed"
+    return Placed(membership.rdzv_id, membership.run, submission.spec)
+
+
+def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Told]:
+    """Yield what a node must hear that comes back, of a submitted job that it holds or should.
+
+    `held` are the runs that it holds. Where it is present its `Belief` has told, and it has heard
+    what it is `owed`.
+    """
+    membership = state.membership
+    chosen = node_id in state.placed and membership.ended is None
+    if chosen and membership.run not in held:
+        yield placed(membership)
+    for run in held:
+        if run == membership.run and (chosen or state.present(node_id)):
+            continue
+        ended = ended_run(state, run)
+        # What a server without memory does not know it lets alone.
+        if ended is not None or (membership.submission and run == membership.run):
+            reason = (
+                f"the job has {ended.result}"
+                if ended
+                else "its place was given away while it was not heard"
+            )
+            yield Withdrawn(membership.rdzv_id, run, reason)
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
@@ -84,16 +150,16 @@ def concerns(state: State, node_id: str, incarnation: int, message: Told) -> boo
     return not isinstance(message, Line) or state.incarnation(node_id) == incarnation
 
 
-def unheard_line(before: State, command: Join) -> Line | None:
-    """Return the line of a seat whose node asks for one: it has not taken in what it was told."""
+def unheard_line(before: State, command: Join) -> Line | RoundOver | None:
+    """Return what a seated node has not taken in that asks for a seat: its line, or its end."""
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
         return None
-    if not round_.live or command.left_round is None or command.left_round >= round_.number:
+    if round_.live and command.left_round is None:
         return None
-    told = _about_its_seat(before.membership, command.node_id)
-    assert isinstance(told, Line), "the round is live"
-    return told
+    if command.left_round is not None and command.left_round >= round_.number:
+        return None
+    return _about_its_seat(before.membership, command.node_id)
 
 
 def lines(membership: Membership, round_: Round) -> Iterator[tuple[str, Line]]:
@@ -139,11 +205,14 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
         return (Closed(state.membership.rdzv_id, belief.run, ended),)
     if unknown(state, belief):
         return ()
-    if node_id in state.seats:
-        return (_about_its_seat(state.membership, node_id),)
+    round_, seated = state.membership.round, node_id in state.seats
+    current = seated and round_ is not None and round_.number == belief.round
     told: list[Told] = []
-    if belief.has_workers and belief.round is not None:
+    if belief.has_workers and belief.round is not None and not current:
+        # Also where the seat is another instance's: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
+    if seated:
+        told.append(_about_its_seat(state.membership, node_id))
     if node_id in state.waiting:
         told.append(waiting(state, node_id, now_ms))
     return tuple(told)
@@ -164,15 +233,34 @@ def unknown(state: State, belief: Belief) -> bool:
     )
 
 
-def _about_its_seat(membership: Membership, node_id: str) -> Told:
+def _about_its_seat(membership: Membership, node_id: str) -> Line | RoundOver:
     """Tell a seated node its line while the round is live, and then that it has ended."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
         return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
-    node_ids = (participant.node_id for participant in round_.participants)
-    group_rank = next(i for i, other in enumerate(node_ids) if other == node_id)
-    return _line(membership, round_, group_rank)
+    return _line(membership, round_, _group_ranks(_Participants(round_.participants))[node_id])
+
+
+class _Participants:
+    """The participants of a round, as a key: told apart by identity, not compared one by one."""
+
+    __slots__ = ("these",)
+
+    def __init__(self, these: tuple[Participant, ...]) -> None:
+        self.these = these
+
+    def __hash__(self) -> int:
+        return id(self.these)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Participants) and self.these is other.these
+
+
+@lru_cache(maxsize=16)
+def _group_ranks(of: _Participants) -> dict[str, int]:
+    """Return the GROUP_RANK of each; kept, for after a restart all nodes of a round ask at once."""
+    return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 
 
 def _seat_given_up(membership: Membership, node_id: str, number: int) -> RoundOver:

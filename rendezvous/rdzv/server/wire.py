@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
 from rdzv.core.commands import (
     Command,
+    Decline,
     Fail,
     FailureReport,
     Join,
@@ -26,43 +27,63 @@ from rdzv.core.commands import (
     Resume,
     Scale,
     Stop,
+    Submit,
     Succeed,
 )
-from rdzv.core.explain import JobView, NodeView
+from rdzv.core.explain import BudgetsView, JobView, NodeView
+from rdzv.core.hangs import HungWorker
 from rdzv.core.model import (
     Claim,
     Failure,
+    JobSpec,
     LeaveCause,
+    Moved,
     NodeState,
     Offer,
     Result,
     ScaleUp,
     Settings,
+    Submission,
 )
 from rdzv.core.nodes import AgentKind
+from rdzv.core.placement import FailingCheck, Gpu, Resources
+from rdzv.core.stacks import Frame, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.stragglers import Straggler
 from rdzv.errors import InvalidRequestError
-from rdzv.server.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
+from rdzv.server.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits, Listen
 from rdzv.server.messages import (
     Belief,
     Closed,
+    Draining,
+    DrainNode,
     Heard,
     Hello,
+    Holding,
+    Hung,
     Joined,
+    Lease,
     Line,
     LogCredit,
     LogLines,
     LogPiece,
     LogPosition,
     LogsWanted,
+    LookAgain,
+    NodeSummary,
+    Placed,
     Progress,
     RankProgress,
     ReadLog,
     Refused,
     RoundOver,
     ServerView,
+    Stacks,
+    TakeStacks,
     Told,
+    UndrainNode,
     Waiting,
     Welcome,
+    Withdrawn,
 )
 from rdzv.stores.base import Record
 from rdzv.v1 import rdzv_pb2 as pb
@@ -70,6 +91,8 @@ from rdzv.v1 import rdzv_pb2 as pb
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*")
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9.:%_-]+")
+_LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _KINDS: Mapping[int, AgentKind] = {
     pb.AGENT_KIND_FOREGROUND: AgentKind.FOREGROUND,
@@ -79,6 +102,7 @@ _SCALE_UPS: Mapping[int, ScaleUp] = {
     pb.SCALE_UP_UNSPECIFIED: ScaleUp.EAGER,
     pb.SCALE_UP_EAGER: ScaleUp.EAGER,
     pb.SCALE_UP_ON_RESTART: ScaleUp.ON_RESTART,
+    pb.SCALE_UP_AFTER: ScaleUp.AFTER,
 }
 _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
     pb.Leave.SIGNAL: LeaveCause.SIGNAL,
@@ -91,6 +115,8 @@ _RESULTS = {
     Result.FAILED: pb.RESULT_FAILED,
     Result.STOPPED: pb.RESULT_STOPPED,
 }
+
+_DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 T = TypeVar("T")
 
@@ -144,6 +170,20 @@ def _address(what: str, text: str, limits: Limits, *, needed: bool = True) -> st
     return _spelled(what, text, _ADDRESS, limits.address_chars, "a host name or an IP address")
 
 
+def _endpoint(what: str, text: str, limits: Limits) -> str:
+    """Read HOST:PORT as another machine can connect to it; empty if there is none."""
+    if not text:
+        return ""
+    try:
+        listen = Listen.parse(text)
+    except InvalidRequestError:
+        raise _refuse(what, text, "is no HOST:PORT", "leave it out, or give one") from None
+    if not listen.port:
+        raise _refuse(what, text, "has no port", "give 1 to 65535")
+    _address(what, listen.host, limits)
+    return str(listen)
+
+
 def _label(what: str, text: str, limits: Limits) -> str:
     if len(text) > limits.label_chars:
         raise _refuse(
@@ -179,21 +219,26 @@ def _traceback(text: str, limits: Limits) -> str:
     return text if cut <= 0 else "..." + text[cut + 3 :]
 
 
-def _bounds(message: pb.Settings | pb.ScaleJobRequest, limits: Limits) -> tuple[int, int]:
+def _bounds(
+    message: pb.Settings | pb.ScaleJobRequest, limits: Limits, flag: str = ""
+) -> tuple[int, int]:
     most = limits.nodes_per_job
-    min_nodes = _within("min_nodes", message.min_nodes, 1, most)
-    max_nodes = _within("max_nodes", message.max_nodes, 1, most)
+    min_nodes = _within(f"{flag}min_nodes", message.min_nodes, 1, most)
+    max_nodes = _within(f"{flag}max_nodes", message.max_nodes, 1, most)
     if min_nodes > max_nodes:
-        raise _refuse("min_nodes", min_nodes, f"is above max_nodes {max_nodes}", "give MIN:MAX")
+        reason = f"is above max_nodes {max_nodes}"
+        raise _refuse(f"{flag}min_nodes", min_nodes, reason, "give MIN:MAX")
     return min_nodes, max_nodes
 
 
 def _settings(message: pb.Settings, limits: Limits) -> Settings:
-    min_nodes, max_nodes = _bounds(message, limits)
+    min_nodes, max_nodes = _bounds(message, limits, "--nnodes: ")
     return Settings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        max_restarts=_within("max_restarts", message.max_restarts, 0, limits.restarts)
+        max_restarts=_within(
+            "--max-restarts: max_restarts", message.max_restarts, 0, limits.restarts
+        )
         if message.HasField("max_restarts")
         else None,
         join_timeout_ms=_within("join_timeout_ms", message.join_timeout_ms, 1, limits.timeout_ms),
@@ -204,14 +249,41 @@ def _settings(message: pb.Settings, limits: Limits) -> Settings:
         restart_window_ms=_within(
             "restart_window_ms", message.restart_window_ms, 0, limits.timeout_ms
         ),
+        scale_up_after_ms=_within(
+            "scale_up_after_ms", message.scale_up_after_ms, 0, limits.timeout_ms
+        ),
+        restart_backoff_ms=_backoff_ms(message, "restart_backoff_ms", limits),
+        restart_backoff_max_ms=_backoff_ms(message, "restart_backoff_max_ms", limits),
+        max_preemptions=_budget(message, "max_preemptions", limits),
+        max_store_failures=_budget(message, "max_store_failures", limits),
+        no_progress_restarts=_within(
+            "no_progress_restarts", message.no_progress_restarts, 0, limits.restarts
+        ),
     )
+
+
+def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
+    """Read a wait that who does not name it leaves to this server."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return int(getattr(_DEFAULT, name))
+    return _within(name, getattr(message, name), 0, limits.timeout_ms)
+
+
+def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
+    """Read how often something may happen; unset: as often as it does."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    return _within(name, getattr(message, name), 0, limits.restarts)
 
 
 def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
     return Offer(
         address=_address("address", message.address, limits),
         local_world_size=_within(
-            "local_world_size", message.local_world_size, 1, limits.local_world_size
+            "--nproc-per-node: local_world_size",
+            message.local_world_size,
+            1,
+            limits.local_world_size,
         ),
         role=_label("role", message.role, limits) or "default",
         topology=_label("topology", message.topology, limits),
@@ -266,6 +338,73 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
         leadership=message.leadership,
         incarnation=message.incarnation,
         fence_after_ms=_within("fence_after_ms", message.fence_after_ms, 0, limits.timeout_ms),
+        version=_label("agent_version", message.agent_version, limits),
+        resources=_resources(message.resources, limits) if message.HasField("resources") else None,
+        holdings=holdings_of(message.holdings, limits),
+        failing=failing_of(message.health, limits),
+        metrics=_endpoint("metrics", message.metrics, limits),
+        draining=draining_of(message.draining, limits) if message.HasField("draining") else None,
+    )
+
+
+def draining_of(message: pb.Draining, limits: Limits) -> Draining:
+    """Read that a node is about to leave all its jobs."""
+    left_ms = min(message.deadline_ms, limits.timeout_ms)
+    return Draining(left_ms, _sentence(message.reason, limits), message.number, message.own)
+
+
+def _resources(message: pb.Resources, limits: Limits) -> Resources:
+    if len(message.gpus) > limits.gpus:
+        raise _refuse("gpus", len(message.gpus), "are too many", f"give at most {limits.gpus}")
+    return Resources(
+        cpus=message.cpus,
+        memory_bytes=message.memory_bytes,
+        gpus=tuple(
+            Gpu(
+                _label("uuid", gpu.uuid, limits), _label("name", gpu.name, limits), gpu.memory_bytes
+            )
+            for gpu in message.gpus
+        ),
+        labels=_labels(message.labels, limits),
+        capacity=_within("capacity", message.capacity, 0, limits.capacity),
+        topology=_label("topology", message.topology, limits),
+    )
+
+
+def _labels(messages: Sequence[pb.Label], limits: Limits) -> tuple[tuple[str, str], ...]:
+    """Read labels, by name."""
+    if len(messages) > limits.labels:
+        raise _refuse("labels", len(messages), "are too many", f"give at most {limits.labels}")
+    allowed = "letters, digits and . _ / -"
+    labels = {}
+    for label in messages:
+        name = _spelled("label", label.name, _LABEL_NAME, limits.name_chars, allowed)
+        if name in labels:
+            raise _refuse("label", name, "is given twice", "give it once")
+        labels[name] = _label(f"label {name}", label.value, limits)
+    return tuple(sorted(labels.items()))
+
+
+def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
+    """Read of which submitted jobs something may be left on a node."""
+    if len(message.holdings) > limits.beliefs:
+        most = f"at most {limits.beliefs}"
+        raise _refuse("holdings", len(message.holdings), "are too many jobs of one node", most)
+    return tuple(
+        Holding(
+            rdzv_id=rdzv_id_of(holding.rdzv_id, limits),
+            run=_uid("run", holding.run, limits),
+            gpus=_within("gpus", holding.gpus, 0, limits.gpus),
+        )
+        for holding in message.holdings
+    )
+
+
+def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
+    """Read what is wrong with a node; the first of too many are reason enough."""
+    return tuple(
+        FailingCheck(_sentence(one.name, limits), _sentence(one.reason, limits))
+        for one in message.failing[: limits.failing_checks]
     )
 
 
@@ -375,10 +514,14 @@ def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tup
         case "store_host_failed":
             failed = message.store_host_failed
             return _job(failed, limits), _store_host(failed, speaker, limits)
+        case "declined":
+            return _job(message.declined, limits), _decline(message.declined, speaker, limits)
     raise _refuse("message", body, "has no place here", "say hello once; upgrade the server")
 
 
-_AboutJob = pb.Join | pb.Failed | pb.Succeeded | pb.Leave | pb.Stuck | pb.StoreHostFailed
+_AboutJob = (
+    pb.Join | pb.Failed | pb.Succeeded | pb.Leave | pb.Stuck | pb.StoreHostFailed | pb.Declined
+)
 
 
 def _job(message: _AboutJob, limits: Limits) -> str:
@@ -404,6 +547,10 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
         failures=_failures(message.failures, limits),
         refuse_reuse=message.refuse_reuse,
         fenced=message.fenced,
+        moved=Moved(
+            message.furthest_step if message.HasField("furthest_step") else None,
+            message.snapshot_changed,
+        ),
     )
 
 
@@ -427,6 +574,7 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
         cause=_one_of("cause", message.cause, _LEAVE_CAUSES),
         reason=_sentence(message.reason, limits),
         left_round=message.left_round if message.HasField("left_round") else None,
+        exited_zero=message.exited_zero,
     )
 
 
@@ -438,6 +586,11 @@ def _stuck(message: pb.Stuck, speaker: Speaker, limits: Limits) -> ReportStuck:
 def _store_host(message: pb.StoreHostFailed, speaker: Speaker, limits: Limits) -> ReportStoreHost:
     run, reason = _uid("run", message.run, limits), _sentence(message.reason, limits)
     return ReportStoreHost(speaker.node_id, speaker.incarnation, run, message.round, reason)
+
+
+def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
+    run, reason = _uid("run", message.run, limits), _sentence(message.reason, limits)
+    return Decline(speaker.node_id, run, reason, message.passing)
 
 
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
@@ -490,7 +643,74 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
     )
 
 
+def hung_of(message: pb.Hung, limits: Limits) -> Hung:
+    """Read who hangs on a node. Which workers it has is for the job to say."""
+    if len(message.workers) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        raise _refuse("hung", len(message.workers), "are too many workers of one node", most)
+    return Hung(
+        rdzv_id=rdzv_id_of(message.rdzv_id, limits),
+        run=_uid("run", message.run, limits),
+        round=message.round,
+        workers=tuple(
+            HungWorker(
+                rank=one.rank,
+                local_rank=_within("local_rank", one.local_rank, 0, limits.local_world_size - 1),
+                pid=one.pid,
+                silent_ms=min(one.silent_ms, limits.timeout_ms),
+                reason=_sentence(one.reason, limits),
+            )
+            for one in message.workers
+        ),
+    )
+
+
+def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
+    """Read what some workers are doing; what is too long is cut."""
+    if len(message.workers) > limits.stack_workers:
+        most = f"send at most {limits.stack_workers} at once"
+        raise _refuse("stacks", len(message.workers), "are too many workers", most)
+    return Stacks(
+        request=message.request,
+        workers=tuple(_worker_stack(one, limits) for one in message.workers),
+        last=message.last,
+        error=_sentence(message.error, limits),
+    )
+
+
+def _worker_stack(message: pb.WorkerStack, limits: Limits) -> WorkerStack:
+    return WorkerStack(
+        rank=message.rank,
+        local_rank=message.local_rank,
+        pid=message.pid,
+        state=message.state[:1],
+        threads=tuple(
+            Thread(
+                _cut(thread.name, limits),
+                thread.main,
+                tuple(
+                    Frame(_cut(frame.name, limits), _cut(frame.file, limits), frame.line)
+                    for frame in thread.frames[: limits.stack_frames]
+                ),
+            )
+            for thread in message.threads[: limits.stack_threads]
+        ),
+        note=_sentence(message.note, limits),
+        kernel=tuple(_cut(place, limits) for place in message.kernel[: limits.stack_frames]),
+    )
+
+
+def _cut(text: str, limits: Limits) -> str:
+    return text[: limits.label_chars]
+
+
 # ------------------------------------------------------------------ what operators ask
+
+
+def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
+    """Read of which run and round stacks are wanted; None: the last."""
+    run = _uid("run", message.run, limits, needed=False)
+    return run, message.round if message.HasField("round") else None
 
 
 def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
@@ -519,6 +739,86 @@ def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
             for at in message.positions
         ),
     )
+
+
+def submit_of(message: pb.SubmitJobRequest, limits: Limits) -> Submit:
+    """Read what is submitted."""
+    settings = _settings(message.settings, limits)
+    if settings.max_restarts is None:
+        raise _refuse("max_restarts", None, "is not set", "give a number of restarts, from 0 on")
+    return Submit(
+        run=_uid("run", message.run, limits),
+        settings=settings,
+        spec=_spec(message.spec, limits),
+        submitted_by=_sentence(_label("submitted_by", message.submitted_by, limits), limits)
+        or "somebody",
+    )
+
+
+def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
+    if not message.args:
+        raise _refuse("args", [], "are empty", "name a script")
+    _sized("args", message.args, limits.args_bytes)
+    if "\0" in message.chdir or any("\0" in arg for arg in message.args):
+        raise _refuse("args", list(message.args), "have a NUL character", "leave it out")
+    gpus = message.gpus_per_node if message.HasField("gpus_per_node") else None
+    return JobSpec(
+        args=tuple(message.args),
+        env=_env(message.env, limits),
+        chdir=message.chdir,
+        labels=_labels(message.labels, limits),
+        priority=_within("priority", message.priority, -limits.priority, limits.priority),
+        gpus_per_node=None
+        if gpus is None
+        else _within("--gpus-per-node: gpus_per_node", gpus, 0, limits.gpus),
+        local_world_size=_within(
+            "--nproc-per-node: local_world_size",
+            message.local_world_size,
+            0,
+            limits.local_world_size,
+        ),
+        needs_gpu=message.needs_gpu,
+    )
+
+
+def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tuple[str, str], ...]:
+    """Read an environment. No value of it is ever shown, also where it is refused."""
+    if len(messages) > limits.env_variables:
+        most = f"give at most {limits.env_variables}"
+        raise _refuse("env", len(messages), "are too many variables", most)
+    _sized("env", [text for one in messages for text in (one.name, one.value)], limits.env_bytes)
+    allowed = "letters, digits and _, not beginning with a digit"
+    env = {}
+    for variable in messages:
+        name = _spelled("variable", variable.name, _VARIABLE, limits.label_chars, allowed)
+        if "\0" in variable.value:
+            raise _refuse("variable", name, "has a value with a NUL character", "leave it out")
+        env[name] = variable.value
+    return tuple(env.items())
+
+
+def _sized(what: str, texts: Iterable[str], most: int) -> None:
+    size = sum(len(text.encode()) for text in texts)
+    if size > most:
+        remedy = f"give at most {most}; what is larger belongs into a file"
+        raise _refuse(what, f"of {size} bytes", "is too large", remedy)
+
+
+def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
+    """Read on which node nothing more is to be placed, and why."""
+    return node_id_of(message.node_id, limits), _sentence(message.reason, limits)
+
+
+def node_id_of(text: str, limits: Limits) -> str:
+    """Check the name of a node."""
+    return _name("node_id", text, limits)
+
+
+def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
+    """Read which node is to be empty, in how many milliseconds, and why."""
+    deadline_ms = _within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
+    reason = _sentence(message.reason, limits) or "an operator asked for it"
+    return node_id_of(message.node_id, limits), deadline_ms, reason
 
 
 def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
@@ -557,6 +857,9 @@ def server_message(
             message.welcome.heartbeat_interval_ms = told.heartbeat_interval_ms
             message.welcome.lease_ms = told.lease_ms
             message.welcome.server_version = server_version
+        case Lease():
+            message.lease.heartbeat_interval_ms = told.heartbeat_interval_ms
+            message.lease.lease_ms = told.lease_ms
         case Heard():
             message.heard.number = told.number
         case Joined():
@@ -575,21 +878,71 @@ def server_message(
             message.read_log.CopyFrom(_read_log(told))
         case LogCredit():
             message.log_credit.CopyFrom(_copied(pb.LogCredit(), told))
+        case Placed():
+            placed = pb.Placed(rdzv_id=told.rdzv_id, run=told.run, spec=_job_spec(told.spec))
+            message.placed.CopyFrom(placed)
+        case Withdrawn():
+            message.withdrawn.CopyFrom(_copied(pb.Withdrawn(), told))
+        case LookAgain():
+            message.look_again.SetInParent()
+        case TakeStacks():
+            message.take_stacks.CopyFrom(_copied(pb.TakeStacks(), told))
+        case DrainNode():
+            message.drain.deadline_ms = told.left_ms
+            message.drain.reason, message.drain.number = told.reason, told.number
+        case UndrainNode():
+            message.undrain.SetInParent()
     return message
+
+
+def _job_spec(spec: JobSpec) -> pb.JobSpec:
+    return pb.JobSpec(
+        args=spec.args,
+        env=[pb.EnvironmentVariable(name=name, value=value) for name, value in spec.env],
+        chdir=spec.chdir,
+        labels=_label_messages(spec.labels),
+        priority=spec.priority,
+        gpus_per_node=spec.gpus_per_node,
+        local_world_size=spec.local_world_size,
+        needs_gpu=spec.needs_gpu,
+    )
+
+
+def _label_messages(labels: Iterable[tuple[str, str]]) -> list[pb.Label]:
+    return [pb.Label(name=name, value=value) for name, value in labels]
 
 
 M = TypeVar("M", bound=Message)
 
 
-_Flat = Joined | Line | Refused | Waiting | NodeView | RankProgress | LogCredit | LogLines
+_Flat = (
+    Joined
+    | Line
+    | Refused
+    | Waiting
+    | NodeView
+    | BudgetsView
+    | RankProgress
+    | LogCredit
+    | LogLines
+    | Withdrawn
+    | TakeStacks
+    | SilentNode
+    | Frame
+)
+
+_FIELDS = {
+    kind: tuple(field.name for field in fields(kind)) for kind in (*get_args(_Flat), LogPosition)
+}
+"""Looked up once for each kind, not for each message: a round is told to thousands of nodes."""
 
 
 def _copied(message: M, value: _Flat | LogPosition) -> M:
     """Fill a message from a value whose fields have its names; None stays unset."""
-    for field in fields(value):
-        content = getattr(value, field.name)
+    for name in _FIELDS[type(value)]:
+        content = getattr(value, name)
         if content is not None:
-            setattr(message, field.name, content)
+            setattr(message, name, content)
     return message
 
 
@@ -628,6 +981,7 @@ def _closed(told: Closed, now_ms: int) -> pb.Closed:
         reason=told.ended.reason,
         retry_sensible=told.ended.retry_sensible,
         root_cause=_root_cause(told.ended.failures, now_ms),
+        no_progress=told.ended.no_progress,
     )
 
 
@@ -657,10 +1011,24 @@ def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
 # ------------------------------------------------------------------ what operators are told
 
 
-def job_status(view: JobView, now_ms: int, progress: Iterable[RankProgress] = ()) -> pb.JobStatus:
+def job_status(
+    view: JobView,
+    now_ms: int,
+    progress: Iterable[RankProgress] = (),
+    stragglers: Iterable[Straggler] = (),
+) -> pb.JobStatus:
     """Write everything that `status` shows of a job, and how far its workers are."""
     status = pb.JobStatus()
     status.progress.extend(_copied(pb.RankProgress(), one) for one in progress)
+    status.stragglers.extend(
+        pb.Straggler(
+            rank=one.rank,
+            step_s=one.step_s,
+            median_s=one.median_s,
+            age_ms=max(now_ms - one.since_ms, 0),
+        )
+        for one in stragglers
+    )
     for field in fields(view):
         content = getattr(view, field.name)
         if field.name == "nodes":
@@ -668,9 +1036,79 @@ def job_status(view: JobView, now_ms: int, progress: Iterable[RankProgress] = ()
         elif field.name == "last_failure":
             if content:
                 status.last_failure.CopyFrom(_root_cause(content, now_ms) or pb.RootCause())
+        elif field.name == "submission":
+            if content is not None:
+                status.submission.CopyFrom(_submission(content, view.jobs_before, now_ms))
+        elif field.name == "jobs_before":
+            pass
+        elif field.name == "budgets":
+            if content is not None:
+                status.budgets.CopyFrom(_copied(pb.Budgets(), content))
         elif content is not None:
             setattr(status, field.name, content)
     return status
+
+
+def _submission(submission: Submission, jobs_before: int | None, now_ms: int) -> pb.Submission:
+    spec = submission.spec
+    return pb.Submission(
+        submitted_by=submission.submitted_by,
+        age_ms=max(now_ms - submission.at_ms, 0),
+        args=spec.args,
+        env_names=[name for name, _ in spec.env],
+        chdir=spec.chdir,
+        labels=_label_messages(spec.labels),
+        priority=spec.priority,
+        gpus_per_node=spec.gpus_per_node,
+        placed=submission.placed,
+        jobs_before=jobs_before,
+        declined=[
+            pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
+        ],
+    )
+
+
+def node_summary(summary: NodeSummary) -> pb.Node:
+    """Write the line that `nodes` shows of a node."""
+    resources = None
+    if (has := summary.resources) is not None:
+        resources = pb.Resources(
+            cpus=has.cpus,
+            memory_bytes=has.memory_bytes,
+            gpus=[
+                pb.Gpu(uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes)
+                for gpu in has.gpus
+            ],
+            labels=_label_messages(has.labels),
+            capacity=has.capacity,
+            topology=has.topology,
+        )
+    return pb.Node(
+        node_id=summary.node_id,
+        state=summary.state,
+        state_age_ms=summary.state_age_ms,
+        program=summary.program,
+        address=summary.address,
+        agent_version=summary.version,
+        resources=resources,
+        jobs=[
+            pb.NodeJob(rdzv_id=job.rdzv_id, gpus=job.gpus, state=job.state) for job in summary.jobs
+        ],
+        gpus_free=summary.gpus_free,
+        cordoned=summary.cordoned,
+        cordon_reason=summary.cordon_reason,
+        cordon_age_ms=summary.cordon_age_ms,
+        quarantine=summary.quarantine,
+        quarantine_age_ms=summary.quarantine_age_ms,
+        quarantine_left_ms=summary.quarantine_left_ms,
+        unhealthy=summary.unhealthy,
+        unhealthy_age_ms=summary.unhealthy_age_ms,
+        metrics=summary.metrics,
+        drain=summary.drain,
+        drain_reason=summary.drain_reason,
+        drain_left_ms=summary.drain_left_ms,
+        drained_by_operator=summary.drained_by_operator,
+    )
 
 
 def job_summary(view: JobView) -> pb.JobSummary:
@@ -696,6 +1134,41 @@ def job_summary(view: JobView) -> pb.JobSummary:
 def log_lines(lines: LogLines) -> pb.LogLines:
     """Write a piece of a log, or a note."""
     return _copied(pb.LogLines(), lines)
+
+
+def stack_report(report: Report, now_ms: int) -> pb.StackReport:
+    """Write what the workers of a round were doing."""
+    return pb.StackReport(
+        rdzv_id=report.rdzv_id,
+        run=report.run,
+        round=report.round,
+        age_ms=max(now_ms - report.at_ms, 0),
+        reason=report.reason,
+        summary=report.summary,
+        groups=[pb.StackGroup(ranks=one.ranks, where=one.where) for one in report.groups],
+        stacks=[
+            pb.WorkerStack(
+                rank=stack.rank,
+                local_rank=stack.local_rank,
+                pid=stack.pid,
+                state=stack.state,
+                threads=[
+                    pb.ThreadStack(
+                        name=thread.name,
+                        main=thread.main,
+                        frames=[_copied(pb.StackFrame(), frame) for frame in thread.frames],
+                    )
+                    for thread in stack.threads
+                ],
+                note=stack.note,
+                kernel=stack.kernel,
+                node_id=stack.node_id,
+            )
+            for stack in report.stacks
+        ],
+        left_out=report.left_out,
+        silent=[_copied(pb.SilentNode(), node) for node in report.silent],
+    )
 
 
 def event_row(record: Record) -> pb.Event:

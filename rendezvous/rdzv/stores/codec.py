@@ -9,12 +9,15 @@ import zlib
 
 import msgspec
 
-from rdzv.core.model import Membership
+from rdzv.core.budgets import unbudgeted
+from rdzv.core.model import Membership, ScaleUp
 from rdzv.errors import RendezvousStateError
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older server would misread, or silently drop, what this one writes."""
 
+_FORMAT_BEFORE = 1
+"""What is written where an older server would lose nothing, so that one may be gone back to."""
 
 PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""
@@ -38,7 +41,14 @@ _encoder = msgspec.json.Encoder()
 
 def encode(membership: Membership) -> bytes:
     """Return the bytes from which `decode` gives an equal membership."""
-    return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
+    new = (
+        membership.submission is not None
+        or membership.stopping
+        or membership.settings.scale_up is ScaleUp.AFTER
+        or not unbudgeted(membership.settings)
+    )
+    version = FORMAT if new else _FORMAT_BEFORE
+    return _encoder.encode(_Envelope(version, msgspec.Raw(_encoder.encode(membership))))
 
 
 def decode(data: bytes, where: str) -> Membership:
@@ -50,7 +60,7 @@ def decode(data: bytes, where: str) -> Membership:
     """
     try:
         envelope = _envelope_decoder.decode(data)
-        if envelope.format != FORMAT:
+        if envelope.format not in (_FORMAT_BEFORE, FORMAT):
             raise _foreign(envelope.format, where)
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -527,7 +527,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     # Before anything is made there.
     _refuse_network_filesystem(directory, mountinfo)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise InvalidRequestError(

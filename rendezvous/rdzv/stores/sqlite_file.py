@@ -7,6 +7,7 @@ of an older schema once it is migrated, is made beside it and takes its name as 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -69,6 +70,9 @@ CREATE TABLE document (
 )"""
 
 
+_OWNER_ALONE = 0o600
+
+
 def _to_2(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE history RENAME TO history_1")
     db.execute("DROP INDEX history_of_job")
@@ -103,6 +107,11 @@ def prepare(path: Path) -> None:
     for left in path.parent.glob(f"{_LOOKING}*"):
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
+    if version is not None:
+        # Environments of submitted jobs are in it. SQLite gives its other files the same mode.
+        for suffix in ("", *_BESIDE):
+            with contextlib.suppress(OSError):
+                beside(path, suffix).chmod(_OWNER_ALONE)
     if version is None:
         _create(path)
     elif version < SCHEMA_VERSION:
@@ -254,6 +263,7 @@ def _create(path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     _remove(new)
     with _mapped(path):
+        _touch(new)
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
             db.execute("BEGIN")
             for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
@@ -269,6 +279,16 @@ def _create(path: Path) -> None:
         put(new, path)
 
 
+def _touch(path: Path) -> None:
+    """Make a file that nobody else can read."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
+
+
+def _copy(path: Path, to: Path) -> None:
+    _touch(to)
+    shutil.copyfile(path, to)
+
+
 def _migrate(path: Path, version: int) -> None:
     copy = path.with_name(f"{path.name}.migrating")
     former = path.with_name(f"{path.name}.schema-{version}")
@@ -276,9 +296,9 @@ def _migrate(path: Path, version: int) -> None:
         _remove(copy)
         for suffix in ("", _WAL, _JOURNAL):
             if beside(path, suffix).exists():
-                shutil.copyfile(beside(path, suffix), beside(copy, suffix))
+                _copy(beside(path, suffix), beside(copy, suffix))
         _fold(copy)
-        shutil.copyfile(copy, beside(former, ".new"))
+        _copy(copy, beside(former, ".new"))
         with closing(connect(copy, "rw")) as db:
             for number in range(version, SCHEMA_VERSION):
                 _step(db, number)

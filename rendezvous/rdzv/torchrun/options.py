@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.job_options import parse_scale_up
 
 log = logging.getLogger("rdzv.torchrun")
 
@@ -71,6 +72,7 @@ def read_options(params: RendezvousParameters) -> Options:
             "another; give all nodes of this job the same --rdzv-id=NAME"
         )
     config = launch_config()
+    scale_up, scale_up_after_ms = _scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
     return Options(
         rdzv_id=params.run_id,
         node_id=conf.get("node_id", f"{socket.gethostname()}-{os.getpid()}"),
@@ -82,7 +84,8 @@ def read_options(params: RendezvousParameters) -> Options:
             max_restarts=None,
             join_timeout_ms=round(_seconds(conf, "join_timeout", 600) * 1000) or 1,
             last_call_timeout_ms=round(_seconds(conf, "last_call_timeout", 30) * 1000),
-            scale_up=_scale_up(conf.get("scale_up", ScaleUp.EAGER.value)),
+            scale_up=scale_up,
+            scale_up_after_ms=scale_up_after_ms,
         ),
         local_addr=params.local_addr or "",
         local_world_size=config.nproc_per_node if config else 1,
@@ -149,8 +152,8 @@ def _bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
     return text in ("true", "1")
 
 
-def _scale_up(text: str) -> ScaleUp:
+def _scale_up(text: str) -> tuple[ScaleUp, int]:
     try:
-        return ScaleUp(text)
-    except ValueError:
-        raise ValueError(f"--rdzv-conf: scale_up={text} is none of {', '.join(ScaleUp)}") from None
+        return parse_scale_up(text)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from error

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Endpoint, Rota, error_from_status
-from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
+from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, Endpoint, error_from_status
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
 log = logging.getLogger("rdzv.torchrun")
 
-BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 5.0
-TAKEOVER_BACKOFF_S = 0.5
-"""While servers stand by, and the one that they name does not answer: for a few seconds."""
-STEADY_S = 5.0
-"""A stream that stood for so long was a good one: the next attempt follows its end at once."""
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
 
@@ -51,7 +44,7 @@ class NodeStream:
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
     ) -> None:
-        self._rota = Rota(endpoints)
+        self._attempts = Attempts(endpoints)
         self._hello = hello
         self._lock = lock
         self._beliefs = beliefs
@@ -63,11 +56,7 @@ class NodeStream:
         self._outbox: _Outbox | None = None
         self._call: grpc.Call | None = None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
-        self._failed_attempts = 0
-        self._welcomed_at_s: float | None = None
         self._told_lost = False
-        self._taking_over = False
-        """A server that stands by has answered since the last good stream: another will lead."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
@@ -98,19 +87,18 @@ class NodeStream:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            trouble = self._converse(self._rota.present)
+            trouble = self._converse(self._attempts.present)
             if self._closing.is_set():
                 return
-            self._taking_over |= isinstance(trouble, NotLeaderError)
-            if self._rota.failed(trouble):
+            wait_s = self._attempts.failed(trouble, time.monotonic())
+            if wait_s is None:
                 continue
-            self._note_lost(str(trouble))
-            self._closing.wait(self._backoff_s())
+            self._note_lost(str(trouble), again=wait_s > 0)
+            self._closing.wait(wait_s)
 
-    def _note_lost(self, trouble: str) -> None:
-        if self._was_steady():
-            self._failed_attempts = 0
-        if self._failed_attempts > 0 and not self._told_lost:
+    def _note_lost(self, trouble: str, *, again: bool) -> None:
+        """Take note that there is no stream; `again`: the attempt made at once has failed too."""
+        if again and not self._told_lost:
             self._told_lost = True
             log.warning("%s; trying again until a server answers, running workers go on", trouble)
         with self._lock:
@@ -119,31 +107,10 @@ class NodeStream:
                 self.apart_since_s = time.monotonic()
             self._lock.notify_all()
 
-    def _was_steady(self) -> bool:
-        """Whether the stream that has ended was a good one.
-
-        A server that welcomes this node and then ends the stream each time must not be asked
-        without a pause.
-        """
-        since_s = self._welcomed_at_s
-        return since_s is not None and time.monotonic() - since_s >= STEADY_S
-
-    def _backoff_s(self) -> float:
-        """Return the wait before the next attempt: the first follows at once."""
-        delay_s = 0.0
-        if self._failed_attempts > 0:
-            longest_s = min(BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 10), BACKOFF_MAX_S)
-            if self._taking_over:
-                longest_s = min(longest_s, TAKEOVER_BACKOFF_S)
-            delay_s = random.uniform(longest_s / 2, longest_s)
-        self._failed_attempts += 1
-        return delay_s
-
     # ------------------------------------------------------------------ one stream
 
     def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
-        self._welcomed_at_s = None
         outbox: _Outbox = queue.SimpleQueue()
         with grpc.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox))
@@ -189,6 +156,8 @@ class NodeStream:
             self._hello.leadership = message.leadership
             if message.HasField("welcome"):
                 self._greet(endpoint, message.welcome)
+            elif message.HasField("lease"):
+                self._take_interval(message.lease.heartbeat_interval_ms)
             elif message.HasField("read_log"):
                 with self._lock:
                     self.say(_no_logs(message.read_log.request))
@@ -199,10 +168,9 @@ class NodeStream:
         return "the server ended the stream"
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
-        self._welcomed_at_s = time.monotonic()
-        self._taking_over = False
+        self._attempts.welcomed(time.monotonic())
         self._hello.incarnation = welcome.incarnation
-        self._heartbeat_interval_s = max(welcome.heartbeat_interval_ms, 100) / 1000
+        self._take_interval(welcome.heartbeat_interval_ms)
         if self._told_lost:
             self._told_lost = False
             log.warning("connected to the server at %s again", endpoint)
@@ -211,6 +179,9 @@ class NodeStream:
             # The sender still waits for the interval that held before; this ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
+    def _take_interval(self, heartbeat_interval_ms: int) -> None:
+        self._heartbeat_interval_s = max(heartbeat_interval_ms, 100) / 1000
+
     def _deliver(self, message: pb.ServerMessage) -> None:
         with self._lock:
             self._hear(message)
@@ -218,7 +189,7 @@ class NodeStream:
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
         """Tell a refusal, which is final, from a failure, after which it tries again."""
-        if self._welcomed_at_s is None and call.code() is grpc.StatusCode.CANCELLED:
+        if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
             )

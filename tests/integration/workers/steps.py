@@ -1,7 +1,7 @@
 """A worker without torch that says how far it is: RANK steps ahead, and one more each 20 ms.
 
 Options: `upto=N` stops there, and waits, `later=N` after the first round;
-`garbage` says what is no step.
+`garbage` says what is no step; `slow=RANK` takes ten times as long, until there is a file `hurry`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 
 OPTIONS = dict(arg.partition("=")[::2] for arg in sys.argv[1:])
 FINISH = Path(os.environ["RDZV_TEST_FINISH"])
+HURRY = FINISH.with_name("hurry")
 UPTO = int(OPTIONS.get("upto", 10**9))
 if os.environ["RDZV_ROUND"] != "0":
     UPTO = int(OPTIONS.get("later", UPTO))
@@ -35,4 +36,4 @@ while not FINISH.exists():
     if "garbage" not in OPTIONS and step <= UPTO:
         report_step(step)
         step += 1
-    time.sleep(0.02)
+    time.sleep(0.2 if OPTIONS.get("slow") == os.environ["RANK"] and not HURRY.exists() else 0.02)

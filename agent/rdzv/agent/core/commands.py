@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rdzv.agent.core.model import Assignment, Leaving, Outcome, WorkerFailure
+from rdzv.core.model import UNMOVED, Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class SayJoin:
     failures: tuple[WorkerFailure, ...]
     fenced: bool = False
     """Whether the round ended on this node by its fence, and by nothing else."""
+    moved: Moved = UNMOVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,26 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class NotifyWorkers:
+    """Tell the workers of the round that the node leaves in `left_ms`, in the job's notice file.
+
+    With `signum` also by this signal, which each worker gets once.
+    """
+
+    round: int
+    left_ms: int
+    reason: str
+    signum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBackNotice:
+    """Have no notice file any more: whoever has not read it yet is not to."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class StopStoreHost:
     """End the round's store host."""
 
@@ -104,6 +126,8 @@ Command = (
     | SayStoreHostFailed
     | StartWorkers
     | StopWorkers
+    | NotifyWorkers
+    | TakeBackNotice
     | StopStoreHost
     | Exit
 )

@@ -21,14 +21,16 @@ def worker_environ(
     local_world_size: int,
     error_file: str,
     progress_file: str,
+    notice_file: str,
     virtual_local_rank: bool = False,
 ) -> dict[str, str]:
     """Return the complete environment of one worker.
 
     `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees one
     GPU, the one that it would have picked. Beyond torchrun's variables a worker gets RDZV_ROUND,
-    which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures), and
-    RDZV_PROGRESS_FILE, where it may say how far it is; empty if there is no place for that.
+    which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures),
+    RDZV_PROGRESS_FILE, where it may say how far it is, and RDZV_NOTICE_FILE, which is there once
+    the node is about to leave; both are empty if there is no place for them.
     """
     environ = dict(base)
     environ.update(
@@ -50,6 +52,7 @@ def worker_environ(
         TORCHELASTIC_ERROR_FILE=error_file,
         RDZV_ROUND=str(assignment.round),
         RDZV_PROGRESS_FILE=progress_file,
+        RDZV_NOTICE_FILE=notice_file,
     )
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if local_world_size > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rdzv.agent.core.model import Assignment, NodeFailure
-from rdzv.core.model import Cause, Result
+from rdzv.core.model import UNMOVED, Cause, Moved, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,14 @@ class RoundEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Unhealthy:
+    """The node was looked at after the round had ended by its failure, and is not well."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunClosed:
     """The run is closed and forms no more rounds."""
 
@@ -55,6 +63,7 @@ class RunClosed:
     reason: str
     retry_sensible: bool
     failures: tuple[NodeFailure, ...]
+    no_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,7 @@ class WorkersGone:
     """No process of the round is left on the node, but for its store host."""
 
     round: int
+    moved: Moved = UNMOVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,30 @@ class Signalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The server takes back that it has chosen this node for the run."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeGiven:
+    """The node is to be empty in `left_ms`: its workers are told, and it leaves when they exit.
+
+    Given again, only the deadline is another.
+    """
+
+    left_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeLifted:
+    """The node may stay after all. Workers that have been told can not be told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed."""
 
@@ -161,9 +195,13 @@ Event = (
     | WorkersGone
     | WorkersStuck
     | Fenced
+    | Unhealthy
     | StoreHostReady
     | StoreHostExited
     | RunnerLost
     | Signalled
+    | Withdrawn
+    | NoticeGiven
+    | NoticeLifted
     | Ticked
 )

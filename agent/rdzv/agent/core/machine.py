@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from rdzv.agent.core.commands import (
     Command,
     Exit,
+    NotifyWorkers,
     SayFailed,
     SayJoin,
     SayLeave,
@@ -20,11 +21,14 @@ from rdzv.agent.core.commands import (
     StartWorkers,
     StopStoreHost,
     StopWorkers,
+    TakeBackNotice,
 )
 from rdzv.agent.core.events import (
     Event,
     Fenced,
     Joined,
+    NoticeGiven,
+    NoticeLifted,
     Refused,
     RoundCompleted,
     RoundEnded,
@@ -37,6 +41,8 @@ from rdzv.agent.core.events import (
     StoreHostExited,
     StoreHostReady,
     Ticked,
+    Unhealthy,
+    Withdrawn,
     WorkerExited,
     WorkersGone,
     WorkersStuck,
@@ -46,20 +52,32 @@ from rdzv.agent.core.model import (
     Assignment,
     Job,
     Leaving,
+    Notice,
     Outcome,
     Phase,
     WorkerFailure,
 )
-from rdzv.core.model import LeaveCause, Result
+from rdzv.core.model import UNMOVED, LeaveCause, Result
 
 EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
-"""Trying again is sensible: no server, or the join timed out."""
+"""Trying again is sensible: no server, the join timed out, the job was placed elsewhere, or the
+node was drained."""
+EXIT_NO_PROGRESS = 93
+"""Trying again makes no sense: the job failed again and again without moving on."""
 
 _NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
 """While these last, the round may need its store: here, or on the other nodes."""
+
+_SAME_DEADLINE_MS = 1_000
+"""A deadline that is said again has been on its way for a while."""
+
+_DONE_MS = 500
+"""How long after its own workers those of other nodes exit, if all of them are done."""
+
+_SIGTERM = 15
 
 _OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
 """Refusals that end running workers too: they state that the node has no place any more."""
@@ -74,9 +92,9 @@ class Transition:
     wake_at_ms: int | None = None
 
 
-def begin(job: Job, now_ms: int) -> AgentState:
-    """Return the state of an agent that is about to join."""
-    return AgentState(job, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
+def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
+    """Return the state of an agent that is about to join: this run alone, where one is named."""
+    return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
 
 
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
@@ -123,6 +141,8 @@ def _apply(work: _Step, event: Event) -> None:
             _close(work, event)
         case Refused():
             _accept_refusal(work, event)
+        case Unhealthy():
+            _note_unhealthy(work, event)
         case WorkerExited() | WorkersGone() | WorkersStuck() | Fenced() | StartFailed():
             _apply_to_workers(work, event)
         case StoreHostReady():
@@ -135,6 +155,12 @@ def _apply(work: _Step, event: Event) -> None:
             _lose_runner(work, event)
         case Signalled():
             _leave_by_signal(work, event)
+        case Withdrawn():
+            _withdraw(work, event)
+        case NoticeGiven():
+            _give_notice(work, event)
+        case NoticeLifted():
+            _lift_notice(work)
         case Ticked():
             pass
 
@@ -178,6 +204,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
         alive=frozenset(range(state.job.local_world_size)),
         workers_gone=False,
         failures=(),
+        moved=UNMOVED,
         stopping_since_ms=None,
         stuck_pids=(),
         fenced=False,
@@ -196,7 +223,11 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
     elif not _is_current(work.state, event.round):
         return
     elif work.state.phase is Phase.RUNNING:
-        job = work.state.job
+        job, notice = work.state.job, work.state.notice
+        if notice is not None and notice.due_ms is not None:
+            # Its workers may be saving, as they were told; no broken collective hinders them.
+            _leave(work, _leaving(notice), _notice_grace_ms(work), signum=None)
+            return
         _stop(work, job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms)
     elif work.state.phase is Phase.SUCCEEDED:
         work.state = replace(work.state, phase=Phase.STOPPING)
@@ -208,7 +239,7 @@ def _confirm_unheard(work: _Step, round_: int) -> None:
     """Give back the seat of a round whose completion was lost with its stream: nothing ran."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
-        work.state = replace(state, left_round=round_, failures=(), fenced=False)
+        work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
         work.do(rejoin(work.state))
 
 
@@ -219,6 +250,7 @@ def _close(work: _Step, event: RunClosed) -> None:
         exit_code = EXIT_SUCCESS
     else:
         exit_code = EXIT_TRY_AGAIN if event.retry_sensible else EXIT_FAILED
+        exit_code = EXIT_NO_PROGRESS if event.no_progress else exit_code
     text = f"the job has {event.result}: {event.reason}"
     if event.result is Result.STOPPED:
         text = f"the job was stopped: {event.reason}"
@@ -251,7 +283,11 @@ def _apply_to_workers(
             _note_exit(work, event)
         case WorkersGone():
             work.state = replace(
-                work.state, workers_gone=True, alive=frozenset(), idle_since_ms=work.now_ms
+                work.state,
+                workers_gone=True,
+                alive=frozenset(),
+                idle_since_ms=work.now_ms,
+                moved=event.moved,
             )
             if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
                 _conclude(work)
@@ -275,7 +311,9 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
     if event.local_rank not in state.alive:
         return
     work.state = replace(state, alive=state.alive - {event.local_rank})
-    if event.exit_code != 0:
+    if state.phase is Phase.RUNNING and _follows_notice(work, event):
+        _leave_with_workers(work, event)
+    elif event.exit_code != 0:
         _note_failure(work, event)
     elif state.phase is Phase.RUNNING and not work.state.alive:
         _succeed(work)
@@ -317,6 +355,26 @@ def _note_fence(work: _Step, event: Fenced) -> None:
     phase = Phase.STOPPING if running else state.phase
     fenced = running or state.fenced
     work.state = replace(state, phase=phase, stopping_since_ms=since_ms, fenced=fenced)
+
+
+def rejoins_after_failure(state: AgentState, round_: int) -> bool:
+    """Whether this node, whose workers have failed, joins again as soon as they are gone."""
+    return (
+        _is_current(state, round_)
+        and bool(state.failures or state.stuck_pids)
+        and not state.workers_gone
+        and state.leaving is None
+        and state.outcome is None
+    )
+
+
+def _note_unhealthy(work: _Step, event: Unhealthy) -> None:
+    """A node that is not well leaves in place of joining again; its failure remains one."""
+    if rejoins_after_failure(work.state, event.round):
+        reason = f"unhealthy: {event.reason}"
+        leaving = Leaving(LeaveCause.FAILED, reason, EXIT_TRY_AGAIN)
+        work.state = replace(work.state, leaving=leaving, phase=Phase.LEAVING)
+        work.do(SayLeave(work.state.run, leaving, None))
 
 
 def _succeed(work: _Step) -> None:
@@ -371,6 +429,127 @@ def _leave_by_signal(work: _Step, event: Signalled) -> None:
     _leave(work, leaving, work.state.job.shutdown_timeout_ms, event.signum)
 
 
+def _withdraw(work: _Step, event: Withdrawn) -> None:
+    """Give the job back to the server, which may place it here again.
+
+    The server hears that the node leaves: a join of this node may have crossed the withdrawal.
+    """
+    if event.run == work.state.run and work.state.outcome is None:
+        leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
+        _leave(work, leaving, work.state.job.shutdown_timeout_ms, signum=None)
+
+
+def _give_notice(work: _Step, event: NoticeGiven) -> None:
+    """Tell the workers, and wait until they exit; without workers the node leaves at once.
+
+    Those that were told keep the signal that they got: only the deadline may be another.
+    """
+    state = work.state
+    if state.leaving is not None or state.outcome is not None:
+        return
+    due_ms, before = work.now_ms + event.left_ms, state.notice
+    notice = Notice(event.reason, work.now_ms, due_ms)
+    if before is not None:
+        notice = replace(before, reason=event.reason, due_ms=due_ms)
+    work.state = replace(state, notice=notice)
+    if state.workers_gone and state.phase is not Phase.SUCCEEDED:
+        _leave(work, _leaving(notice), grace_ms=0, signum=None)
+    elif state.phase is Phase.RUNNING:
+        assert state.assignment is not None
+        signum = state.job.notice_signum if before is None else 0
+        known_ms = before.due_ms if before is not None else None
+        if known_ms is None or abs(known_ms - due_ms) >= _SAME_DEADLINE_MS:
+            number = state.assignment.round
+            work.do(NotifyWorkers(number, event.left_ms, event.reason, signum or None))
+
+
+def _lift_notice(work: _Step) -> None:
+    """End nobody any more. Workers that were told, and exit for that, have not failed."""
+    state, notice = work.state, work.state.notice
+    if notice is None or notice.due_ms is None or state.leaving is not None:
+        return
+    if state.phase is Phase.RUNNING:
+        assert state.assignment is not None
+        forget_ms = work.now_ms + state.job.shutdown_timeout_ms
+        work.state = replace(state, notice=replace(notice, due_ms=None, forget_ms=forget_ms))
+        work.do(TakeBackNotice(state.assignment.round))
+    else:
+        work.state = replace(state, notice=None)
+
+
+def _follows_notice(work: _Step, event: WorkerExited) -> bool:
+    """Whether a worker has exited after it was told that the node leaves."""
+    notice = work.state.notice
+    return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
+
+
+def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
+    """Leave once all workers have exited, or one other than with 0: the rest can not go on long.
+
+    Where all have exited with 0 they may have been done, as those of other nodes are; the server
+    is to hear of these first.
+    """
+    notice, alive = work.state.notice, work.state.alive
+    assert notice is not None
+    if event.exit_code != 0:
+        _leave(work, _leaving(notice), _notice_grace_ms(work) if alive else 0, signum=None)
+    elif not alive:
+        work.state = replace(work.state, notice=replace(notice, exited_ms=work.now_ms))
+
+
+def _leaving(notice: Notice) -> Leaving:
+    return Leaving(LeaveCause.SIGNAL, notice.reason, EXIT_TRY_AGAIN)
+
+
+def _notice_grace_ms(work: _Step) -> int:
+    """Say how long workers that know of the notice have to exit once the round is over."""
+    notice, grace_ms = work.state.notice, work.state.job.shutdown_timeout_ms
+    if notice is None or notice.due_ms is None:
+        return grace_ms
+    return max(min(grace_ms, notice.due_ms - work.now_ms), 0)
+
+
+def _keep_notice(work: _Step) -> None:
+    """Do what has become due of a notice, if there is one."""
+    state, notice = work.state, work.state.notice
+    if notice is None:
+        return
+    if notice.exited_ms is not None:
+        if state.phase is Phase.RUNNING and work.now_ms >= notice.exited_ms + _DONE_MS:
+            _leave(work, replace(_leaving(notice), exited_zero=True), grace_ms=0, signum=None)
+    elif notice.due_ms is None:
+        if work.now_ms >= notice.forget_ms:
+            work.state = replace(state, notice=None)
+    elif state.phase is Phase.RUNNING and work.now_ms >= notice.due_ms:
+        _end_late_workers(work, notice)
+    elif state.phase is Phase.SUCCEEDED and state.workers_gone:
+        # Others may need the store that this node serves.
+        stays = state.assignment is not None and state.assignment.hosts_store
+        if work.now_ms >= notice.due_ms or not stays:
+            _leave(work, _leaving(notice), grace_ms=0, signum=None)
+
+
+def _notice_due_ms(state: AgentState) -> int | None:
+    """When something becomes due of a notice."""
+    notice = state.notice
+    if notice is None or state.phase not in _NEEDS_STORE:
+        return None
+    if state.phase is Phase.SUCCEEDED and not state.workers_gone:
+        return None
+    if notice.exited_ms is not None:
+        return notice.exited_ms + _DONE_MS
+    return notice.forget_ms if notice.due_ms is None else notice.due_ms
+
+
+def _end_late_workers(work: _Step, notice: Notice) -> None:
+    """End workers that have not exited in time; at once those that have had SIGTERM already."""
+    job = work.state.job
+    told = job.notice_signum == _SIGTERM
+    reason = f"{notice.reason}; its workers had not exited by the deadline"
+    leaving = replace(_leaving(notice), reason=reason)
+    _leave(work, leaving, 0 if told else job.failure_stop_timeout_ms, signum=None)
+
+
 def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
     """Say so at once, so that the others need not wait; go when the workers are gone."""
     if work.state.leaving is not None:
@@ -397,6 +576,9 @@ def _finish(work: _Step, outcome: Outcome) -> None:
 def _conclude(work: _Step) -> None:
     """No worker is left: join again, or end."""
     state = work.state
+    notice, ends = state.notice, state.leaving is not None or state.outcome is not None
+    if notice is not None and notice.due_ms is not None and not ends:
+        state = work.state = replace(state, leaving=_leaving(notice), phase=Phase.LEAVING)
     round_ = state.assignment.round if state.assignment else None
     if round_ is not None:
         work.do(StopStoreHost(round_))
@@ -412,6 +594,7 @@ def _conclude(work: _Step) -> None:
             phase=Phase.JOINING,
             left_round=round_,
             store_host_due_ms=None,
+            notice=None,
         )
         work.do(rejoin(work.state))
 
@@ -419,7 +602,7 @@ def _conclude(work: _Step) -> None:
 def rejoin(state: AgentState) -> SayJoin:
     """Say what a node without workers asks for, whenever it is asked."""
     fenced = state.fenced and not state.failures
-    return SayJoin(state.run, state.left_round, state.failures, fenced)
+    return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved)
 
 
 def _exit(work: _Step, outcome: Outcome) -> None:
@@ -435,6 +618,7 @@ def _check_deadlines(work: _Step) -> None:
     due_ms = _store_host_due_ms(state)
     if due_ms is not None and work.now_ms >= due_ms:
         _fail_store_host(work, f"not ready within {state.job.store_host_timeout_ms / 1000:g} s")
+    _keep_notice(work)
     due_ms = _server_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _finish(work, _without_server(work.state))
@@ -476,5 +660,5 @@ def _without_server(state: AgentState) -> Outcome:
 def _wake_at_ms(state: AgentState) -> int | None:
     if state.phase is Phase.ENDED:
         return None
-    due = (_store_host_due_ms(state), _server_due_ms(state))
+    due = (_store_host_due_ms(state), _server_due_ms(state), _notice_due_ms(state))
     return min((due_ms for due_ms in due if due_ms is not None), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rdzv.core.model import LeaveCause, Result, Settings
+from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Job:
     fence_after_ms: int = 0
     """After how long without proof that the server hears this node its workers are killed; 0: they
     are not, and train on."""
+    notice_signum: int = 15
+    """What tells workers that their node is about to leave, beside the notice file; 0: nothing."""
 
 
 class Phase(StrEnum):
@@ -100,6 +102,22 @@ class Leaving:
     cause: LeaveCause
     reason: str
     exit_code: int
+    exited_zero: bool = False
+    """All workers exited 0 after they were given notice: they may have left, or have been done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """That the node is about to leave, as its workers were told."""
+
+    reason: str
+    since_ms: int
+    due_ms: int | None
+    """When they are ended; None: the notice was lifted, and they may run on."""
+    forget_ms: int = 0
+    """When a lifted notice is no reason to exit any more."""
+    exited_ms: int | None = None
+    """When the last of the workers exited, if all did with 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +148,8 @@ class AgentState:
     """Whether the runner has confirmed that no process of the round is left."""
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
+    moved: Moved = UNMOVED
+    """How far the workers of the last round had come when they were gone."""
     stopping_since_ms: int | None = None
     """When the workers of the last round were first told to end; None: they were not."""
     stuck_pids: tuple[int, ...] = ()
@@ -145,6 +165,8 @@ class AgentState:
     """Why there is none, or was none last."""
     idle_since_ms: int = 0
     """Since when there are no workers on this node."""
+    notice: Notice | None = None
+    """Set while the node is about to leave, or its workers still believe so."""
     leaving: Leaving | None = None
     outcome: Outcome | None = None
     """Set once nothing but the end of the workers is waited for."""

@@ -1,7 +1,8 @@
 """rdzvrun's command line, word for word: torchrun's flags, their defaults, and ours beside them.
 
 Every flag that torchrun has is here, in both spellings (dashes, underscores), and with torchrun's
-environment default: PET_<NAME> stands for --<name>. What the words mean is `options`' business.
+environment default: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags. What
+the words mean is for `job_options` and the agent's `options` to say.
 
 Source: `torch/distributed/run.py` (`get_args_parser`) and `torch/distributed/argparse_util.py` of
 torch 2.13.
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
@@ -22,8 +25,10 @@ from rdzv.errors import InvalidRequestError
 CONF_KEYS = {
     "join_timeout": "seconds to wait for min_nodes before giving up (default 600)",
     "last_call_timeout": "seconds to wait for more nodes once min_nodes are there (default 30)",
-    "scale_up": "eager: newcomers end the running round; on-restart: they wait (default eager)",
-    "restart_window": "seconds after which a spent restart is forgotten (default: never)",
+    "scale_up": "eager: newcomers end the running round; on-restart: they wait; after:SECONDS: "
+    "they end it once it has run so long (default eager)",
+    "restart_window": "as --restart-window",
+    "restart_backoff": "as --restart-backoff",
     "reuse": "false: refuse to begin a new run of a job whose last run has ended (default true)",
     "failure_stop_timeout": "seconds between SIGTERM and SIGKILL after a failure (default 5)",
     "server_timeout": "seconds to wait for a lost server without workers (default 600)",
@@ -61,10 +66,19 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 OWN = frozenset(
     {
         "--fence-after",
+        "--hang-timeout",
         "--log-line-prefix-template",
+        "--max-preemptions",
+        "--max-store-failures",
+        "--no-progress-restarts",
         "--node-id",
+        "--notice-signal",
+        "--restart-backoff",
+        "--restart-window",
+        "--snapshot",
         "--topology",
         "--version",
+        "--warm",
     }
 )
 """What torchrun has not: none of it may change what an abbreviation means under torchrun."""
@@ -83,44 +97,68 @@ def parse(
     parser = _parser(environ, legacy=legacy)
     words = sys.argv[1:] if argv is None else argv
     try:
-        return parser.parse_args(expand(words, _options(parser)))
+        return parser.parse_args(expand(words, options(parser)))
     except InvalidRequestError as error:
         parser.error(str(error))
 
 
-def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
-    """Write out the flags that are abbreviated, as torchrun's argparse would understand them.
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it was given: its words, the first written out, and what they are."""
 
-    An abbreviation is one of torchrun's flags if no other of torchrun's begins like it; flags
-    that only rdzvrun has are written whole. The script and what follows it are left alone.
+    actions: tuple[argparse.Action, ...]
+    """One; or several short ones in one word, of which only the last may have a value."""
+    words: tuple[str, ...]
+
+
+def split(
+    argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
+) -> tuple[list[Given], list[str]]:
+    """Take the flags apart from what follows them, and write out those that are abbreviated.
+
+    An abbreviation is understood as torchrun's argparse would: it is one of torchrun's flags if no
+    other of torchrun's begins like it; what torchrun has not, `whole`, is written whole. What
+    follows is the script and its arguments, or begins with what argparse refuses.
 
     Raises:
         InvalidRequestError: several of torchrun's flags begin like it.
     """
-    words = list(argv)
+    given: list[Given] = []
     at = 0
-    while at < len(words) and words[at].startswith("-") and words[at] != "--":
-        name, equals, value = words[at].partition("=")
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        name, equals, value = argv[at].partition("=")
         if name.startswith("--"):
-            name = _whole(name, options)
-            words[at] = f"{name}{equals}{value}"
-            action, rest = options.get(name), equals
+            name = _written_out(name, options, whole)
+            first = f"{name}{equals}{value}"
+            actions, has_value = [options[name]] if name in options else [], bool(equals)
         else:
-            action, rest = _last_short(words[at], options)
-        if action is None:
-            break  # The script, or what argparse refuses.
-        at += 1 if action.nargs == 0 or rest else 2
-    return words
+            first = argv[at]
+            actions, has_value = _short(first, options)
+        if not actions:
+            break
+        if actions[-1].nargs == "?" and not has_value:
+            # What may be left out is given with `=`: the next word is the script.
+            first, has_value = f"{first}={actions[-1].const}", True
+        end = at + (1 if actions[-1].nargs == 0 or has_value else 2)
+        given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
+        at = end
+    return given, list(argv[at:])
 
 
-def _whole(name: str, options: Mapping[str, argparse.Action]) -> str:
+def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
+    """Write out the flags that are abbreviated; see `split`."""
+    given, rest = split(argv, options)
+    return [*(word for one in given for word in one.words), *rest]
+
+
+def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
     """Return the flag that is meant; what means none is left for argparse to refuse."""
     if name in options:
         return name
     meant = {
         id(action): option
         for option, action in options.items()
-        if option.startswith(name) and action.option_strings[0] not in OWN
+        if option.startswith(name) and action.option_strings[0] not in whole
     }
     if len(meant) > 1:
         candidates = sorted(option.replace("_", "-") for option in meant.values())
@@ -130,23 +168,28 @@ def _whole(name: str, options: Mapping[str, argparse.Action]) -> str:
     return next(iter(meant.values()), name)
 
 
-def _last_short(
-    word: str, options: Mapping[str, argparse.Action]
-) -> tuple[argparse.Action | None, str]:
-    """Return the last of the short flags in -m, -mt or -mt1, and what of the word is its value."""
-    action = None
+def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
+    """Return the short flags in -m, -mt or -mt1, and whether the last has its value in the word.
+
+    None are returned if one of them is not known.
+    """
+    actions = []
     for place, letter in enumerate(word[1:], start=1):
         action = options.get(f"-{letter}")
-        if action is None or action.nargs != 0:
-            return action, word[place + 1 :]
-    return action, ""
+        if action is None:
+            return [], False
+        actions.append(action)
+        if action.nargs != 0:
+            return actions, place + 1 < len(word)
+    return actions, False
 
 
-def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return all flags of a parser, by each of their names."""
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+class HelpFormatter(argparse.HelpFormatter):
     """Shows each option in one spelling; underscores are accepted, but not worth showing."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -155,46 +198,61 @@ class _HelpFormatter(argparse.HelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun",
-        formatter_class=_HelpFormatter,
-        description="Run a distributed PyTorch job on this node; a drop-in for torchrun.",
-        epilog="PET_<NAME> in the environment is the default of --<name>. Exit codes: 0 success, "
-        "1 the job failed, 2 usage, 75 trying again is sensible (no server, too few nodes), 128+n "
-        "ended by signal n, 130 Ctrl-C.",
-        allow_abbrev=False,
-    )
-    version = metadata.version("rdzv")
-    parser.add_argument("--version", action="version", version=f"rdzvrun {version}")
-    options = [*_where(), *_what(), *_output(), *_torchrun_only()]
-    for names, settings in [*options, *(_legacy() if legacy else ())]:
-        _add(parser, names, settings, environ)
-    parser.add_argument("training_script", metavar="script", help="script, module or program")
-    parser.add_argument(
-        "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
-    )
-    return parser
+def described() -> list[Option]:
+    """List rdzvrun's flags: their names, and what argparse is to know of them."""
+    return [*_where(), *_what(), *_output(), *_torchrun_only()]
 
 
-def _add(
-    parser: argparse.ArgumentParser,
-    names: tuple[str, ...],
-    settings: dict[str, Any],
-    environ: Mapping[str, str],
-) -> None:
+def add(
+    parser: argparse._ActionsContainer,
+    option: Option,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> argparse.Action:
+    """Add a flag in both spellings; its default may be in the environment."""
+    names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
-    text = environ.get(f"PET_{action.dest.upper()}")
+    variable = f"PET_{action.dest.upper()}"
+    text = environ.get(variable)
     if text is None or action.dest in _WITHOUT_ENVIRONMENT:
-        return
+        return action
     if action.nargs != 0:
         # A text: argparse reads it as it would read the option's value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
     else:
-        parser.error(f"PET_{action.dest.upper()}={text} is neither 0 nor 1")
+        raise InvalidRequestError(f"{variable}={text} is neither 0 nor 1")
+    return action
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add what follows the flags."""
+    parser.add_argument("training_script", metavar="script", help="script, module or program")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
+    )
+
+
+def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun",
+        formatter_class=HelpFormatter,
+        description="Run a distributed PyTorch job on this node; a drop-in for torchrun.",
+        epilog="PET_<NAME> in the environment is the default of --<name>. Exit codes: 0 success, "
+        "1 the job failed, 2 usage, 75 trying again is sensible (no server, too few nodes), 93 the "
+        "job made no progress and is not to be queued again, 128+n ended by signal n, 130 Ctrl-C.",
+        allow_abbrev=False,
+    )
+    version = metadata.version("rdzv")
+    parser.add_argument("--version", action="version", version=f"rdzvrun {version}")
+    try:
+        for option in [*described(), *(_legacy() if legacy else ())]:
+            add(parser, option, environ)
+    except InvalidRequestError as error:
+        parser.error(str(error))
+    add_script(parser)
+    return parser
 
 
 _WITHOUT_ENVIRONMENT = frozenset({"numa_binding", "logs_specs", "help", "version", "use_env"})
@@ -240,7 +298,7 @@ def _where() -> list[Option]:
             help="the server (default port 29400); several rdzvd with commas between them",
         ),
         _option(
-            "--rdzv-id", default="", metavar="JOB", help="name of the job, the same on all nodes"
+            "--rdzv-id", default=None, metavar="JOB", help="name of the job, the same on all nodes"
         ),
         _option("--rdzv-conf", default="", metavar="K=V,...", help=conf),
         _option("--standalone", action="store_true", help="one node, with a server of its own"),
@@ -292,6 +350,53 @@ def _what() -> list[Option]:
             help="worker failures that the whole job survives (default 0); nodes that are lost, "
             "leave or join cost none",
         ),
+        _option(
+            "--restart-window",
+            default=None,
+            metavar="SECONDS",
+            help="restarts that were spent longer ago count no more (default: all count)",
+        ),
+        _option(
+            "--restart-backoff",
+            default=None,
+            metavar="BASE[:MAX]",
+            help="seconds that the second restart in a row waits if rounds fail within a minute, "
+            "twice as long with each more, up to MAX; the first never waits (default 1:60; 0: none "
+            "waits)",
+        ),
+        _option(
+            "--max-preemptions",
+            type=int,
+            default=None,
+            metavar="N",
+            help="rounds that may end because a node was lost or left; the next fails the job "
+            "(default: any number)",
+        ),
+        _option(
+            "--max-store-failures",
+            type=int,
+            default=None,
+            metavar="N",
+            help="rounds that may end because their store failed; the next fails the job "
+            "(default: any number)",
+        ),
+        _option(
+            "--no-progress-restarts",
+            type=int,
+            default=0,
+            metavar="K",
+            help="fail, with exit code 93, after K restarts in a row that did not move the job on: "
+            "no step in RDZV_PROGRESS_FILE above all before, and no change of --snapshot "
+            "(default 0: any number)",
+        ),
+        _option(
+            "--snapshot",
+            type=Path,
+            default=None,
+            metavar="PATH",
+            help="file or folder that the job saves its state to; where it has changed, the job "
+            "has moved on",
+        ),
         _option("--role", default="default", metavar="ROLE", help="role of this node's workers"),
         _option("-m", "--module", action="store_true", help="run a module, as python -m does"),
         _option("--no-python", action="store_true", help="run a program, without python"),
@@ -317,6 +422,23 @@ def _what() -> list[Option]:
             "server's lease of 5 s or more (default: they train on without a server)",
         ),
         _option(
+            "--hang-timeout",
+            default=None,
+            metavar="SECONDS|auto",
+            help="a worker that has told of its progress (RDZV_PROGRESS_FILE) and then says "
+            "nothing for so long hangs: its round ends as by a failure, and the stacks of all "
+            "workers tell where they were; auto: learned from its steps (default: off); "
+            "docs/hangs.md says more",
+        ),
+        _option(
+            "--notice-signal",
+            default="SIGTERM",
+            metavar="SIG",
+            help="what the workers get when this node is about to leave (a drain, a preemption), "
+            "long enough before to save what they have; none: only the file that RDZV_NOTICE_FILE "
+            "names (default SIGTERM)",
+        ),
+        _option(
             "--signals-to-handle",
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             metavar="SIG,...",
@@ -327,6 +449,15 @@ def _what() -> list[Option]:
             "--virtual-local-rank",
             action="store_true",
             help="LOCAL_RANK is 0 for every worker, which sees one GPU",
+        ),
+        _option(
+            "--warm",
+            nargs="?",
+            const="torch",
+            default=None,
+            metavar="MODULES",
+            help="fork the workers of each restart from an interpreter that has imported these "
+            "(default torch, and with it torch._dynamo); docs/warm.md says what they must not do",
         ),
         _option(
             "--numa-binding",

@@ -1,0 +1,101 @@
+"""Runners of a former agent that this one has not adopted: they end, but that takes its time.
+
+One that can not be adopted ends with its orphan timeout, or at once; a process in the kernel may
+take longer. Until then its GPUs are nobody else's. So each runner is written down in the state
+directory, and the next agent starts no job before those that it finds there have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger("rdzv.agent")
+
+TELL_EVERY_S = 10.0
+"""How often it is said that somebody is still waited for."""
+
+
+class Runners:
+    """The runners of this agent, written down for the next one."""
+
+    def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
+        """Write into the folder `runners` of a state directory."""
+        self._folder = state_dir / "runners"
+        self._proc = proc
+        self._own: set[int] = set()
+
+    def note(self, pid: int) -> None:
+        """Write down a runner, before any worker is started, or one that was adopted."""
+        self._own.add(pid)
+        try:
+            self._folder.mkdir(exist_ok=True)
+            (self._folder / str(pid)).write_text(self._started_at(pid), encoding="ascii")
+        except OSError as error:
+            log.warning("runner pid %d is not written down for the next agent: %s", pid, error)
+
+    def forget(self, pid: int) -> None:
+        """Take note that a runner has ended."""
+        self._own.discard(pid)
+        with contextlib.suppress(OSError):
+            (self._folder / str(pid)).unlink()
+
+    async def former_gone(self) -> None:
+        """Wait until those of the agent before this one have ended, but for who was adopted."""
+        for path in self._former():
+            pid = int(path.name)
+            while (process := self._open(path)) is not None:
+                log.warning("waits until runner pid %d of the agent before has ended", pid)
+                await _exited(process, TELL_EVERY_S)
+            self.forget(pid)
+
+    def _former(self) -> list[Path]:
+        try:
+            found = [path for path in self._folder.iterdir() if path.name.isdecimal()]
+        except OSError:
+            return []
+        return [path for path in found if int(path.name) not in self._own]
+
+    def _open(self, path: Path) -> int | None:
+        """Return a pidfd of the process that was written down; None if it has ended."""
+        try:
+            process = os.pidfd_open(int(path.name))
+        except OSError:
+            return None
+        # Only now, for the number may have passed to another process.
+        if self._is_it(path):
+            return process
+        os.close(process)
+        return None
+
+    def _is_it(self, path: Path) -> bool:
+        try:
+            return path.read_text(encoding="ascii") == self._started_at(int(path.name))
+        except (OSError, ValueError):
+            return False
+
+    def _started_at(self, pid: int) -> str:
+        """Say when a process was started, since the machine was, and since which start of it."""
+        # The command stands in parentheses and may itself hold any character.
+        fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        state, started = fields[0], fields[19]
+        if state in (b"Z", b"X"):
+            raise ProcessLookupError(f"pid {pid} has ended")
+        boot = (self._proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="ascii")
+        return f"{started.decode()} {boot.strip()}"
+
+
+async def _exited(process: int, within_s: float) -> None:
+    """Wait for the end of a process, for so long at most; its pidfd is closed then."""
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, exited.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await exited.wait()
+    finally:
+        loop.remove_reader(process)
+        os.close(process)

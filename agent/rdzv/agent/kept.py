@@ -1,0 +1,156 @@
+"""What an agent has each job's runner keep, so that the next agent can go on with the job.
+
+It is kept by the runner and not in a file: it is there exactly as long as the workers are, is gone
+with them, and is never older than what the runner was asked to do last. A newer agent reads what an
+older one had kept: what is new has a default, and what is not known any more is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rdzv.agent.core.model import AgentState
+from rdzv.agent.logs import WorkerOutput
+from rdzv.agent.runner_link import NotAdoptableError
+from rdzv.core.model import JobSpec, Offer
+
+FORMAT = 1
+"""Raised whenever an older agent would misread what this one has kept."""
+
+PLACEMENT = "placement"
+STATE = "state"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlacement:
+    """What does not change while a node holds a job."""
+
+    node_id: str
+    instance: str
+    """The instance of the node that the server knows it by."""
+    rdzv_id: str
+    run: str
+    spec: JobSpec
+    gpus: int
+    """How many it was to get."""
+    granted: tuple[str, ...]
+    """Those that it has, by UUID."""
+    environ: dict[str, str]
+    """What its node gives to every job, as it was when it began."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStop:
+    """How the workers were told to end, and when, by the clock of the agent's core."""
+
+    round: int
+    grace_ms: int
+    signum: int | None
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOutput:
+    """Where a worker writes."""
+
+    stdout: str | None
+    stderr: str | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """What changes, as the driver knows it; times are by this machine's monotonic clock."""
+
+    state: AgentState
+    offer: Offer
+    joined: bool = False
+    stop: KeptStop | None = None
+    outputs: tuple[KeptOutput, ...] = field(default=())
+    """Those of the last round, by LOCAL_RANK."""
+    progress_folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a driver needs so that its job outlives the agent."""
+
+    socket: Path
+    """Where the runner listens."""
+    placement: KeptPlacement
+
+
+def encode(kept: KeptPlacement | KeptState) -> str:
+    """Return the text from which `decode` gives an equal value."""
+    # By way of json, which also takes names of files that are no characters.
+    return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
+
+
+def decode_placement(text: str | None) -> KeptPlacement:
+    """Return a placement that was kept.
+
+    Raises:
+        NotAdoptableError: there is none, or it is of a newer agent, or damaged.
+
+    """
+    raw = _load(PLACEMENT, text)
+    if raw.get("format", 0) > FORMAT:
+        raise NotAdoptableError(
+            f"what it keeps has format {raw.get('format')}, and this agent reads format {FORMAT}"
+        )
+    return _convert(PLACEMENT, raw, KeptPlacement)
+
+
+def decode_state(text: str | None) -> KeptState:
+    """Return a state that was kept.
+
+    Raises:
+        NotAdoptableError: there is none, or it is damaged.
+
+    """
+    return _convert(STATE, _load(STATE, text), KeptState)
+
+
+def _load(name: str, text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise NotAdoptableError(f"it was about to begin, and keeps no {name}")
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise NotAdoptableError(f"its {name} can not be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise NotAdoptableError(f"its {name} can not be read: {text:.80}")
+    return raw
+
+
+def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise NotAdoptableError(f"its {name} can not be read: {error}") from error
+
+
+def keep_output(output: WorkerOutput) -> KeptOutput:
+    """Keep where a worker writes."""
+    return KeptOutput(
+        None if output.stdout is None else str(output.stdout),
+        None if output.stderr is None else str(output.stderr),
+        str(output.error),
+    )
+
+
+def kept_output(output: KeptOutput) -> WorkerOutput:
+    """Return where a worker writes."""
+    return WorkerOutput(
+        stdout=None if output.stdout is None else Path(output.stdout),
+        stderr=None if output.stderr is None else Path(output.stderr),
+        error=Path(output.error),
+    )

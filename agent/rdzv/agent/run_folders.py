@@ -1,0 +1,236 @@
+"""The folders of submitted jobs on this node: what their workers wrote, until it is too old.
+
+::
+
+    STATE_DIR/runs/RDZV_ID/RUN/round_3/0/{stdout.log,stderr.log,error.json}
+    STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
+    STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: where its workers write
+
+So logs can be read after a job's end, and after the agent's own. Names come from the server, and
+are spelled such that each is one folder below `runs`, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from rdzv.agent.launch import NO_FILES
+from rdzv.agent.logs import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
+
+log = logging.getLogger("rdzv.agent")
+
+INDEX = "rounds.jsonl"
+_REMOVED = ".removed-"
+
+
+def folder_name(name: str) -> str:
+    """Spell a name such that it is one folder.
+
+    >>> folder_name("job-7"), folder_name("../etc"), folder_name("..")
+    ('job-7', '%2E.%2Fetc', '%2E.')
+    """
+    spelled = quote(name, safe=":@") or "%"
+    return f"%2E{spelled[1:]}" if spelled.startswith(".") else spelled
+
+
+class RunFolder:
+    """The folder of one run on this node."""
+
+    def __init__(self, path: Path) -> None:
+        """Use a folder that is there."""
+        self.path = path
+        self._noted: int | None = None
+
+    def note(self, written: Written) -> None:
+        """Write down where the workers of a round write, if it is a new one."""
+        if written.last is None or written.last == self._noted:
+            return
+        found = written.at(written.last)
+        assert found is not None
+        self._noted = found.number
+        try:
+            with (self.path / INDEX).open("ab", buffering=0) as index:
+                index.write(_as_line(found))
+        except OSError as error:
+            log.warning(
+                "logs of round %d can not be found after the job's end: %s", found.number, error
+            )
+
+
+class RunFolders:
+    """All folders of runs on this node. What reads or removes files may be called in a thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Use the folder `runs` of a state directory."""
+        self._base = state_dir / "runs"
+        self._lock = threading.Lock()
+        self._in_use: set[Path] = set()
+
+    def open(self, rdzv_id: str, run: str) -> RunFolder:
+        """Make the folder of a run, which is in use until `release`.
+
+        Raises:
+            OSError: it can not be made.
+
+        """
+        path = self._base / folder_name(rdzv_id) / folder_name(run)
+        with self._lock:
+            path.mkdir(parents=True, exist_ok=True)
+            self._in_use.add(path)
+        return RunFolder(path)
+
+    def release(self, folder: RunFolder) -> None:
+        """Take note that nothing more is written there; one that is empty is removed."""
+        with self._lock:
+            self._in_use.discard(folder.path)
+            for path in (folder.path, folder.path.parent):
+                try:
+                    path.rmdir()
+                except OSError:
+                    return
+
+    def written(self, rdzv_id: str) -> Written | None:
+        """Return what a job has written on this node, in all its runs; None if that is nothing."""
+        rounds: list[WrittenRound] = []
+        for index in _oldest_first((self._base / folder_name(rdzv_id)).glob(f"*/{INDEX}")):
+            rounds += _read_index(index)
+        return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
+
+    def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
+        """Remove the folders that are older than `keep_s`, then the oldest above `keep_bytes`.
+
+        Those of runs that are here stay, though they count. Returns what was removed.
+        """
+        self._finish_removals()
+        found = sorted(self._found(), key=lambda folder: folder.changed_s)
+        left_bytes = sum(folder.size_bytes for folder in found)
+        removed = []
+        for folder in found:
+            too_old = folder.changed_s < now_s - keep_s
+            if (too_old or left_bytes > keep_bytes) and self._remove(folder.path):
+                left_bytes -= folder.size_bytes
+                removed.append(folder.path)
+        return removed
+
+    def _found(self) -> Iterator[_Found]:
+        for job in _folders_of(self._base):
+            for run in _folders_of(job):
+                yield _measure(run)
+
+    def _remove(self, path: Path) -> bool:
+        gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
+        try:
+            with self._lock:
+                # Nobody may begin to use it from here on.
+                if path in self._in_use:
+                    return False
+                path.rename(gone)
+        except OSError as error:
+            log.warning("the old logs in %s can not be removed: %s", path, error)
+            return False
+        _remove_tree(gone)
+        with contextlib.suppress(OSError):  # There are other runs.
+            path.parent.rmdir()
+        return True
+
+    def _finish_removals(self) -> None:
+        """Remove what an agent that ended meanwhile has begun to."""
+        for path in _folders_of(self._base, removed=True):
+            _remove_tree(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    path: Path
+    size_bytes: int
+    changed_s: float
+    """When anything in it last changed."""
+
+
+def _folders_of(path: Path, *, removed: bool = False) -> list[Path]:
+    try:
+        return [
+            Path(entry)
+            for entry in os.scandir(path)
+            if entry.is_dir(follow_symlinks=False) and entry.name.startswith(_REMOVED) is removed
+        ]
+    except OSError:
+        return []
+
+
+def _measure(path: Path) -> _Found:
+    size, changed = 0, 0.0
+    for folder, _, files in os.walk(path):
+        for name in (".", *files):
+            try:
+                status = (Path(folder) / name).lstat()
+            except OSError:
+                continue
+            # What it takes of the disk: a file with holes may be long.
+            size += status.st_blocks * 512
+            changed = max(changed, status.st_mtime)
+    return _Found(path, size, changed)
+
+
+def _remove_tree(path: Path) -> None:
+    shutil.rmtree(
+        path,
+        onerror=lambda _, what, why: log.warning("%s can not be removed: %s", what, why[1]),
+    )
+
+
+def _oldest_first(paths: Iterable[Path]) -> list[Path]:
+    def changed(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    return sorted(paths, key=changed)
+
+
+# ---------------------------------------------------------------------- the index
+
+
+def _as_line(round_: WrittenRound) -> bytes:
+    workers = [
+        [None if path is None else os.fspath(path) for path in (worker.stdout, worker.stderr)]
+        for worker in round_.workers
+    ]
+    line = {"round": round_.number, "rank_first": round_.rank_first, "workers": workers}
+    return json.dumps(line).encode() + b"\n"
+
+
+def _read_index(index: Path) -> list[WrittenRound]:
+    try:
+        lines = index.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [found for line in lines if (found := _read_line(line)) is not None]
+
+
+def _read_line(line: bytes) -> WrittenRound | None:
+    """Read a line; None for one that was cut short when the agent died."""
+    try:
+        found = json.loads(line)
+        workers = tuple(
+            WorkerOutput(stdout=_path(stdout), stderr=_path(stderr), error=NO_FILES)
+            for stdout, stderr in found["workers"]
+        )
+        return WrittenRound(int(found["round"]), int(found["rank_first"]), workers)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

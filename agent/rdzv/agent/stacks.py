@@ -1,0 +1,361 @@
+"""Takes the stacks of workers, by py-spy from outside: they need not cooperate, nor be able to.
+
+py-spy reads the memory of another process, and stops it for some milliseconds, so that what it
+reads is of one moment; of one that does not run anyway it reads as it is. Where it may not, or
+finds no Python, /proc tells at least the state of the process and where it sleeps in the kernel,
+and a note says why there is no more, and what would help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent.runner_link import spare, spare_no_more
+from rdzv.core.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
+
+log = logging.getLogger("rdzv.agent")
+
+PY_SPY_TIMEOUT_S = 5.0
+"""How long py-spy may take for one worker; it takes some 20 ms."""
+ON_THE_WAY_S = 1.0
+"""What is left of the server's patience for the way that stacks have to it."""
+MAX_ASKED = 8
+"""Requests that are answered at once for one job; the server has a lower limit of its own."""
+AT_ONCE = 4
+"""Workers that are looked at together: py-spy reads the worker's libraries, which costs CPU."""
+
+MAX_THREADS = 32
+MAX_FRAMES = 64
+MAX_BYTES = 64 * 1024
+"""What is told of the threads of one worker, beside its main thread."""
+MAX_NAME_CHARS = 200
+MAX_FILE_CHARS = 300
+MAX_KERNEL_FRAMES = 16
+MAX_NOTE_CHARS = 500
+MAX_OUTPUT_BYTES = 8 << 20
+"""What py-spy may say of one worker; more is none of its answers."""
+
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclass(frozen=True, slots=True)
+class StacksAsked:
+    """Whose stacks are wanted; see `TakeStacks` in `rdzv.proto`."""
+
+    request: int
+    rdzv_id: str
+    run: str
+    round: int
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A worker that is to be looked at."""
+
+    rank: int
+    local_rank: int
+    pid: int
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy: beside the agent's interpreter, or on PATH; None: nowhere."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
+"""Says stacks for a request: whether they are the last, and why there are none."""
+
+
+class StackAnswers:
+    """Answers those who ask what one job's workers on this node are doing."""
+
+    def __init__(self, say: Say) -> None:
+        """Answer with `say`, which waits until there is room."""
+        self._say = say
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def answer(self, asked: StacksAsked, targets: Sequence[Target], why_none: str) -> None:
+        """Begin to answer; `why_none` says why there is nobody to look at."""
+        if len(self._tasks) >= MAX_ASKED:
+            targets, why_none = (), f"this node looks at its workers {MAX_ASKED} times already"
+        task = asyncio.get_running_loop().create_task(self._answer(asked, targets, why_none))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Answer nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _answer(self, asked: StacksAsked, targets: Sequence[Target], error: str) -> None:
+        try:
+            async with contextlib.aclosing(take_all(targets, self._timeout_s(asked))) as stacks:
+                async for stack in stacks:
+                    await self._say(asked.request, (stack,), False, "")
+        except Exception as failure:
+            log.exception("stacks of %s could not be taken", asked.rdzv_id)
+            error = f"a bug of its agent: {failure!r}"
+        await self._say(asked.request, (), True, error)
+
+    def _timeout_s(self, asked: StacksAsked) -> float:
+        """Leave a moment for the way back."""
+        return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
+
+
+async def take_all(
+    targets: Sequence[Target], timeout_s: float
+) -> AsyncGenerator[WorkerStack, None]:
+    """Yield the stack of each worker, as it is found; one that has exited meanwhile is left out.
+
+    Every one comes in time: what can not be had within `timeout_s` is left to a note.
+    """
+    py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    tasks = [asyncio.ensure_future(_take(py_spy, one, gate, deadline_s)) for one in targets]
+    try:
+        for found in asyncio.as_completed(tasks):
+            if (stack := await found) is not None:
+                yield stack
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _take(
+    py_spy: str | None, target: Target, gate: asyncio.Semaphore, deadline_s: float
+) -> WorkerStack | None:
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as held:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await held.enter_async_context(gate)
+        except TimeoutError:
+            note = "there was no time left to look at it: others on this node took too long"
+            return _from_proc(target, note)
+        left_s = min(PY_SPY_TIMEOUT_S, deadline_s - loop.time())
+        return await _look(py_spy, target, max(left_s, 0.1))
+
+
+async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerStack | None:
+    """Look at one worker; None if it has exited."""
+    state = process_state(target.pid)
+    if state == "":
+        return None
+    if py_spy is None:
+        note = "py-spy is not there: `pip install py-spy` beside rdzv, or put it on PATH"
+        return _from_proc(target, note)
+    if state == ZOMBIE:
+        return _from_proc(target, "")
+    # One that is stopped can not be stopped again, and one in D state not before it leaves it.
+    ways = (
+        [("--nonblocking",)]
+        if state in (STOPPED, "t", UNINTERRUPTIBLE)
+        else [(), ("--nonblocking",)]
+    )
+    note = ""
+    for way in ways:
+        try:
+            said = await _run(py_spy, target.pid, way, timeout_s)
+            threads = parse_dump(said, target.pid)
+        except (OSError, ValueError, TimeoutError) as error:
+            note = note or _why_not(target.pid, str(error))
+            if way == ():
+                _let_go(target.pid)
+            continue
+        found = _from_proc(target, "")
+        if found is None:
+            return None
+        # Where it sleeps in the kernel is of interest only if that is what it can not leave.
+        kernel = found.kernel if found.state == UNINTERRUPTIBLE else ()
+        return replace(found, threads=threads, kernel=kernel)
+    return _from_proc(target, note)
+
+
+def _let_go(pid: int) -> None:
+    """Let a worker go on that py-spy may have left stopped, for it was killed as it began.
+
+    Whether it has may not be seen yet: a SIGSTOP that is on its way is taken back by this, too.
+    """
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGCONT)
+
+
+async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> bytes:
+    """Have py-spy say what a process does.
+
+    Raises:
+        OSError: it can not be started.
+        ValueError: it refuses, and why.
+        TimeoutError: it took too long, and was killed.
+
+    """
+    process = await asyncio.create_subprocess_exec(
+        py_spy,
+        *("dump", "--json", *way, "--pid", str(pid)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+        # Ctrl-C is the agent's to hear.
+        start_new_session=True,
+    )
+    spare(process.pid)
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, complaint = await process.communicate()
+    except TimeoutError:
+        raise TimeoutError(f"py-spy took longer than {timeout_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        spare_no_more(process.pid)
+    if process.returncode != 0:
+        raise ValueError(_complaint(complaint) or f"py-spy ended with {process.returncode}")
+    if len(output) > MAX_OUTPUT_BYTES:
+        raise ValueError(f"py-spy says {len(output)} bytes, which is none of its answers")
+    return output
+
+
+def _complaint(text: bytes) -> str:
+    r"""Write what py-spy complains of in one line.
+
+    >>> _complaint(b"Error: No stacks\n\nCaused by:\n  0: Refused\n  1: EPERM\n\nStack backtrace:")
+    'No stacks: Refused: EPERM'
+    """
+    told = text.decode(errors="replace").partition("Stack backtrace:")[0]
+    lines = (line.strip() for line in told.splitlines())
+    parts = [line for line in lines if line and not line.startswith(("Caused by", "Reason"))]
+    return ": ".join(part.removeprefix("Error: ").lstrip("0123456789: ") for part in parts)
+
+
+def _why_not(pid: int, complaint: str) -> str:
+    """Say why py-spy can not look at a process, and what would help."""
+    note = f"py-spy: {complaint}"
+    with contextlib.suppress(OSError):
+        owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+        if os.geteuid() not in (0, owner):
+            note = (
+                f"py-spy may not look at it: it runs as uid {owner}, and this agent as uid "
+                f"{os.geteuid()}; give the agent CAP_SYS_PTRACE"
+            )
+        elif os.geteuid() != 0 and (scope := _ptrace_scope()) > 0:
+            note = (
+                f"py-spy may not look at it: kernel.yama.ptrace_scope is {scope}; set it to 0 "
+                "(sysctl), or give the agent CAP_SYS_PTRACE, or have the worker call "
+                "prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)"
+            )
+    return note[:MAX_NOTE_CHARS]
+
+
+def _ptrace_scope() -> int:
+    try:
+        return int(_PTRACE_SCOPE.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+# ---------------------------------------------------------------------- what py-spy says
+
+
+def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
+    """Read what `py-spy dump --json` says: the main thread first; long ones are cut.
+
+    Raises:
+        ValueError: it is something else, or tells of no thread.
+
+    """
+    try:
+        said = json.loads(text)
+        main = _main_thread(said, pid)
+        found = [_thread(one, main=one is main) for one in said]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"what py-spy says can not be read ({error!r})") from error
+    found.sort(key=lambda thread: not thread.main)
+    return _bounded(found[:MAX_THREADS])
+
+
+def _main_thread(said: list[Any], pid: int) -> Any:
+    """Return the thread that Python began with; where none says so, the one that is named first."""
+    if not said:
+        raise ValueError("py-spy finds no Python thread in it")
+    by_id = (one for one in said if one.get("os_thread_id") == pid)
+    by_name = (one for one in said if one.get("thread_name") == "MainThread")
+    return next(by_id, None) or next(by_name, said[0])
+
+
+def _bounded(threads: Sequence[Thread]) -> tuple[Thread, ...]:
+    """Leave out threads above `MAX_BYTES`; never the first."""
+    room, kept = MAX_BYTES, list(threads[:1])
+    for thread in threads[1:]:
+        room -= sum(len(frame.name) + len(frame.file) + 16 for frame in thread.frames)
+        if room > 0:
+            kept.append(thread)
+    return tuple(kept)
+
+
+def _thread(said: Any, *, main: bool) -> Thread:
+    frames = tuple(
+        Frame(
+            name=str(frame["name"])[:MAX_NAME_CHARS],
+            file=str(frame.get("filename") or "?")[-MAX_FILE_CHARS:],
+            line=max(int(frame.get("line") or 0), 0),
+        )
+        for frame in said["frames"][:MAX_FRAMES]
+    )
+    # Python names no thread before somebody has imported `threading`.
+    name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
+    return Thread(name, main, frames)
+
+
+# ---------------------------------------------------------------------- what /proc says
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process, as one letter of /proc/PID/stat; empty if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return text.rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _from_proc(target: Target, note: str) -> WorkerStack | None:
+    """Tell what everybody may know of a process; None if it has exited."""
+    state = process_state(target.pid)
+    if state == "":
+        return None
+    kernel = () if state == ZOMBIE else _kernel(target.pid)
+    return WorkerStack(target.rank, target.local_rank, target.pid, state, (), note, kernel)
+
+
+def _kernel(pid: int) -> tuple[str, ...]:
+    """Return where a process sleeps in the kernel: all of it for root, else the place alone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/stack").read_text().splitlines()
+        # `[<0>] futex_wait_queue+0x61/0x90`
+        names = (line.rpartition(" ")[2].partition("+")[0] for line in lines)
+        if found := tuple(name for name in names if name and not name.startswith("0x"))[
+            :MAX_KERNEL_FRAMES
+        ]:
+            return found
+    with contextlib.suppress(OSError):
+        place = Path(f"/proc/{pid}/wchan").read_text().strip()
+        if place not in ("", "0"):
+            return (place,)
+    return ()

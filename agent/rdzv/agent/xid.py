@@ -1,0 +1,139 @@
+"""What NVIDIA's driver has said of broken GPUs: the Xid errors in the kernel's log.
+
+The log is /dev/kmsg: one record a read, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`. Numbers grow
+from one boot to the next. The kernel forgets the oldest records, so an error may be forgotten
+before somebody has looked at the node; then the other checks have to find what is left of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+KMSG = Path("/dev/kmsg")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+CODES = ("48", "62", "64", "74", "79", "95", "110", "119", "120", "140", "143")
+"""Those after which a GPU has to be reset, or replaced. Others follow from what a program does, as
+31 and 13, or are counted and mended by the driver, as 63 and 94."""
+
+RECORD_BYTES = 8_192
+"""The largest record that the kernel writes."""
+LARGEST_FILE_BYTES = 16 << 20
+"""A file is read from its end: no kernel keeps more than that."""
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """One error."""
+
+    number: int
+    """Of its record."""
+    place: str
+    """The GPU's address on its bus."""
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.code} on {self.place}" + (f": {self.text}" if self.text else "")
+
+
+def parse(records: Iterable[str]) -> Iterator[Xid]:
+    """Find the errors among records; what is no record is passed over.
+
+    >>> [str(xid) for xid in parse(["4,812,99,-;NVRM: Xid (PCI:0000:3b:00): 79, fell off the bus"])]
+    ['79 on 0000:3b:00: fell off the bus']
+    """
+    for record in records:
+        head, _, text = record.partition(";")
+        fields = head.split(",")
+        if len(fields) < 3 or not fields[1].isdecimal():
+            continue
+        if (found := _XID.search(text.rstrip())) is not None:
+            yield Xid(int(fields[1]), found[1], found[2], (found[3] or "").strip())
+
+
+def read_records(path: Path) -> list[str]:
+    """Return all records of the kernel's log, or of a file that holds such.
+
+    Raises:
+        OSError: it can not be read.
+
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            size = os.fstat(fd).st_size
+            data = os.pread(fd, LARGEST_FILE_BYTES, max(size - LARGEST_FILE_BYTES, 0))
+            return data.decode(errors="replace").splitlines()
+        return list(_read_device(fd))
+    finally:
+        os.close(fd)
+
+
+def _read_device(fd: int) -> Iterator[str]:
+    while True:
+        try:
+            data = os.read(fd, RECORD_BYTES)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # Records were overwritten before they were read; the next read goes on behind them.
+            continue
+        if not data:
+            return
+        # What follows the first line is about the device, in the kernel's own words.
+        yield data.decode(errors="replace").partition("\n")[0]
+
+
+class Lifted:
+    """Up to where an operator has looked at the log; remembered until the next boot."""
+
+    def __init__(self, file: Path, boot_id: Path = BOOT_ID) -> None:
+        """Remember it in this file."""
+        self._file = file
+        self._boot_id = boot_id
+
+    def number(self) -> int:
+        """Return the last record that does not count any more; -1: all do."""
+        try:
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            return int(kept["number"]) if kept["boot"] == self._boot() else -1
+        except (OSError, ValueError, KeyError, TypeError):
+            return -1
+
+    def lift(self, records: Iterable[str]) -> None:
+        """Let nothing count any more that is among these records.
+
+        Raises:
+            OSError: it can not be remembered.
+
+        """
+        number = max((xid.number for xid in parse(records)), default=-1)
+        if number > self.number():
+            kept = json.dumps({"boot": self._boot(), "number": number})
+            temporary = self._file.with_suffix(".new")
+            temporary.write_text(kept, encoding="utf-8")
+            temporary.replace(self._file)
+
+    def _boot(self) -> str:
+        try:
+            return self._boot_id.read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+
+def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
+    """Say which errors matter that came after a record; nothing if none does.
+
+    The last of each GPU and code, for a broken GPU repeats itself.
+    """
+    last = {(xid.place, xid.code): xid for xid in found if xid.code in codes and xid.number > after}
+    return "; ".join(map(str, last.values()))

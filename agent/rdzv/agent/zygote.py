@@ -1,0 +1,611 @@
+"""The zygote: an interpreter with torch imported, from which workers are forked.
+
+It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with
+a folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
+before it would run the script. There it preloads what it is told to, and waits for requests. A
+forked worker returns from `main`, and the interpreter goes on to its script as any other does: so
+`__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and what happens at exit are not imitated
+but the interpreter's own, and no frame of this file is below the script's.
+
+Standard library only, until it preloads; it runs under Pythons older than rdzv's own.
+
+RDZV_ZYGOTE in its environment is a JSON object that says what for:
+
+    {path, script, check}       Say in JSON which of these modules are missing, or why workers can
+                                not be forked here at all (refused), and exit
+    {path, argv, fd, modules}   Preload, then serve; fd is a Unix seqpacket socket to the runner
+
+`path` is the PYTHONPATH that a worker would have, null for none; `argv` the command line that this
+was started by, and `script` that to be asked about, -m or -c. What is said on the socket:
+
+    {ready: {modules, threads, memory_kb, seconds}}   it can be asked to fork
+    {refused: reason}                    workers can not be forked from this; it exits
+    {fork: batch, workers: n}            from the runner, with stdin and, for each worker, stdout,
+                                         stderr and a stream socket, its link
+    {forked: batch, pids, reason}        fewer pids than asked for: why
+
+A worker is forked twice over, so that the runner, being a subreaper, becomes its parent. It does
+nothing of the user's until it has read from its link, as a frame (4 bytes of length, big endian,
+then JSON), how it is to run: {argv, env, given, cwd, cpus, parent}, where `given` is the
+environment that the zygote was given. It answers {ready: true} and closes the link; or {failed:
+reason}, if no worker could be started like this; or {refused: reason}, if one could, but not from
+here. If the link is closed before, it was given up, and exits.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+BARE = ("torch", "numpy")
+"""What is imported first; the threads that it leaves on import are known to survive a fork."""
+
+MAX_FDS = 253
+"""The most descriptors that the kernel takes with one message."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
+
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+_UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_GPU_DEVICES)
+"""Descriptors that several processes can not use as if each had opened its own."""
+
+_torch_seed: dict[str, int] = {}
+"""What torch was seeded with on import, as `fresh`; a module that seeds it means that for all."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RefusedError(Exception):
+    """Workers can not be forked from this process; says why."""
+
+
+class StartError(Exception):
+    """A worker can not be started as asked, nor could it without a zygote; says why."""
+
+
+def main(hook: str) -> bool:
+    """Be what RDZV_ZYGOTE says; return in the workers alone.
+
+    `hook` is the folder that has led here. Returns whether the site has a `sitecustomize` of its
+    own, which has then been imported.
+    """
+    order = json.loads(os.environ.pop("RDZV_ZYGOTE"))
+    _forget(hook, order["path"])
+    if "check" in order:
+        _answer_check(order["check"], order["script"])
+    control = socket.socket(fileno=order["fd"])
+    control.setblocking(True)
+    os.set_inheritable(control.fileno(), False)
+    _call_oneself(f"rdzv zygote: {', '.join(order['modules'])}")
+    try:
+        has_own_customize = _customize()
+        ready = _preload(order["modules"])
+    except RefusedError as error:
+        _say(control, {"refused": str(error)})
+        os._exit(1)
+    _say(control, {"ready": ready})
+    _serve(control, [_bytes(word) for word in order["argv"]])
+    return has_own_customize
+
+
+def _forget(hook: str, path: str | None) -> None:
+    """Take back what has led the interpreter here, before anything else sees it."""
+    if path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = _text(_bytes(path))
+    sys.path[:] = [entry for entry in sys.path if entry != hook]
+    sys.path_importer_cache.pop(hook, None)
+
+
+def _customize() -> bool:
+    """Import the site's own `sitecustomize`; say whether there is one."""
+    del sys.modules["sitecustomize"]
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise RefusedError(f"its sitecustomize: {_words(error)}") from error
+        return False
+    except Exception as error:
+        raise RefusedError(f"its sitecustomize: {_words(error)}") from error
+    return True
+
+
+def _answer_check(names: Iterable[str], script: str) -> None:
+    """Say which modules can not be found, without importing any, and exit."""
+    answer: dict[str, object] = {}
+    try:
+        _customize()
+        answer["missing"] = _missing(names, script)
+    except RefusedError as error:
+        answer["refused"] = str(error)
+    os.write(1, json.dumps(answer).encode() + b"\n")
+    os._exit(0)
+
+
+def _missing(names: Iterable[str], script: str) -> dict[str, str]:
+    """Return those modules that can not be found, and why, in Python's words."""
+    missing = {}
+    with _ScriptFolder(script):
+        for name in names:
+            try:
+                if importlib.util.find_spec(name.partition(".")[0]) is None:
+                    missing[name] = f"No module named {name.partition('.')[0]!r}"
+            except Exception as error:
+                missing[name] = _words(error)
+    return missing
+
+
+# ---------------------------------------------------------------------- preloading
+
+
+class _ScriptFolder:
+    """Has imports find what they would find from the script, for a while."""
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+        self._entry = _first_of_path(script)
+
+    def __enter__(self) -> None:
+        if self._entry is not None:
+            sys.path.insert(0, self._entry)
+        if self._script not in ("-m", "-c"):
+            # Else libraries may take this for an interactive session.
+            sys.modules["__main__"].__file__ = str(Path(self._script).absolute())
+
+    def __exit__(self, *_: object) -> None:
+        if self._entry in sys.path:
+            sys.path.remove(self._entry)  # The interpreter puts it there itself.
+        vars(sys.modules["__main__"]).pop("__file__", None)
+
+
+def _first_of_path(script: str) -> str | None:
+    """Return what an interpreter puts before `sys.path` when it runs the script."""
+    if getattr(sys.flags, "safe_path", False):
+        return None
+    if script == "-c":
+        return ""
+    if script == "-m":
+        return str(Path.cwd())
+    path = Path(script).resolve()
+    return str(path if path.is_dir() or path.suffix in (".zip", ".pyz") else path.parent)
+
+
+def _preload(modules: Sequence[str]) -> dict[str, Any]:
+    """Import modules, the bare ones first, and say what that has made of this process.
+
+    Raises:
+        RefusedError: one can not be imported, or has left what no fork survives.
+    """
+    since = time.monotonic()
+    fds = set(_open_fds())
+    threads = 1
+    with _ScriptFolder(sys.argv[0]):
+        for name in sorted(modules, key=lambda name: name not in BARE):
+            try:
+                importlib.import_module(name)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise RefusedError(f"import {name}: {_words(error)}") from error
+            if name == "torch":
+                _torch_seed["fresh"] = sys.modules["torch"].initial_seed()
+            if name in BARE:
+                threads = max(threads, len(_threads()))
+            _check_forkable(name, threads, fds)
+    gc.collect()
+    # So that no worker's collector writes to, and thereby copies, every page that they share.
+    gc.freeze()
+    return {
+        "modules": list(modules),
+        "threads": threads,
+        "memory_kb": _memory_kb(),
+        "seconds": time.monotonic() - since,
+    }
+
+
+def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
+    """Refuse what would be broken, or shared, in a fork, and that `name` has left on import."""
+    if "threading" in sys.modules and len(sys._current_frames()) > 1:
+        found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
+        raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
+    found = _threads()
+    if len(found) > threads:
+        raise RefusedError(
+            f"import {name} leaves {len(found)} threads ({', '.join(found)}), where the bare "
+            f"import leaves {threads}; a fork has only the first"
+        )
+    children = _children()
+    if children:
+        raise RefusedError(f"import {name} starts processes (pid {', '.join(children)})")
+    for fd, target in _open_fds().items():
+        if fd not in fds and target.startswith(_UNSHARABLE):
+            why = "a GPU, which no fork can use" if target.startswith(_GPU_DEVICES) else target
+            raise RefusedError(f"import {name} opens {why} ({target}, fd {fd})")
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        raise RefusedError(f"import {name} initialises CUDA, which no fork can use")
+
+
+def _threads() -> list[str]:
+    """Name all threads of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return names
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def _open_fds() -> dict[int, str]:
+    """Return what each descriptor is open on."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found[int(entry.name)] = os.readlink(entry)  # noqa: PTH115  # Before Python 3.9.
+    return found
+
+
+def _memory_kb() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+# ---------------------------------------------------------------------- serving
+
+
+def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
+    """Fork what is asked for, until the runner is gone; return in the workers alone."""
+    while True:
+        data, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        fds = array.array("i")
+        for _, _, part in ancillary:
+            fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
+        stdin, *others = fds
+        streams = [(stdin, *others[at : at + 3]) for at in range(0, len(others), 3)]
+        answer, mine = _fork_all(control, streams[: request["workers"]])
+        if answer is None:
+            _become_worker(streams, mine, argv)
+            return
+        for fd in fds:
+            os.close(fd)
+        _say(control, {"forked": request["fork"], **answer})
+
+
+def _fork_all(
+    control: socket.socket, streams: Sequence[tuple[int, ...]]
+) -> tuple[dict[str, object] | None, int]:
+    """Fork a worker for each; return which they are, once the process in between is gone.
+
+    In a worker, return None and which of them it is.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        middle = _fork()
+    except OSError as error:
+        os.close(read_end)
+        os.close(write_end)
+        return {"pids": [], "reason": f"fork: {error.strerror}"}, -1
+    if middle == 0:
+        mine = _fork_each(streams, write_end)
+        control.close()
+        os.close(read_end)
+        os.close(write_end)
+        return None, mine
+    os.close(write_end)
+    _, status = os.waitpid(middle, 0)
+    # All that it has written fits into a pipe, and is there; no worker needs to have come so far.
+    said = os.read(read_end, 4 * len(streams)) if os.WIFEXITED(status) else b""
+    os.close(read_end)
+    pids = list(struct.unpack(f"{len(said) // 4}i", said))
+    if len(pids) == len(streams):
+        return {"pids": pids, "reason": ""}, -1
+    return {"pids": pids, "reason": f"fork: {_describe(status)}"}, -1
+
+
+def _describe(status: int) -> str:
+    """Say why the process in between has forked too few."""
+    if os.WIFEXITED(status):
+        return os.strerror(os.WEXITSTATUS(status))
+    return f"the process in between was killed by signal {os.WTERMSIG(status)}"
+
+
+def _fork_each(streams: Sequence[tuple[int, ...]], write_end: int) -> int:
+    """Fork the workers, from the process in between, and exit; return in each which one it is."""
+    code = 1
+    try:
+        for place in range(len(streams)):
+            pid = _fork()
+            if pid == 0:
+                return place
+            os.write(write_end, struct.pack("i", pid))
+        code = 0
+    except OSError as error:
+        code = error.errno or 1
+    os._exit(code)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Those threads are known, and have been found to be harmless.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
+    try:
+        sock.sendall(json.dumps(message).encode())
+    except OSError:
+        os._exit(0)  # The runner is gone.
+
+
+# ---------------------------------------------------------------------- a worker
+
+
+def _become_worker(
+    streams: Sequence[tuple[int, ...]], mine: int, zygote_argv: Sequence[bytes]
+) -> None:
+    """Make this fork what a fresh interpreter would be, or exit."""
+    os.setsid()
+    for fd, stream in enumerate(streams[mine][:3]):
+        os.dup2(stream, fd)
+    link_fd = streams[mine][3]
+    for fd in {fd for each in streams for fd in each} - {link_fd}:
+        os.close(fd)
+    with socket.socket(fileno=link_fd) as link:
+        link.setblocking(True)
+        spec = _read_frame(link)
+        if spec is None:
+            os._exit(0)
+        try:
+            _apply(spec, zygote_argv)
+        except StartError as error:
+            _give_up(link, {"failed": str(error)})
+        except RefusedError as error:
+            _give_up(link, {"refused": str(error)})
+        except BaseException as error:
+            _give_up(link, {"refused": _words(error)})
+        _write_frame(link, {"ready": True})
+
+
+def _give_up(link: socket.socket, why: Mapping[str, object]) -> None:
+    _write_frame(link, why)
+    os._exit(1)
+
+
+def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
+    """Take on what the worker alone has, and renew what no two processes may share."""
+    _leash(spec["parent"])
+    argv = [_bytes(word) for word in spec["argv"]]
+    env, given = _environment(spec["env"]), _environment(spec["given"])
+    _take_arguments(argv, zygote_argv)
+    if spec["cwd"] is not None:
+        _change_folder(_text(_bytes(spec["cwd"])))
+    if spec["cpus"] is not None:
+        try:
+            os.sched_setaffinity(0, spec["cpus"])
+        except OSError as error:
+            raise StartError(f"cpus {spec['cpus']!r:.80}: {error.strerror}") from error
+    _change_environment(env, given)
+    _renew_streams()
+    _renew_randomness()
+    importlib.invalidate_caches()
+    _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
+    # The zygote has all blocked that is meant for workers; none of it has reached this process.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _leash(parent: int) -> None:
+    """Have this process killed when the runner dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # It has died before.
+
+
+def _take_arguments(argv: Sequence[bytes], zygote_argv: Sequence[bytes]) -> None:
+    """Set the arguments of the script; the script itself the interpreter has been told before."""
+    count = len(sys.argv) - 1
+    before = len(zygote_argv) - count
+    if argv[:before] != zygote_argv[:before]:
+        raise RefusedError(f"the zygote runs {zygote_argv[:before]!r}, not {argv[:before]!r}")
+    arguments = [_text(word) for word in argv[before:]]
+    sys.argv[1:] = arguments
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[len(sys.orig_argv) - count :] = arguments
+
+
+def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
+    return {_bytes(name): _bytes(value) for name, value in env.items()}
+
+
+def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
+    """Set a worker's environment, and repeat in it what has been changed in the zygote's.
+
+    The interpreter itself, a wrapper, or a module on import may have set a variable. They would
+    have done so in the worker, unless what it is given there is something else.
+    """
+    wanted = dict(env)
+    now = dict(os.environb)
+    for name in [*given, *now]:
+        if now.get(name) != given.get(name) and env.get(name) == given.get(name):
+            if name in now:
+                wanted[name] = now[name]
+            else:
+                wanted.pop(name, None)
+    os.environb.clear()
+    for name, value in wanted.items():
+        os.environb[name] = value
+
+
+def _change_folder(cwd: str) -> None:
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        raise StartError(f"cwd {cwd!r}: {error.strerror}") from error
+
+
+def _renew_streams() -> None:
+    """Have the standard streams find out anew what they are open on.
+
+    Modules that were preloaded may hold them, so they stay the same objects; what is below them
+    remembers too much.
+    """
+    streams: Any = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    for fd, stream in enumerate(streams):
+        if stream is None:
+            continue
+        buffer, mode, name = stream.buffer, stream.mode, stream.name
+        raw: Any = io.FileIO(fd, getattr(buffer, "raw", buffer).mode, closefd=False)
+        raw.name = name
+        stream.__init__(
+            type(buffer)(raw) if hasattr(buffer, "raw") else raw,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            newline="\n",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        stream.mode = mode
+
+
+def _renew_randomness() -> None:
+    """Give this process random numbers of its own, as a fresh interpreter has.
+
+    The generators of GPUs are not there yet, and begin with the same number in every process.
+    """
+    random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.initial_seed() == _torch_seed.get("fresh"):
+        torch.default_generator.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    processes: Any = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        processes.current_process().authkey = os.urandom(32)
+
+
+# ---------------------------------------------------------------------- what `ps` shows
+
+
+_MAP_FIELDS = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end"),
+)
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's `struct prctl_mm_map`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in _MAP_FIELDS),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+_shown: list[mmap.mmap] = []
+"""The memory that /proc reads command line and environment from."""
+
+
+def _call_oneself(title: str) -> None:
+    _show_as([title.encode()], {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items()})
+
+
+def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
+    """Let /proc show this command line and environment, where the kernel permits it."""
+    words = b"".join(word + b"\0" for word in argv)
+    variables = b"".join(name + b"=" + value + b"\0" for name, value in env.items())
+    memory = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(words + variables)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # The command stands in parentheses and may itself hold any character.
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    stat = [b"", b"", *fields]
+    start_code, end_code, start_stack = (int(stat[place - 1]) for place in (26, 27, 28))
+    start_data, end_data, start_brk = (int(stat[place - 1]) for place in (45, 46, 47))
+    _libc.sbrk.restype = ctypes.c_void_p
+    middle, end = start + len(words), start + len(words) + len(variables)
+    wanted = _MemoryMap(
+        *(start_code, end_code, start_data, end_data, start_brk, _libc.sbrk(0), start_stack),
+        *(start, middle, middle, end, None, 0, 0xFFFFFFFF),
+    )
+    size = ctypes.c_ulong(ctypes.sizeof(wanted))
+    _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.byref(wanted), size, 0)
+    _shown[:] = [memory]
+
+
+# ---------------------------------------------------------------------- frames and words
+
+
+def _read_frame(link: socket.socket) -> dict[str, Any] | None:
+    """Read a frame; None if the link is closed instead."""
+    header = _read_exactly(link, 4)
+    payload = header and _read_exactly(link, struct.unpack(">I", header)[0])
+    return json.loads(payload) if payload else None
+
+
+def _read_exactly(link: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        try:
+            part = link.recv(count - len(data))
+        except OSError:
+            return b""
+        if not part:
+            return b""
+        data += part
+    return data
+
+
+def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
+    payload = json.dumps(message).encode()
+    try:
+        link.sendall(struct.pack(">I", len(payload)) + payload)
+    except OSError:
+        os._exit(0)  # It was given up meanwhile.
+
+
+def _bytes(text: str) -> bytes:
+    """Return the bytes that a string of the runner's, who is in UTF-8 mode, stands for."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _text(data: bytes) -> str:
+    return os.fsdecode(data)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,25 @@
+"""What an interpreter that is to be a zygote imports in place of its own `sitecustomize`.
+
+Found by PYTHONPATH, while the interpreter gets ready to run a worker's script (zygote.py says why).
+It never lets the zygote itself go on to that script: only what `main` returns in is a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_here = Path(__file__).absolute().parent
+_zygote = _here.with_name("zygote.py")
+_names: dict[str, Any] = {"__name__": "rdzv zygote", "__file__": str(_zygote)}
+try:
+    exec(compile(_zygote.read_bytes(), str(_zygote), "exec"), _names)
+    _there_is_another = _names["main"](str(_here))
+except BaseException as error:
+    sys.stderr.write(f"rdzv zygote: {type(error).__name__}: {error}\n")
+    os._exit(1)
+if not _there_is_another:
+    # As if this had not been found either, so nothing of it stays behind.
+    raise ImportError("there is no sitecustomize here", name="sitecustomize")

@@ -1,0 +1,390 @@
+"""How many nodes one server holds, and how long it takes to tell them all.
+
+N simulated nodes of one job, in a second process, speak the real protocol over N connections to one
+rdzvd with its default store, SQLite:
+
+* gather: N - 1 nodes connect and join, as fast as that process can; until all are admitted;
+* form: the last node joins; until every node was told the round;
+* lose: the stream of one node ends without a word; until all others have stopped, joined again and
+  were told the next round. It has the 0.25 s that the server waits for the node to come back;
+* steady: nothing but heartbeats: CPU of the server, in % of one core, and its memory per node;
+* return: rdzvd gets SIGKILL and is started again; until every stream was welcomed again.
+  `disturbed` nodes have lost their workers over it.
+
+`core` is 10,000 joins through the rendezvous core alone, and with the invariants that the driver
+asks before each commit.
+
+The peer, in the same run: torch's c10d rendezvous, at the sizes that it can do; its nodes are
+threads of two processes, which do nothing else.
+
+Each size begins with a server and a store of its own. The nodes' process competes with the server
+for the same CPUs, so everything here is an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measure import (
+    Json,
+    Spread,
+    emit,
+    emitting_to,
+    end_on_sigterm,
+    figure,
+    load,
+    say_conditions,
+    say_progress,
+)
+from processes import Asked, Rdzvd, cpu_s, resident_bytes
+
+from rdzv.core.commands import Join
+from rdzv.core.invariants import violations
+from rdzv.core.model import Offer, Settings, State, Tuning
+from rdzv.core.rendezvous import step, vacant
+
+NODES = (16, 100, 256, 1_000, 3_000, 10_000)
+QUICK_NODES = (16, 100, 1_000)
+PEER_NODES = (16, 100, 256)
+"""At 512 it does not complete in three minutes here."""
+REPEATED_UP_TO = 1_000
+CORE_NODES = 10_000
+STEADY_S = 10.0
+CALM_S = 6.0
+"""Longer than a lease: who would be given up is."""
+TIMEOUT_S = 140.0
+PEER_TIMEOUT_S = 90.0
+PEER_PROCESSES = 2
+TRAFFIC = ("up", "down", "up_bytes", "down_bytes")
+ACTS = ("gather", "form", "lose", "return")
+FILES_OF_A_PROCESS = 200
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Samples:
+    """What was measured with one number of nodes."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By act: until all were told."""
+    server_cpu_s: dict[str, list[float]] = field(default_factory=dict)
+    crowd_cpu_s: dict[str, list[float]] = field(default_factory=dict)
+    traffic: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By act: messages and bytes, per node; of the last repetition, for they hardly vary."""
+    steady_cpu: list[float] = field(default_factory=list)
+    """In parts of one core."""
+    bytes_per_node: list[float] = field(default_factory=list)
+    disturbed: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def note(self, act: str, seconds: float, server_s: float, crowd_s: float) -> None:
+        """Add one sample."""
+        self.seconds.setdefault(act, []).append(seconds)
+        self.server_cpu_s.setdefault(act, []).append(server_s)
+        self.crowd_cpu_s.setdefault(act, []).append(crowd_s)
+
+
+class Trial:
+    """One server and one crowd."""
+
+    def __init__(self, nodes: int, server: Rdzvd, crowd: Asked, samples: Samples) -> None:
+        self._nodes = nodes
+        self._server = server
+        self._crowd = crowd
+        self._samples = samples
+
+    def run(self) -> None:
+        """Do everything once.
+
+        Raises:
+            TimeoutError: something has taken too long.
+
+        """
+        empty_bytes = resident_bytes(self._server.pid)
+        self._act("gather", nodes=self._nodes, endpoint=str(self._server.endpoint))
+        self._act("form")
+        self._act("lose")
+        self._hold()
+        held_bytes = resident_bytes(self._server.pid) - empty_bytes
+        self._samples.bytes_per_node.append(held_bytes / self._nodes)
+        self._return()
+
+    def _act(self, act: str, **how: object) -> None:
+        before_s = cpu_s(self._server.pid)
+        answer = self._crowd.ask(TIMEOUT_S, act=act, **how)
+        used_s = cpu_s(self._server.pid) - before_s
+        self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"])
+        self._samples.traffic[act] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
+        say_progress(f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s")
+
+    def _hold(self) -> None:
+        """Wait until whatever was begun is over, and then look at heartbeats alone."""
+        self._crowd.ask(TIMEOUT_S, act="hold", seconds=1.0)
+        before_s, began_s = cpu_s(self._server.pid), time.monotonic()
+        self._crowd.ask(TIMEOUT_S, act="hold", seconds=STEADY_S)
+        passed_s = time.monotonic() - began_s
+        self._samples.steady_cpu.append((cpu_s(self._server.pid) - before_s) / passed_s)
+
+    def _return(self) -> None:
+        died_s = time.monotonic()
+        self._server.kill()
+        self._server.start()
+        answer = self._crowd.ask(TIMEOUT_S, act="await", since_s=died_s)
+        used_s = cpu_s(self._server.pid)
+        self._samples.note("return", answer["took_s"], used_s, answer["cpu_s"])
+        self._samples.traffic["return"] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
+        say_progress(f"{self._nodes} nodes: return {answer['took_s']:.2f} s")
+        self._crowd.ask(TIMEOUT_S, act="hold", seconds=CALM_S)
+        answer = self._crowd.ask(TIMEOUT_S, act="await", since_s=died_s)
+        self._samples.disturbed += answer["disturbed"]
+
+
+def measure(nodes: int, repetitions: int, directory: Path) -> Samples:
+    """Measure one number of nodes."""
+    from etcd_cluster import free_ports
+
+    samples = Samples()
+    for number in range(repetitions):
+        below = directory / f"{nodes}-{number}"
+        below.mkdir()
+        (port,) = free_ports(1)
+        server = Rdzvd(f"127.0.0.1:{port}", [f"--data-dir={below / 'data'}"], below / "rdzvd.log")
+        try:
+            server.start()
+            with Asked.running(HERE / "crowd.py") as crowd:
+                Trial(nodes, server, crowd, samples).run()
+        except (TimeoutError, RuntimeError) as error:
+            samples.failed.append(str(error))
+        finally:
+            server.kill()
+    return samples
+
+
+def say(nodes: int, samples: Samples) -> None:
+    """Print one number of nodes."""
+    spreads = {act: Spread.of(s) for act, s in samples.seconds.items()}
+    told = "  ".join(f"{act} {figure(spread.median)} s" for act, spread in spreads.items())
+    cpu = Spread.of(samples.steady_cpu).median if samples.steady_cpu else None
+    memory = Spread.of(samples.bytes_per_node).median if samples.bytes_per_node else None
+    emit(
+        f"scale rdzvd  nodes={nodes:<6} {told}  steady "
+        f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
+        f"{figure(None if memory is None else memory / 1e3)} kB a node  "
+        f"disturbed {samples.disturbed}  load {load():.0f}"
+        + "".join(f"  FAILED: {why}" for why in samples.failed),
+        bench="scale",
+        case="rdzvd",
+        nodes=nodes,
+        seconds={act: spread.as_json() for act, spread in spreads.items()},
+        server_cpu_s=_medians(samples.server_cpu_s),
+        crowd_cpu_s=_medians(samples.crowd_cpu_s),
+        traffic={a: {k: round(v, 2) for k, v in t.items()} for a, t in samples.traffic.items()},
+        steady_cpu=None if cpu is None else round(cpu, 4),
+        bytes_per_node=None if memory is None else round(memory),
+        disturbed=samples.disturbed,
+        failed=list(samples.failed),
+        load=load(),
+    )
+
+
+def _medians(samples: dict[str, list[float]]) -> dict[str, Json]:
+    return {act: round(Spread.of(each).median, 3) for act, each in samples.items()}
+
+
+# ------------------------------------------------------------------------------------ the core
+
+
+def joins(count: int) -> list[Join]:
+    """Return the joins of a job that needs so many nodes."""
+    settings = Settings(count, count)
+    return [
+        Join(
+            f"node-{number:05d}",
+            number + 1,
+            "",
+            settings,
+            Offer("10.0.0.1", 8, store_port=20_000, machine=f"{number:x}", can_host_store=True),
+            new_run="run",
+        )
+        for number in range(count)
+    ]
+
+
+def through_core(commands: Sequence[Join], *, checked: bool) -> float:
+    """Return how long the core takes for all of these; `checked`: with the invariants."""
+    state: State = vacant("core", Tuning())
+    began_s = time.process_time()
+    for number, command in enumerate(commands):
+        before, state = state, step(state, command, number).state
+        if checked and (broken := violations(before, state)):
+            raise RuntimeError("; ".join(broken))
+    took_s = time.process_time() - began_s
+    assert state.membership.round is not None, "the last join completes the round"
+    return took_s
+
+
+def say_core(count: int) -> None:
+    """Print the core's part."""
+    commands = joins(count)
+    alone_s = through_core(commands, checked=False)
+    checked_s = through_core(commands, checked=True)
+    emit(
+        f"scale core   {count} joins: {figure(alone_s)} s alone, "
+        f"{figure(checked_s)} s with the invariants",
+        bench="scale",
+        case="core",
+        nodes=count,
+        alone_s=round(alone_s, 4),
+        checked_s=round(checked_s, 4),
+        load=load(),
+    )
+
+
+# ------------------------------------------------------------------------------------ the peer
+
+
+def measure_peer(nodes: int) -> tuple[float, float]:
+    """Return how long torch's c10d rendezvous takes to gather, and to form.
+
+    Raises:
+        TimeoutError: it does not within `PEER_TIMEOUT_S`.
+
+    """
+    with contextlib.ExitStack() as stack:
+        program = HERE / "c10d_crowd.py"
+        each = nodes // PEER_PROCESSES
+        shares = [nodes - each * (PEER_PROCESSES - 1), *[each] * (PEER_PROCESSES - 1)]
+        host = stack.enter_context(Asked.running(program, "0", str(shares[0]), str(nodes), "0"))
+        port = host.ask(PEER_TIMEOUT_S, act="port")["port"]
+        others = [
+            stack.enter_context(
+                Asked.running(program, str(port), str(share), str(nodes), str(number))
+            )
+            for number, share in enumerate(shares[1:], start=1)
+        ]
+        for other in others:
+            other.ask(PEER_TIMEOUT_S, act="port")
+        began_s = time.monotonic()
+        for other in others:
+            other.ask(PEER_TIMEOUT_S, act="gather")
+        host.ask(PEER_TIMEOUT_S, act="gather")
+        gather_s = time.monotonic() - began_s
+        for one in (*others, host):
+            one.tell(act="form")
+        answer = host.answer(PEER_TIMEOUT_S)
+        told_s = max(answer["told_s"], *(o.answer(PEER_TIMEOUT_S)["told_s"] for o in others))
+        return gather_s, told_s - answer["began_s"]
+
+
+def say_peer(nodes: int, repetitions: int) -> None:
+    """Print the peer's times with one number of nodes."""
+    gathered: list[float] = []
+    formed: list[float] = []
+    failed: list[str] = []
+    for _ in range(repetitions):
+        try:
+            gather_s, form_s = measure_peer(nodes)
+        except (TimeoutError, RuntimeError) as error:
+            failed.append(str(error))
+            continue
+        say_progress(f"c10d, {nodes} nodes: gather {gather_s:.2f} s, form {form_s:.2f} s")
+        gathered.append(gather_s)
+        formed.append(form_s)
+    seconds: dict[str, Json] = {}
+    if formed:
+        seconds = {"gather": Spread.of(gathered).as_json(), "form": Spread.of(formed).as_json()}
+    told = "  ".join(
+        f"{act} {figure(Spread.of(s).median if s else None)} s"
+        for act, s in (("gather", gathered), ("form", formed))
+    )
+    emit(
+        f"scale c10d   nodes={nodes:<6} {told}  load {load():.0f}"
+        + "".join(f"  FAILED: {why}" for why in failed),
+        bench="scale",
+        case="c10d",
+        nodes=nodes,
+        seconds=seconds,
+        failed=list(failed),
+        load=load(),
+    )
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+def most_nodes() -> int:
+    """Open as many files as this process may, and return how many nodes that is good for."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard - FILES_OF_A_PROCESS
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="up to 1,000 nodes, once each: two minutes")
+    add("--nodes", default="", help=f"sizes, with commas (default: {NODES})")
+    add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
+    add("--no-peer", action="store_true", help="without c10d")
+    add("--repetitions", type=int, default=0, help="up to 1,000 nodes (default 3; --quick 1)")
+    add("--out", type=Path, help="where the JSON lines are written as well")
+    add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
+    chosen = parser.parse_args()
+    chosen.nodes = _sizes(parser, chosen.nodes) or (QUICK_NODES if chosen.quick else NODES)
+    chosen.peer_nodes = _sizes(parser, chosen.peer_nodes) or PEER_NODES
+    if chosen.repetitions < 0:
+        parser.error(f"--repetitions {chosen.repetitions}: give at least 1")
+    chosen.repetitions = chosen.repetitions or (1 if chosen.quick else 3)
+    if max(chosen.nodes) > (most := most_nodes()):
+        parser.error(
+            f"{max(chosen.nodes)} nodes need as many open files in one process, and {most} are "
+            "allowed; raise the hard limit (ulimit -Hn), or give fewer --nodes"
+        )
+    return chosen
+
+
+def _sizes(parser: argparse.ArgumentParser, given: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in given.split(",") if part)
+    except ValueError:
+        parser.error(f"{given} are no numbers; give, for example, 100,1000")
+    if any(not 3 <= size <= 10_000 for size in sizes):
+        parser.error(f"{given}: a job has 3 to 10000 nodes here")
+    return sizes
+
+
+def main() -> None:
+    """Measure, and leave nothing behind."""
+    chosen = arguments()
+    end_on_sigterm()
+    # Else each of the peer's connections says that it knows no name of this machine.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with (
+        tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,
+        emitting_to(chosen.out),
+    ):
+        directory = Path(temporary)
+        say_conditions("scale", directory)
+        say_core(CORE_NODES)
+        for nodes in chosen.nodes:
+            repetitions = chosen.repetitions if nodes <= REPEATED_UP_TO else 1
+            say(nodes, measure(nodes, repetitions, directory))
+        if not chosen.no_peer:
+            for nodes in chosen.peer_nodes:
+                say_peer(nodes, chosen.repetitions)
+
+
+if __name__ == "__main__":
+    main()

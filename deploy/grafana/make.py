@@ -1,0 +1,911 @@
+"""The dashboards as code: fleet, job, node and server.
+
+    python deploy/grafana/make.py             # writes deploy/grafana/dashboards/*.json
+    python deploy/grafana/make.py --check     # fails if they are not current
+
+It needs `grafana-foundation-sdk` (of the extra `dev`); Grafana needs nothing but the JSON. Each
+query is evaluated by a test, against a real Prometheus, while the thing happens that it shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, dashboard, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, StackingMode
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    VariableRefresh,
+    VariableSort,
+)
+
+FOLDER = Path(__file__).with_name("dashboards")
+TAG = "rdzv"
+SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
+
+LINES, STACKED, STAT, TIMELINE = "lines", "stacked", "stat", "timeline"
+WIDE, HALF, THIRD, QUARTER = 24, 12, 8, 6
+"""Of 24 columns."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query of a panel, and what its lines are called."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: what it shows, and why somebody looks at it."""
+
+    title: str
+    text: str
+    queries: tuple[Query, ...]
+    kind: str = LINES
+    unit: str = "short"
+    span: int = THIRD
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels below one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Board:
+    """One dashboard. `variables` are asked for by name, each with where its values come from."""
+
+    uid: str
+    title: str
+    text: str
+    variables: Mapping[str, str]
+    rows: tuple[Row, ...]
+
+
+def panel(
+    title: str,
+    text: str,
+    *queries: str | tuple[str, str],
+    kind: str = LINES,
+    unit: str = "short",
+    span: int = THIRD,
+) -> Panel:
+    """Write a panel whose queries may have a legend."""
+    made = (Query(q) if isinstance(q, str) else Query(*q) for q in queries)
+    return Panel(title, text, tuple(made), kind, unit, span)
+
+
+def mean(metric: str, by: str, where: str) -> str:
+    """Ask for the mean of what a summary or a histogram has seen in the time that is shown."""
+    total, number = (
+        f"sum by ({by}) (increase({metric}_{part}{{{where}}}[$__range])) > 0"
+        for part in ("sum", "count")
+    )
+    return f"({total}) / ({number})"
+
+
+def rate(metric: str, where: str, by: str = "") -> str:
+    """Ask for a counter's rate, over all servers that have counted it."""
+    return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def increase(metric: str, where: str, by: str = "") -> str:
+    """Ask by how much a counter grew between two points of the graph."""
+    return f"sum by ({by}) (increase({metric}{{{where}}}[$__rate_interval]))"
+
+
+def quantile(q: float, metric: str, where: str, by: str = "") -> str:
+    """Ask for a quantile of a histogram."""
+    labels = f"{by}, le" if by else "le"
+    return f"histogram_quantile({q}, {rate(f'{metric}_bucket', where, labels)})"
+
+
+# ------------------------------------------------------------------ what is shown
+
+SERVERS = {"job": "label_values(rdzv_leads, job)"}
+FLEET_OF = 'job="$job"'
+JOB_OF = 'job="$job", rdzv_id="$rdzv_id"'
+NODE_OF = 'job="$job", node_id="$node_id"'
+SERVER_OF = 'job="$job", instance="$instance"'
+
+FLEET = Board(
+    "rdzv-fleet",
+    "rdzv: fleet",
+    "All jobs and nodes of the servers that share a store.",
+    SERVERS,
+    (
+        Row(
+            "Now",
+            (
+                panel(
+                    "Jobs",
+                    "Jobs that have not ended. Those that are queued wait for free nodes.",
+                    ('rdzv:jobs:sum{job="$job"}', "{{state}}"),
+                    kind=STAT,
+                ),
+                panel(
+                    "Nodes",
+                    "Nodes of all jobs: with a stream, or waited for without one.",
+                    (f"sum by (state) (rdzv_nodes{{{FLEET_OF}}})", "{{state}}"),
+                    (f"sum by (by) (rdzv_nodes_barred{{{FLEET_OF}}})", "{{by}}"),
+                    kind=STAT,
+                ),
+                panel(
+                    "GPUs",
+                    "GPUs of nodes that take submitted jobs; unusable: on a node that is away or "
+                    "barred.",
+                    (f"sum by (state) (rdzv_gpus{{{FLEET_OF}}})", "{{state}}"),
+                    kind=STAT,
+                ),
+                panel(
+                    "Alerts",
+                    "What deploy/prometheus/alerts.yml says; docs/runbook.md has what to do.",
+                    (
+                        'count by (alertname, rdzv_id, node_id) (ALERTS{alertname=~"Rdzv.*", '
+                        'alertstate="firing"})',
+                        "{{alertname}} {{rdzv_id}}{{node_id}}",
+                    ),
+                    kind=TIMELINE,
+                    span=HALF,
+                ),
+                panel(
+                    "Jobs without a round",
+                    "How long each has stood still, and why.",
+                    (
+                        f"max by (rdzv_id, reason) (rdzv_job_not_running_seconds{{{FLEET_OF}}})",
+                        "{{rdzv_id}}: {{reason}}",
+                    ),
+                    unit="s",
+                    span=HALF,
+                ),
+            ),
+        ),
+        Row(
+            "Use",
+            (
+                panel(
+                    "Jobs over time",
+                    "",
+                    ('rdzv:jobs:sum{job="$job"}', "{{state}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "GPUs over time",
+                    "What is free while jobs are queued does not fit them: `rdzvctl status` says.",
+                    (f"sum by (state) (rdzv_gpus{{{FLEET_OF}}})", "{{state}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Places over time",
+                    "Submitted jobs that the nodes take at once.",
+                    (f"sum by (state) (rdzv_places{{{FLEET_OF}}})", "{{state}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Goodput, the ten lowest",
+                    "The share of the last hour in which a job had a live round.",
+                    ('bottomk(10, rdzv:job_goodput:ratio_rate1h{job="$job"})', "{{rdzv_id}}"),
+                    unit="percentunit",
+                ),
+                panel(
+                    "Silence of workers, the ten longest",
+                    "Time since any worker of the job told of a step: one that hangs tells of "
+                    "none.",
+                    (
+                        f"topk(10, max by (rdzv_id) (rdzv_job_progress_age_seconds{{{FLEET_OF}}}))",
+                        "{{rdzv_id}}",
+                    ),
+                    unit="s",
+                ),
+                panel(
+                    "Runs that ended",
+                    "",
+                    (increase("rdzv_runs_ended_total", FLEET_OF, "result"), "{{result}}"),
+                    kind=STACKED,
+                ),
+            ),
+        ),
+        Row(
+            "What goes wrong",
+            (
+                panel(
+                    "Rounds that ended, by cause",
+                    "Only worker failures spend restarts.",
+                    (increase("rdzv_rounds_ended_total", FLEET_OF, "cause"), "{{cause}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Membership changes",
+                    "",
+                    (increase("rdzv_membership_changes_total", FLEET_OF, "kind"), "{{kind}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Failures, restarts, losses",
+                    "Workers that failed, restarts spent on that, and nodes that were given up.",
+                    (increase("rdzv_worker_failures_total", FLEET_OF), "worker failures"),
+                    (increase("rdzv_restarts_total", FLEET_OF), "restarts"),
+                    (increase("rdzv_nodes_lost_total", FLEET_OF), "nodes lost"),
+                ),
+                panel(
+                    "Formation, 95 % are faster",
+                    "From the first join, or a round's end, to the next complete round.",
+                    ('rdzv:formation_seconds:p95_1h{job="$job"}', "{{kind}}"),
+                    unit="s",
+                ),
+                panel(
+                    "Recovery by phase, 95 % are faster",
+                    "Until the last node has stopped, and from then to the next round.",
+                    ('rdzv:recovery_seconds:p95_1h{job="$job"}', "{{phase}}"),
+                    unit="s",
+                ),
+                panel(
+                    "Flapping nodes, and nodes that are missing",
+                    "By job: lost again and again; and still to come before a round can complete.",
+                    (
+                        f"max by (rdzv_id) (rdzv_job_flapping_nodes{{{FLEET_OF}}}) > 0",
+                        "{{rdzv_id}}: flap",
+                    ),
+                    (
+                        f"max by (rdzv_id) (rdzv_job_missing_nodes{{{FLEET_OF}}}) > 0",
+                        "{{rdzv_id}}: missing",
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Jobs in torch's own store (rdzvd --c10d)",
+            (
+                panel(
+                    "Jobs by state",
+                    "They form by themselves, and are only watched.",
+                    (f"sum by (state) (rdzv_c10d_jobs{{{FLEET_OF}}})", "{{state}}"),
+                    kind=STACKED,
+                    span=HALF,
+                ),
+                panel(
+                    "Nodes by job",
+                    "One that is lost stays: c10d does not re-form for it.",
+                    (
+                        f"sum by (rdzv_id, state) (rdzv_c10d_job_nodes{{{FLEET_OF}}}) > 0",
+                        "{{rdzv_id}}: {{state}}",
+                    ),
+                    span=HALF,
+                ),
+            ),
+        ),
+    ),
+)
+
+JOB = Board(
+    "rdzv-job",
+    "rdzv: job",
+    "One job: its rounds, its nodes, what each change cost, and how far its workers are.",
+    {**SERVERS, "rdzv_id": 'label_values(rdzv_job_state{job="$job"}, rdzv_id)'},
+    (
+        Row(
+            "Rounds",
+            (
+                panel(
+                    "State",
+                    "",
+                    (f"max by (state) (rdzv_job_state{{{JOB_OF}}})", "{{state}}"),
+                    kind=TIMELINE,
+                    span=WIDE,
+                ),
+                panel(
+                    "Rounds",
+                    "The number of the last complete round: each step is a new group.",
+                    (f"max by (rdzv_id) (rdzv_job_round{{{JOB_OF}}})", "round"),
+                    kind=TIMELINE,
+                    span=WIDE,
+                ),
+                panel(
+                    "Goodput",
+                    "The share of the time shown in which a round was live.",
+                    (
+                        f"sum (increase(rdzv_job_running_seconds_total{{{JOB_OF}}}[$__range])) / "
+                        f"sum (increase(rdzv_job_elapsed_seconds_total{{{JOB_OF}}}[$__range]))",
+                        "goodput",
+                    ),
+                    kind=STAT,
+                    unit="percentunit",
+                    span=QUARTER,
+                ),
+                panel(
+                    "Restarts spent",
+                    "At max_restarts the next worker failure ends the job.",
+                    (f"max (rdzv_job_restarts_spent{{{JOB_OF}}})", "spent"),
+                    (f"max (rdzv_job_max_restarts{{{JOB_OF}}})", "of"),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "Age of the run",
+                    "",
+                    (f"max (rdzv_job_run_age_seconds{{{JOB_OF}}})", "age"),
+                    kind=STAT,
+                    unit="s",
+                    span=QUARTER,
+                ),
+                panel(
+                    "Worker failures",
+                    "In the time shown, also those whose round was charged to a lost node; and the "
+                    "restarts that they cost.",
+                    (
+                        f"sum (increase(rdzv_job_worker_failures_total{{{JOB_OF}}}[$__range]))",
+                        "failures",
+                    ),
+                    (
+                        f"sum (increase(rdzv_job_restarts_total{{{JOB_OF}}}[$__range]))",
+                        "restarts",
+                    ),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "Rounds completed",
+                    "",
+                    (increase("rdzv_job_rounds_completed_total", JOB_OF), "complete"),
+                    span=HALF,
+                ),
+                panel(
+                    "Why it stands still",
+                    "Absent while a round is live.",
+                    (
+                        f"max by (reason) (rdzv_job_not_running_seconds{{{JOB_OF}}})",
+                        "{{reason}}",
+                    ),
+                    unit="s",
+                    span=HALF,
+                ),
+            ),
+        ),
+        Row(
+            "Membership",
+            (
+                panel(
+                    "Nodes by state, against min and max",
+                    "",
+                    (f"max by (state) (rdzv_job_nodes{{{JOB_OF}}}) > 0", "{{state}}"),
+                    (f"max (rdzv_job_min_nodes{{{JOB_OF}}})", "min"),
+                    (f"max (rdzv_job_max_nodes{{{JOB_OF}}})", "max"),
+                    span=HALF,
+                ),
+                panel(
+                    "Workers",
+                    "Of the live round; 0 while none is live.",
+                    (f"max (rdzv_job_world_size{{{JOB_OF}}})", "world size"),
+                    span=HALF,
+                ),
+                panel(
+                    "Membership changes",
+                    "",
+                    (
+                        increase("rdzv_job_membership_changes_total", JOB_OF, "kind"),
+                        "{{kind}}",
+                    ),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Missing and flapping nodes",
+                    "",
+                    (f"max (rdzv_job_missing_nodes{{{JOB_OF}}})", "missing"),
+                    (f"max (rdzv_job_flapping_nodes{{{JOB_OF}}})", "flapping"),
+                ),
+                panel(
+                    "Rounds that ended, by cause",
+                    "",
+                    (increase("rdzv_job_rounds_ended_total", JOB_OF, "cause"), "{{cause}}"),
+                    kind=STACKED,
+                ),
+            ),
+        ),
+        Row(
+            "What changes cost",
+            (
+                panel(
+                    "Restarts, by what they are charged to",
+                    "Rounds that ended in the time shown.",
+                    (
+                        "sum by (cause) "
+                        f"(increase(rdzv_job_rounds_ended_total{{{JOB_OF}}}[$__range])) > 0",
+                        "{{cause}}",
+                    ),
+                    kind=STAT,
+                ),
+                panel(
+                    "Recovery by phase",
+                    "The mean of the time shown: until the last node had stopped, and from then "
+                    "to the next round.",
+                    (mean("rdzv_job_recovery_seconds", "phase", JOB_OF), "{{phase}}"),
+                    kind=STAT,
+                    unit="s",
+                ),
+                panel(
+                    "Formation",
+                    "The mean of the time shown: from the first join, or a round's end, to the "
+                    "next round.",
+                    (mean("rdzv_job_formation_seconds", "rdzv_id", JOB_OF), "formation"),
+                    kind=STAT,
+                    unit="s",
+                ),
+                panel(
+                    "Goodput of the last hour",
+                    "",
+                    (
+                        f"rdzv:job_goodput:ratio_rate1h{{{JOB_OF}}}",
+                        "goodput",
+                    ),
+                    unit="percentunit",
+                    span=HALF,
+                ),
+                panel(
+                    "Time lost in rounds' ends",
+                    "Seconds of each second, by phase.",
+                    (rate("rdzv_job_recovery_seconds_sum", JOB_OF, "phase"), "{{phase}}"),
+                    kind=STACKED,
+                    unit="percentunit",
+                    span=HALF,
+                ),
+            ),
+        ),
+        Row(
+            "Workers",
+            (
+                panel(
+                    "Step",
+                    "As the workers tell (RDZV_PROGRESS_FILE).",
+                    *(
+                        (f"max (rdzv_job_{which}_step{{{JOB_OF}}})", which)
+                        for which in ("min", "median", "max")
+                    ),
+                ),
+                panel(
+                    "Steps per second",
+                    "A slow worker holds up all others.",
+                    (f"min (rdzv_job_steps_per_second{{{JOB_OF}}})", "slowest"),
+                    (f"max (rdzv_job_median_steps_per_second{{{JOB_OF}}})", "median"),
+                    (f"max (rdzv_job_max_steps_per_second{{{JOB_OF}}})", "fastest"),
+                ),
+                panel(
+                    "Time since a step",
+                    "",
+                    (f"min (rdzv_job_progress_age_seconds{{{JOB_OF}}})", "of any worker"),
+                    (
+                        f"max (rdzv_job_max_progress_age_seconds{{{JOB_OF}}})",
+                        "of the longest silent",
+                    ),
+                    unit="s",
+                ),
+                panel(
+                    "Workers that tell",
+                    "",
+                    (f"max (rdzv_job_progress_workers{{{JOB_OF}}})", "workers"),
+                    (f"max (rdzv_job_straggling_ranks{{{JOB_OF}}})", "straggling"),
+                ),
+            ),
+        ),
+    ),
+)
+
+NODE = Board(
+    "rdzv-node",
+    "rdzv: node",
+    "One rdzv-agent with `metrics_listen`: its workers, its GPUs, its stream.",
+    {**SERVERS, "node_id": 'label_values(rdzv_agent_connected{job="$job"}, node_id)'},
+    (
+        Row(
+            "Now",
+            (
+                panel(
+                    "Connected",
+                    "1 while a server hears it.",
+                    (f"max (rdzv_agent_connected{{{NODE_OF}}})", "connected"),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "Jobs",
+                    "Submitted jobs that it holds, and how many it takes.",
+                    (f"max by (state) (rdzv_agent_jobs{{{NODE_OF}}})", "{{state}}"),
+                    (f"max (rdzv_agent_capacity{{{NODE_OF}}})", "capacity"),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "GPUs",
+                    "Free, of a job that runs, or of one that ends.",
+                    (f"max by (state) (rdzv_agent_gpus{{{NODE_OF}}})", "{{state}}"),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "Version",
+                    "",
+                    (
+                        f"max by (version) (rdzv_agent_build_info{{{NODE_OF}}})",
+                        "{{version}}",
+                    ),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+            ),
+        ),
+        Row(
+            "Workers",
+            (
+                panel(
+                    "Workers by state",
+                    "",
+                    (f"max by (state) (rdzv_agent_workers{{{NODE_OF}}})", "{{state}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Exits of themselves",
+                    "By exit code or signal.",
+                    (
+                        increase(
+                            "rdzv_agent_worker_exits_total", f'{NODE_OF}, during="run"', "how"
+                        ),
+                        "{{how}}",
+                    ),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Exits when told to stop",
+                    "SIGKILL here: the worker did not end in time.",
+                    (
+                        increase(
+                            "rdzv_agent_worker_exits_total", f'{NODE_OF}, during="stop"', "how"
+                        ),
+                        "{{how}}",
+                    ),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Start of workers, 95 % are faster",
+                    "",
+                    (quantile(0.95, "rdzv_agent_worker_start_seconds", NODE_OF), "p95"),
+                    unit="s",
+                ),
+                panel(
+                    "Rounds and restarts",
+                    "",
+                    (increase("rdzv_agent_rounds_started_total", NODE_OF), "rounds"),
+                    (increase("rdzv_agent_restarts_total", NODE_OF), "restarts"),
+                ),
+                panel(
+                    "What should not be",
+                    "",
+                    (f"max (rdzv_agent_stuck_processes{{{NODE_OF}}})", "survive SIGKILL"),
+                    (
+                        increase("rdzv_agent_worker_start_failures_total", NODE_OF),
+                        "not started",
+                    ),
+                    (
+                        increase("rdzv_agent_workers_started_cold_total", NODE_OF),
+                        "cold instead of warm",
+                    ),
+                    (increase("rdzv_agent_rounds_fenced_total", NODE_OF), "fenced"),
+                    (
+                        increase("rdzv_agent_runner_exits_total", f'{NODE_OF}, how="unexpectedly"'),
+                        "runners died",
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Stream and agent",
+            (
+                panel(
+                    "Streams",
+                    "A stream that is lost and opened again is harmless; many are a network's.",
+                    (increase("rdzv_agent_streams_opened_total", NODE_OF), "opened"),
+                    (increase("rdzv_agent_streams_lost_total", NODE_OF), "lost"),
+                    (increase("rdzv_agent_reconnects_total", NODE_OF), "opened after a loss"),
+                    (increase("rdzv_agent_connect_failures_total", NODE_OF), "attempts failed"),
+                ),
+                panel(
+                    "Runners and store hosts",
+                    "",
+                    (f"max (rdzv_agent_runners{{{NODE_OF}}})", "runners"),
+                    (
+                        increase("rdzv_agent_store_host_exits_total", NODE_OF),
+                        "store hosts that exited",
+                    ),
+                ),
+                panel(
+                    "Lease",
+                    "Silence that the server tolerates.",
+                    (f"max (rdzv_agent_lease_seconds{{{NODE_OF}}})", "lease"),
+                    unit="s",
+                ),
+                panel(
+                    "CPU of the agent",
+                    "",
+                    (rate("process_cpu_seconds_total", NODE_OF), "CPUs"),
+                ),
+                panel(
+                    "Memory of the agent",
+                    "",
+                    (f"max (process_resident_memory_bytes{{{NODE_OF}}})", "resident"),
+                    unit="bytes",
+                ),
+                panel(
+                    "Metrics that could be computed",
+                    "0: see the agent's log.",
+                    (
+                        f"min by (collector) (rdzv_agent_collector_success{{{NODE_OF}}})",
+                        "{{collector}}",
+                    ),
+                    kind=STAT,
+                ),
+            ),
+        ),
+    ),
+)
+
+SERVER = Board(
+    "rdzv-server",
+    "rdzv: server",
+    "One rdzvd: does it lead, is its store well, is it short of time?",
+    {**SERVERS, "instance": 'label_values(rdzv_leads{job="$job"}, instance)'},
+    (
+        Row(
+            "Leadership",
+            (
+                panel(
+                    "Who leads",
+                    "All servers that share the store.",
+                    (f"max by (instance) (rdzv_leads{{{FLEET_OF}}})", "{{instance}}"),
+                    kind=TIMELINE,
+                    span=HALF,
+                ),
+                panel(
+                    "Leadership",
+                    "Grows with each take-over.",
+                    (f"max (rdzv_leadership{{{FLEET_OF}}})", "leadership"),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+                panel(
+                    "Version and store",
+                    "",
+                    (
+                        f"max by (version, store) (rdzv_build_info{{{SERVER_OF}}})",
+                        "{{version}} on {{store}}",
+                    ),
+                    kind=STAT,
+                    span=QUARTER,
+                ),
+            ),
+        ),
+        Row(
+            "Store",
+            (
+                panel(
+                    "Commits",
+                    "",
+                    (rate("rdzv_commit_seconds_count", SERVER_OF), "per second"),
+                    unit="ops",
+                ),
+                panel(
+                    "Time of a commit",
+                    "Every round and every join waits for one.",
+                    *(
+                        (quantile(q, "rdzv_commit_seconds", SERVER_OF), f"p{q * 100:g}")
+                        for q in (0.5, 0.99)
+                    ),
+                    ('rdzv:commit_seconds:p99_5m{job="$job"}', "p99 of all, 5 min"),
+                    unit="s",
+                ),
+                panel(
+                    "Store away, errors",
+                    "While it is away nothing new is decided, and workers run on.",
+                    (f"max (rdzv_store_away_seconds{{{SERVER_OF}}})", "away, s"),
+                    (
+                        increase("rdzv_store_errors_total", SERVER_OF, "operation"),
+                        "errors: {{operation}}",
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Streams",
+            (
+                panel(
+                    "Streams and watchers",
+                    "",
+                    (f"max (rdzv_streams{{{SERVER_OF}}})", "streams"),
+                    (f"max (rdzv_watchers{{{SERVER_OF}}})", "watchers"),
+                ),
+                panel(
+                    "Streams opened, nodes lost",
+                    "",
+                    (increase("rdzv_streams_opened_total", SERVER_OF), "opened"),
+                    (increase("rdzv_nodes_lost_total", SERVER_OF), "lost"),
+                ),
+                panel(
+                    "Messages",
+                    "",
+                    (rate("rdzv_messages_received_total", SERVER_OF), "received"),
+                    (rate("rdzv_messages_sent_total", SERVER_OF), "sent"),
+                    unit="cps",
+                ),
+                panel(
+                    "Lease, and the longest silence",
+                    "Silence beyond the lease costs a node its seat.",
+                    (f"max (rdzv_lease_seconds{{{SERVER_OF}}})", "lease"),
+                    (f"max (rdzv_node_silence_seconds{{{SERVER_OF}}})", "silence"),
+                    unit="s",
+                ),
+                panel(
+                    "Lag of the event loop",
+                    "Half a second is a pause: leases are renewed after it.",
+                    (quantile(0.5, "rdzv_loop_lag_seconds", SERVER_OF), "p50"),
+                    (quantile(0.99, "rdzv_loop_lag_seconds", SERVER_OF), "p99"),
+                    (
+                        f"rdzv:loop_lag_seconds:p99_5m{{{SERVER_OF}}}",
+                        "p99, 5 min",
+                    ),
+                    unit="s",
+                ),
+                panel(
+                    "Metrics that could be computed",
+                    "0: see the server's log.",
+                    (
+                        f"min by (collector) (rdzv_collector_success{{{SERVER_OF}}})",
+                        "{{collector}}",
+                    ),
+                    kind=STAT,
+                ),
+            ),
+        ),
+        Row(
+            "Process",
+            (
+                panel("CPU", "", (rate("process_cpu_seconds_total", SERVER_OF), "CPUs")),
+                panel(
+                    "Memory",
+                    "",
+                    (f"max (process_resident_memory_bytes{{{SERVER_OF}}})", "resident"),
+                    unit="bytes",
+                ),
+                panel(
+                    "Open files",
+                    "Each stream is one.",
+                    (f"max (process_open_fds{{{SERVER_OF}}})", "open"),
+                    (f"max (process_max_fds{{{SERVER_OF}}})", "most"),
+                ),
+            ),
+        ),
+    ),
+)
+
+BOARDS = (FLEET, JOB, NODE, SERVER)
+
+
+# ------------------------------------------------------------------ Grafana's form
+
+
+def build(board: Board) -> str:
+    """Return a dashboard as Grafana reads it."""
+    made = (
+        dashboard.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.text)
+        .tags([TAG])
+        .time("now-6h", "now")
+        .refresh("30s")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .link(
+            dashboard.DashboardLink("rdzv")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+    )
+    for name, values in board.variables.items():
+        made.with_variable(
+            dashboard.QueryVariable(name)
+            .label(name)
+            .datasource(SOURCE)
+            .query(values)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .sort(VariableSort.ALPHABETICAL_ASC)
+        )
+    for row in board.rows:
+        made.with_row(dashboard.Row(row.title))
+        for one in row.panels:
+            made.with_panel(_panel(one))
+    text = JSONEncoder(sort_keys=True, indent=2).encode(made.build())
+    return json.dumps(_numbered(json.loads(text)), sort_keys=True, indent=2) + "\n"
+
+
+def _numbered(document: dict[str, object]) -> dict[str, object]:
+    """Give every panel the number by which links name it."""
+    panels = document["panels"]
+    assert isinstance(panels, list)
+    for number, one in enumerate(panels, 1):
+        one["id"] = number
+    return document
+
+
+def _panel(one: Panel) -> timeseries.Panel | stat.Panel | statetimeline.Panel:
+    made = _KINDS[one.kind]()
+    made.title(one.title).description(one.text).datasource(SOURCE).unit(one.unit)
+    made.span(one.span).height(4 if one.kind == STAT else 8)
+    instant = one.kind == STAT
+    for number, query in enumerate(one.queries):
+        target = Dataquery().expr(query.expr).legend_format(query.legend).datasource(SOURCE)
+        target.ref_id(chr(ord("A") + number))
+        made.with_target(target.instant() if instant else target.range())
+    return made
+
+
+def _lines() -> timeseries.Panel:
+    legend = (
+        common.VizLegendOptions()
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+        .show_legend(True)
+    )
+    return timeseries.Panel().min(0).line_width(1).legend(legend)
+
+
+def _stacked() -> timeseries.Panel:
+    stacking = common.StackingConfig().mode(StackingMode.NORMAL)
+    return _lines().fill_opacity(30).stacking(stacking)
+
+
+def _stat() -> stat.Panel:
+    return stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+
+
+def _timeline() -> statetimeline.Panel:
+    return statetimeline.Panel().merge_values(True)
+
+
+_KINDS = {LINES: _lines, STACKED: _stacked, STAT: _stat, TIMELINE: _timeline}
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Write the dashboards; with --check only say which are not current."""
+    check = "--check" in arguments
+    stale = []
+    for board in BOARDS:
+        path = FOLDER / f"{board.uid}.json"
+        text = build(board)
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale.append(path.name)
+        if not check:
+            path.write_text(text)
+    for name in stale:
+        sys.stdout.write(f"{name} {'is not current' if check else 'is written'}\n")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""What a run may spend before it fails, and how long it waits before it restarts.
+
+A round ends for many causes. A worker failure spends one of `max_restarts`. What the machines do to
+a job, a node that goes or a store host that fails, is free unless the job was launched with a
+budget for it. And a job that fails again and again is given time, or given up: restarts in a row of
+rounds that failed soon *back off*, and where it was asked for, restarts that do not *move* the job
+on, neither to a step that it had not reached nor to another snapshot, end it.
+
+Everything here follows from what is durable, so a server that takes over backs off for as long, and
+counts on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdzv.core.model import Cause, Membership, Moved, Round, RoundEnd, Settings, Spent, Tuning
+from rdzv.core.words import counted
+
+PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
+"""Causes that `max_preemptions` counts."""
+
+_MAX_DOUBLINGS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Exceeded:
+    """Why a run has failed that may not spend more; what it has ended by last is said beside."""
+
+    reason: str
+    no_progress: bool = False
+
+
+def further(moved: Moved, said: Moved) -> Moved:
+    """Add what one more node says of how far a round has come."""
+    steps = [step for step in (moved.step, said.step) if step is not None]
+    return Moved(max(steps, default=None), moved.snapshot or said.snapshot)
+
+
+def spend(
+    membership: Membership, round_: Round, end: RoundEnd, moved: Moved, tuning: Tuning
+) -> Spent:
+    """Charge the end of a round, once everyone has stopped, beside the restart that it may cost."""
+    spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
+    has_moved = moved.snapshot or _is_further(moved.step, spent.step)
+    soon, in_vain = spent.soon, spent.in_vain
+    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:
+        soon = 0
+    elif failed:
+        soon += 1
+    if has_moved:
+        in_vain = 0
+    elif failed and membership.restarts:
+        # The first round was no restart.
+        in_vain += 1
+    return Spent(
+        preemptions=spent.preemptions + _is_preemption(membership.settings, end),
+        store_failures=spent.store_failures + (end.cause is Cause.STORE_HOST),
+        soon=soon,
+        in_vain=in_vain,
+        step=moved.step if _is_further(moved.step, spent.step) else spent.step,
+    )
+
+
+def _is_preemption(settings: Settings, end: RoundEnd) -> bool:
+    if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:
+        # So a node shows whose own agent restarts its workers.
+        return False
+    return end.cause in PREEMPTIONS
+
+
+def _is_further(step: int | None, than: int | None) -> bool:
+    return step is not None and (than is None or step > than)
+
+
+def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
+    """Say which budget this end of a round was too much for; that of restarts is apart."""
+    why = f"{end.cause}: {end.reason}"
+    most, given = settings.no_progress_restarts, settings.max_preemptions
+    if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
+        restarts = f"{counted(spent.in_vain, 'restart')} in a row"
+        beyond = "moved it on" if spent.step is None else f"got it beyond step {spent.step}"
+        return Exceeded(
+            f"no progress: none of {restarts} {beyond}; the last {why}", no_progress=True
+        )
+    if _is_preemption(settings, end) and given is not None and spent.preemptions > given:
+        return Exceeded(f"{why}; preemptions spent: {given} of {given}")
+    given = settings.max_store_failures
+    if end.cause is Cause.STORE_HOST and given is not None and spent.store_failures > given:
+        return Exceeded(f"{why}; store failures spent: {given} of {given}")
+    return None
+
+
+def backoff_ms(membership: Membership) -> int:
+    """Return how long after the end of its last round a run restarts; 0: at once."""
+    round_, settings = membership.round, membership.settings
+    if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
+        return 0
+    if membership.spent.soon < 2:
+        # One failure is no loop, and must cost no time.
+        return 0
+    doublings = min(membership.spent.soon - 2, _MAX_DOUBLINGS)
+    return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)
+
+
+def unbudgeted(settings: Settings) -> bool:
+    """Whether a job was launched without any of these budgets."""
+    budgets = (settings.max_preemptions, settings.max_store_failures)
+    return budgets == (None, None) and not settings.no_progress_restarts

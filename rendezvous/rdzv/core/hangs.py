@@ -1,0 +1,74 @@
+"""Workers that hang: what their nodes say of them, and what their round then ends by.
+
+All workers stall when one does, so which of them has hung is for their stacks to tell, not for who
+was reported first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rdzv.core.stacks import Report, as_traceback, odd_one_out, ranks_text
+
+MAX_MESSAGE_CHARS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class HangTimeout:
+    """How long a worker may say nothing of its progress; None: it is learned from its own steps."""
+
+    ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HungWorker:
+    """A worker that hangs, as its node says."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    silent_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whose failure the end of the round is, and how it is told."""
+
+    node_id: str
+    rank: int
+    local_rank: int
+    pid: int
+    message: str
+    traceback: str
+
+
+def describe_hung(workers: Iterable[HungWorker]) -> str:
+    """Say in one line who hangs; of several the one that has been silent longest tells why.
+
+    >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")])
+    'RANK 2: no progress for 61 s'
+    """
+    known = sorted(workers, key=lambda worker: -worker.silent_ms)
+    return f"RANK {ranks_text(worker.rank for worker in known)}: {known[0].reason}"
+
+
+def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
+    """Say whose failure it is, of the workers that hang by node_id, and what they were doing.
+
+    The one that the others wait for, if the stacks tell; else the one that was silent longest, of
+    several the lowest RANK. Without a `report`, `why` says why there is none.
+    """
+    known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
+    told = describe_hung(worker for _, worker in known)
+    what = report.summary if report is not None else f"no stacks were taken: {why}"
+    message = f"hung: {what} ({told})"[:MAX_MESSAGE_CHARS]
+    stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
+    odd = odd_one_out(report.groups) if report is not None else None
+    if odd is not None and odd in stacks:
+        of = stacks[odd]
+        return Verdict(of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
+    node_id, worker = min(known, key=lambda one: (-one[1].silent_ms, one[1].rank))
+    traceback = as_traceback(stacks[worker.rank]) if worker.rank in stacks else ""
+    return Verdict(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)

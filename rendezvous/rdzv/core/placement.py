@@ -1,0 +1,429 @@
+"""Which nodes a submitted job gets: a pure function of the jobs that there are, and the nodes.
+
+The rules, in the order in which they hold:
+
+* Jobs are served by priority, and within one priority strictly first in, first out.
+* A job gets `min_nodes` at once or none: no node is hoarded for a job that can not start.
+* A later job may start only on nodes that no earlier waiting job could use, so none is overtaken
+  for ever. A node could be used by a job if it has its labels and enough GPUs, busy or not. A job
+  for which too few such nodes are known could not use any: it keeps none back until there are more.
+* Jobs grow to `max_nodes` when those that wait have been served, on what these could not use.
+* Nothing is taken from a job that runs.
+
+Whoever waits is told for what. That a node is chosen is decided here and stored with its job; what
+a node really has left is for the node to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rdzv.core.model import JobSpec, ScaleUp, State, is_stand_in
+from rdzv.core.rendezvous import some_succeeded
+from rdzv.core.submitted import MAX_DECLINED
+from rdzv.core.words import counted, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of a node."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a node has for submitted jobs."""
+
+    cpus: int = 0
+    memory_bytes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    capacity: int = 1
+    """How many jobs it takes at once."""
+    topology: str = ""
+    """Label of its place in the network; a job's nodes are chosen from one place if possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailingCheck:
+    """What is wrong with a node: one of its checks, and what it has found."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node that takes submitted jobs."""
+
+    node_id: str
+    resources: Resources
+    taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """By rdzv_id and run, the jobs that were placed on it or are held by it: how many GPUs."""
+    unusable: str = ""
+    """Why nothing may be placed on it now; empty if something may."""
+    cordoned: bool = False
+    """Whether it is unusable until an operator says otherwise, or for nobody knows how long."""
+
+    @property
+    def gpus_free(self) -> int:
+        """How many of its GPUs no job has."""
+        return max(len(self.resources.gpus) - sum(self.taken.values()), 0)
+
+    @property
+    def places_free(self) -> int:
+        """How many more jobs it takes."""
+        return max(self.resources.capacity - len(self.taken), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A submitted job that has not ended."""
+
+    rdzv_id: str
+    run: str
+    spec: JobSpec
+    min_nodes: int
+    max_nodes: int
+    at_ms: int
+    here: frozenset[str] = frozenset()
+    """The nodes that were placed, and those that have joined of their own accord."""
+    idle: tuple[str, ...] = ()
+    """Those of them that have no seat in a round that runs, the latest last."""
+    going: frozenset[str] = frozenset()
+    """Those of them that are about to leave: others are to be there before they do."""
+    declined: Mapping[str, str] = field(default_factory=dict)
+    """The nodes that could not run it, and why."""
+    may_grow: bool = True
+    seated: bool = False
+    """Whether any node has a seat, and so may have workers."""
+
+    @property
+    def staying(self) -> int:
+        """How many of its nodes stay."""
+        return len(self.here) - len(self.going)
+
+    @property
+    def missing(self) -> int:
+        """How many nodes it needs to run at all."""
+        return max(self.min_nodes - self.staying, 0)
+
+    @property
+    def unreplaced(self) -> int:
+        """How many of those that are about to leave have nobody yet who waits for their seat."""
+        return max(len(self.going) - len(self.idle), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a job has no nodes yet, or not enough of them."""
+
+    reason: str
+    jobs_before: int
+    """How many jobs that wait are served before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be decided now, by rdzv_id."""
+
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes that a job gets."""
+    surplus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Nodes that a job has no use for any more."""
+    hopeless: Mapping[str, str] = field(default_factory=dict)
+    """Jobs that no node could run, and why."""
+    waits: Mapping[str, Wait] = field(default_factory=dict)
+
+
+def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | None:
+    """Say what a job wants; None if it was not submitted, has ended, or is being stopped.
+
+    `going` are the nodes that are about to leave all their jobs.
+    """
+    membership, submission = state.membership, state.membership.submission
+    if submission is None or membership.ended is not None or membership.stopping:
+        return None
+    round_ = membership.round
+    runs = round_ is not None and round_.live
+    # Who holds the seat that a stand-in keeps is most often among the placed.
+    others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_stand_in(n)]
+    claimed = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
+    here = frozenset((*submission.placed, *others))
+    return Demand(
+        rdzv_id=membership.rdzv_id,
+        run=membership.run,
+        spec=submission.spec,
+        min_nodes=membership.min_nodes,
+        max_nodes=membership.max_nodes,
+        at_ms=submission.at_ms,
+        here=here,
+        idle=tuple(n for n in submission.placed if n not in state.seats and n not in going)
+        if runs and claimed
+        else (),
+        going=here.intersection(going),
+        declined={declined.node_id: declined.reason for declined in submission.declined},
+        may_grow=_may_grow(state, now_ms),
+        seated=bool(state.seats),
+    )
+
+
+def _may_grow(state: State, now_ms: int) -> bool:
+    """Whether a job may get more nodes than it needs now."""
+    round_, settings = state.membership.round, state.membership.settings
+    if round_ is None or not round_.live:
+        return True
+    if settings.scale_up is ScaleUp.ON_RESTART or some_succeeded(state):
+        return False
+    at_ms = grows_at_ms(state)
+    return at_ms is None or at_ms <= now_ms
+
+
+def grows_at_ms(state: State) -> int | None:
+    """When time alone will let a running job have more nodes; None: that is no matter of time."""
+    round_, settings = state.membership.round, state.membership.settings
+    if round_ is None or not round_.live or some_succeeded(state):
+        return None
+    if settings.scale_up is ScaleUp.AFTER:
+        return round_.at_ms + settings.scale_up_after_ms
+    return None
+
+
+_MOST_REASONS = 3
+"""How many of the reasons why no node could run a job are told with it."""
+
+
+def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True) -> Plan:
+    """Decide who gets which nodes now.
+
+    Until the server is `settled`, nodes may be missing only because they have not reconnected: no
+    job is given up, nor thought to have too few of them.
+    """
+    work = _Plan(tuple(sorted(hosts, key=lambda host: host.node_id)), settled=settled)
+    queue = sorted(demands, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
+    hopeless = {job.rdzv_id: why for job in queue if settled and (why := _hopeless(job, work))}
+    jobs = [job for job in queue if job.rdzv_id not in hopeless]
+    for job in jobs:
+        if job.missing:
+            work.start(job)
+    for job in jobs:
+        work.grow(job)
+    surplus = {job.rdzv_id: _surplus(job) for job in jobs if job.staying > job.max_nodes}
+    return Plan(
+        places={rdzv_id: tuple(node_ids) for rdzv_id, node_ids in work.places.items()},
+        surplus={rdzv_id: node_ids for rdzv_id, node_ids in surplus.items() if node_ids},
+        hopeless=hopeless,
+        waits=work.waits,
+    )
+
+
+def _surplus(job: Demand) -> tuple[str, ...]:
+    """Name nodes without a seat that are above what an operator has scaled the job to."""
+    return job.idle[-(job.staying - job.max_nodes) :]
+
+
+class _Plan:
+    """A plan in the making."""
+
+    def __init__(self, hosts: Sequence[Host], *, settled: bool) -> None:
+        self.hosts = hosts
+        self.settled = settled
+        self.places: dict[str, list[str]] = {}
+        self.waits: dict[str, Wait] = {}
+        self._places_free = {host.node_id: host.places_free for host in hosts}
+        self._gpus_free = {host.node_id: host.gpus_free for host in hosts}
+        self._kept_for: dict[str, str] = {}
+        """By node_id: the first job that waits and could use the node."""
+
+    def start(self, job: Demand) -> None:
+        """Give a job all that it needs to run, or keep for it what it could use."""
+        fitting = [host for host in self.hosts if not _misfit(job, host)]
+        ready = [host for host in fitting if self._ready(job, host)]
+        if len(ready) >= job.missing:
+            self._give(job, ready, job.missing)
+            return
+        self.waits[job.rdzv_id] = Wait(self._reason(job, fitting, ready), len(self.waits))
+        if not self._lacking(job, fitting):
+            for host in fitting:
+                self._kept_for.setdefault(host.node_id, job.rdzv_id)
+
+    def _lacking(self, job: Demand, fitting: Sequence[Host]) -> int:
+        """Say how many nodes the job would lack if all others had ended, as far as is known."""
+        if not self.settled:
+            return 0
+        could = {host.node_id for host in fitting if not host.cordoned} | (job.here - job.going)
+        return max(job.min_nodes - len(could), 0)
+
+    def grow(self, job: Demand) -> None:
+        """Give a job that can run what is left over, and others for those that leave it."""
+        new = len(self.places.get(job.rdzv_id, ()))
+        have = job.staying + new
+        wanted = job.max_nodes - have
+        if not job.may_grow:
+            wanted = min(wanted, job.unreplaced - new)
+        if have < job.min_nodes or wanted <= 0:
+            return
+        already = {*job.here, *self.places.get(job.rdzv_id, ())}
+        ready = [
+            host
+            for host in self.hosts
+            if host.node_id not in already and not _misfit(job, host) and self._ready(job, host)
+        ]
+        self._give(job, ready, min(wanted, len(ready)))
+
+    def _ready(self, job: Demand, host: Host) -> bool:
+        """Whether the job may have the node now."""
+        return (
+            host.node_id not in job.here
+            and not host.unusable
+            and host.node_id not in self._kept_for
+            and (job.rdzv_id, job.run) not in host.taken
+            and self._has_room(job, host)
+        )
+
+    def _has_room(self, job: Demand, host: Host) -> bool:
+        needed = gpus_needed(job.spec, host.resources)
+        return self._places_free[host.node_id] > 0 and self._gpus_free[host.node_id] >= needed
+
+    def _give(self, job: Demand, ready: Sequence[Host], number: int) -> None:
+        for host in self._nearest(job, ready)[:number]:
+            self.places.setdefault(job.rdzv_id, []).append(host.node_id)
+            self._places_free[host.node_id] -= 1
+            self._gpus_free[host.node_id] -= gpus_needed(job.spec, host.resources)
+
+    def _nearest(self, job: Demand, ready: Sequence[Host]) -> list[Host]:
+        """Sort nodes by where they are: near those that the job has, then where most are free.
+
+        In one place, what is used anyway comes first, so that whole nodes stay free.
+        """
+        chosen = {*job.here, *self.places.get(job.rdzv_id, ())}
+        mine = Counter(h.resources.topology for h in self.hosts if h.node_id in chosen)
+        free = Counter(host.resources.topology for host in ready)
+
+        def key(host: Host) -> tuple[int, int, str, int, int, str]:
+            place, node_id = host.resources.topology, host.node_id
+            room = (self._gpus_free[node_id], self._places_free[node_id])
+            return (-mine[place], -free[place], place, *room, node_id)
+
+        return sorted(ready, key=key)
+
+    def _reason(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
+        """Say what a job waits for: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
+        more = "more node" if job.here else "node"
+        gone = f" once {listed(sorted(job.going))} {_has(job.going)} left" if job.going else ""
+        text = f"queued: needs {counted(job.missing, more)}{_wanted(job.spec)}{gone}"
+        if not self.hosts:
+            return f"{text}, and no rdzv-agent is connected"
+        verb = "is" if len(ready) == 1 or (not ready and job.missing == 1) else "are"
+        text += f", {len(ready) or 'none'} {verb} free"
+        text += f" ({listed(host.node_id for host in ready)})" if ready else ""
+        taken: dict[str, list[str]] = {}
+        for host in fitting:
+            if host not in ready and (why := self._why_not(job, host)):
+                taken.setdefault(why, []).append(host.node_id)
+        text += "".join(f"; {listed(node_ids)}: {why}" for why, node_ids in taken.items())
+        misfits = [host for host in self.hosts if host not in fitting]
+        if lacking := self._lacking(job, fitting):
+            text += f"; if all other jobs had ended it would still lack {counted(lacking, 'node')}"
+        if misfits and len(fitting) < job.min_nodes:
+            nearest = min(misfits, key=lambda host: (_misses(job, host), host.node_id))
+            text += f"; {_misfit(job, nearest)}"
+            others = len(misfits) - 1
+            do = "does" if others == 1 else "do"
+            text += f", and {counted(others, 'other')} {do} not fit either" if others else ""
+        return text
+
+    def _why_not(self, job: Demand, host: Host) -> str:
+        """Say why a node that fits is not given to the job now; nothing if it has it."""
+        node_id = host.node_id
+        if node_id in job.here:
+            return ""
+        if host.unusable:
+            return host.unusable
+        if not self._has_room(job, host):
+            names = [rdzv_id for rdzv_id, _ in host.taken]
+            names += [name for name, node_ids in self.places.items() if node_id in node_ids]
+            return f"taken by {listed(sorted(names))}" if names else "takes no job"
+        if node_id in self._kept_for:
+            return f"kept for {self._kept_for[node_id]}, which is before it"
+        return "an earlier try of this job is not gone yet"
+
+
+def _has(names: Collection[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _hopeless(job: Demand, work: _Plan) -> str:
+    """Say why a job will never run: so many nodes could not that too few are left."""
+    if not job.declined or not job.missing or job.seated:
+        return ""
+    left = {host.node_id for host in work.hosts if not _misfit(job, host)} | job.here
+    if len(left) >= job.min_nodes and len(job.declined) < MAX_DECLINED:
+        return ""
+    declined: dict[str, list[str]] = {}
+    for node_id, reason in job.declined.items():
+        declined.setdefault(reason, []).append(node_id)
+    whys = [f"{listed(node_ids)}: {reason}" for reason, node_ids in declined.items()]
+    others = sum(len(node_ids) for node_ids in list(declined.values())[_MOST_REASONS:])
+    return f"no node could run it: {'; '.join(whys[:_MOST_REASONS])}" + (
+        f"; and {counted(others, 'more node')}" if others else ""
+    )
+
+
+def gpus_needed(spec: JobSpec, resources: Resources) -> int:
+    """Return how many GPUs of a node the job takes."""
+    if spec.gpus_per_node is not None:
+        return spec.gpus_per_node
+    if not resources.gpus:
+        return 0
+    return spec.local_world_size or len(resources.gpus)
+
+
+def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
+    """Say what the nearest node lacks, if no node could ever take the job; None if one could."""
+    job = Demand("", "", spec, 1, 1, 0)
+    ranked = sorted(hosts, key=lambda host: (_misses(job, host), host.node_id))
+    if not ranked or not _misfit(job, ranked[0]):
+        return None
+    return _misfit(job, ranked[0])
+
+
+def _misses(job: Demand, host: Host) -> int:
+    """Count what a node lacks for the job."""
+    has = dict(host.resources.labels)
+    lacks = sum(1 for name, value in job.spec.labels if has.get(name) != value)
+    there = len(host.resources.gpus)
+    short = gpus_needed(job.spec, host.resources) > there or (job.spec.needs_gpu and not there)
+    return lacks + short + (host.node_id in job.declined)
+
+
+def _misfit(job: Demand, host: Host) -> str:
+    """Say why the node could never take the job; nothing if it could."""
+    if (reason := job.declined.get(host.node_id)) is not None:
+        return f"{host.node_id} could not run it ({reason})"
+    has = dict(host.resources.labels)
+    for name, value in job.spec.labels:
+        if name not in has:
+            return f"{host.node_id} has no label {name}"
+        if has[name] != value:
+            return f"{host.node_id} has {name}={has[name]}"
+    needed, there = gpus_needed(job.spec, host.resources), len(host.resources.gpus)
+    if needed > there or (job.spec.needs_gpu and not there):
+        return f"{host.node_id} has {counted(there, 'GPU') if there else 'no GPU'}"
+    return ""
+
+
+def _wanted(spec: JobSpec) -> str:
+    """Say what a job asks of each node: " with gpu=h100 and 8 GPUs"."""
+    wanted = [f"{name}={value}" for name, value in spec.labels]
+    if spec.gpus_per_node:
+        wanted.append(counted(spec.gpus_per_node, "GPU"))
+    return f" with {' and '.join(wanted)}" if wanted else ""

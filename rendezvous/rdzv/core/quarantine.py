@@ -1,0 +1,201 @@
+"""Which nodes get no more submitted jobs for a while, because workers fail there again and again.
+
+A *strike* is a round that ended by the fault of one node: the root cause was a worker of it, or its
+processes survived SIGKILL. So many strikes within a window, and the node is quarantined. Which of
+two is broken, the node or the job, nobody can know from failures alone; so that a user's bug does
+not empty a cluster,
+
+* one run has at most one node quarantined: if it goes on failing elsewhere, it is the job's fault;
+* only so many nodes are quarantined at a time, and never the only one;
+* a failed connection is no strike: it was the other end that went away;
+* only daemons are judged. Whoever starts rdzvrun on a node chooses that node, and asks nobody.
+
+Pure: what is held is a value, stored by whoever holds it; `judge` returns the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rdzv.core.events import Event, NodeStuck, RoundSettled
+from rdzv.core.model import Cause, Failure
+from rdzv.core.root_cause import describe_failure, is_connection_error
+from rdzv.core.words import duration, listed
+
+MAX_STRIKES = 1_000
+"""How many strikes of all nodes are remembered; the oldest are forgotten first."""
+MAX_BLAMED = 1_000
+"""How many runs are remembered that had a node quarantined, likewise."""
+REASON_CHARS = 200
+"""What is kept of the words of a failure: a line of a terminal or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineTuning:
+    """When a node is quarantined, and for how long; the same for all nodes of one server."""
+
+    failures: int = 3
+    """So many strikes within the window are enough; 0: no node is ever quarantined."""
+    window_ms: int = 3_600_000
+    ttl_ms: int = 12 * 3_600_000
+    """How long a node is quarantined, unless an operator lifts it."""
+    max_nodes: int = 0
+    """How many are quarantined at a time; 0: a quarter of the daemons that are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A round that ended by the fault of one node."""
+
+    node_id: str
+    rdzv_id: str
+    run: str
+    round: int
+    at_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A node that nothing is placed on until then, and why."""
+
+    at_ms: int
+    until_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that is remembered; it is stored as it is."""
+
+    strikes: tuple[Strike, ...] = ()
+    """Oldest first."""
+    nodes: Mapping[str, Quarantined] = field(default_factory=dict)
+    """By node_id."""
+    blamed: tuple[tuple[str, int], ...] = ()
+    """Runs that have had a node quarantined, and until when that is remembered."""
+
+    def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
+        """Return the nodes that are quarantined now, by name."""
+        return {n: held for n, held in self.nodes.items() if now_ms < held.until_ms}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from a strike."""
+
+    record: Record
+    quarantined: bool = False
+    """Whether the node has just been quarantined."""
+    text: str = ""
+    """What was decided and why, for people; empty if nothing had to be."""
+
+
+def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
+    """Name the nodes by whose fault a round has ended, as far as these events tell."""
+    found: dict[tuple[str, int], Strike] = {}
+    for event in events:
+        match event:
+            case RoundSettled(cause=Cause.WORKER_FAILURE, root_cause=Failure() as failure):
+                if is_connection_error(failure):
+                    continue
+                node_id, reason = failure.node_id, describe_failure(failure)
+            case NodeStuck():
+                node_id, reason = event.node_id, event.reason
+            case _:
+                continue
+        strike = Strike(node_id, rdzv_id, run, event.round, now_ms, _short(reason))
+        found.setdefault((node_id, event.round), strike)
+    return tuple(found.values())
+
+
+def judge(
+    record: Record,
+    strike: Strike,
+    tuning: QuarantineTuning,
+    daemons: Collection[str],
+    now_ms: int,
+) -> Verdict:
+    """Take note of a strike, and say whether its node is quarantined for it.
+
+    A strike that is known already changes nothing, so it may be told again after a commit that
+    failed. `daemons` are the nodes known now whose agent is a daemon.
+    """
+    node_id = strike.node_id
+    if not tuning.failures or node_id not in daemons or _known(record, strike):
+        return Verdict(record)
+    if node_id in record.quarantined(now_ms):
+        # What still runs there says nothing new.
+        return Verdict(record)
+    kept = _pruned(record, tuning, now_ms)
+    kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
+    mine = [other for other in kept.strikes if other.node_id == node_id]
+    if len(mine) < tuning.failures:
+        return Verdict(kept)
+    within = duration(now_ms - mine[0].at_ms)
+    often = "at fault " + (f"{len(mine)} times within {within}" if len(mine) > 1 else "once")
+    if refusal := _refusal(kept, strike, mine, tuning, daemons, now_ms):
+        return Verdict(kept, text=f"{node_id} was {often}, and is not quarantined: {refusal}")
+    reason = f"{often}, last in {strike.rdzv_id}: {strike.reason}"
+    nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + tuning.ttl_ms, reason)}
+    kept = Record(
+        tuple(other for other in kept.strikes if other.node_id != node_id),
+        nodes,
+        (*kept.blamed, (strike.run, now_ms + tuning.ttl_ms))[-MAX_BLAMED:],
+    )
+    text = f"{node_id} is quarantined for {duration(tuning.ttl_ms)}: {reason}"
+    return Verdict(kept, quarantined=True, text=text)
+
+
+def lift(record: Record, node_id: str) -> Record:
+    """Let a node be used again; what it did before does not count any more."""
+    return replace(
+        record,
+        strikes=tuple(strike for strike in record.strikes if strike.node_id != node_id),
+        nodes={n: held for n, held in record.nodes.items() if n != node_id},
+    )
+
+
+def _refusal(
+    record: Record,
+    strike: Strike,
+    mine: Collection[Strike],
+    tuning: QuarantineTuning,
+    daemons: Collection[str],
+    now_ms: int,
+) -> str:
+    """Say why a node is not quarantined that was at fault often enough; nothing if it is."""
+    blamed = {run for run, _ in record.blamed}
+    if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
+        return (
+            f"another was quarantined for this run of {strike.rdzv_id} already, so it is rather "
+            "the job that is wrong"
+        )
+    if len(daemons) < 2:
+        return "no other node is known"
+    held, most = record.quarantined(now_ms), tuning.max_nodes or max(len(daemons) // 4, 1)
+    if len(held) < most:
+        return ""
+    are = "is" if len(held) == 1 else "are"
+    return f"{listed(held)} {are} already, and of {len(daemons)} nodes only {most} may be at a time"
+
+
+def _known(record: Record, strike: Strike) -> bool:
+    key = (strike.node_id, strike.run, strike.round)
+    return any((s.node_id, s.run, s.round) == key for s in record.strikes)
+
+
+def _pruned(record: Record, tuning: QuarantineTuning, now_ms: int) -> Record:
+    """Forget what does not count any more."""
+    since_ms = now_ms - tuning.window_ms
+    return Record(
+        tuple(strike for strike in record.strikes if strike.at_ms > since_ms),
+        record.quarantined(now_ms),
+        tuple(one for one in record.blamed if now_ms < one[1]),
+    )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= REASON_CHARS else f"{line[: REASON_CHARS - 3]}..."

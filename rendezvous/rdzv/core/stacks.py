@@ -1,0 +1,267 @@
+"""What workers are doing: their stacks, and where those differ.
+
+A job that hangs has as many stacks as workers, and nearly all of them are alike: they wait for one
+that is elsewhere. So workers are put together by their innermost frames, from where the
+interpreter is to the first line of the user's own code, and told in one line:
+
+    RANK 0,2-3 in all_reduce at train.py:41; RANK 1 in load at data.py:7
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rdzv.core.words import listed
+
+STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
+"""States of a process, as in /proc, in which it does nothing by itself."""
+
+MAX_GROUPS_TOLD = 8
+"""How many groups one sentence tells."""
+
+_ODD_STATES = {
+    STOPPED: "stopped by a signal",
+    TRACED: "held by a debugger",
+    UNINTERRUPTIBLE: "uninterruptible in the kernel (D state)",
+    ZOMBIE: "dead, and not reaped",
+}
+
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|^<(?!string>)")
+"""Files that are not the user's own: installed packages, the standard library, what is frozen."""
+
+_COLLECTIVE = re.compile(r"(^|/)torch/(distributed|nn/parallel)/")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call. `line` is 0 if it is not known."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def own(self) -> bool:
+        """Whether it is of the user's own code, as far as its file tells."""
+        return _LIBRARY.search(self.file) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread of a worker."""
+
+    name: str
+    main: bool
+    """The one that Python began with."""
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStack:
+    """What one worker was doing at one moment."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    state: str = ""
+    """As in /proc/PID/stat; empty if it could not be read."""
+    threads: tuple[Thread, ...] = ()
+    """None where Python's frames could not be read."""
+    note: str = ""
+    """Why something is not there, and what would help."""
+    kernel: tuple[str, ...] = ()
+    """Where it sleeps in the kernel, as far as may be known: innermost first."""
+    node_id: str = ""
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The frames of its main thread, innermost first."""
+        return next((thread.frames for thread in self.threads if thread.main), ())
+
+    @property
+    def place(self) -> tuple[Frame, ...]:
+        """The innermost frames, down to the first of the user's own code; all if there is none."""
+        frames = self.frames
+        for depth, frame in enumerate(frames, start=1):
+            if frame.own:
+                return frames[:depth]
+        return frames
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it is inside a collective, and so may wait for a worker that is not."""
+        return any(_COLLECTIVE.search(frame.file) for frame in self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that are at the same place."""
+
+    ranks: tuple[int, ...]
+    where: str
+    """`in all_reduce at train.py:41`"""
+    state: str = ""
+    """The state that keeps them from doing anything, if one does."""
+    waits_for_others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SilentNode:
+    """A node that has not said what its workers do."""
+
+    node_id: str
+    rank_first: int
+    local_world_size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the workers of one round were doing at one moment."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    at_ms: int
+    reason: str
+    """Why they were taken: a sentence."""
+    groups: tuple[Group, ...] = ()
+    """The largest first."""
+    stacks: tuple[WorkerStack, ...] = ()
+    """By RANK: at least one of each group."""
+    left_out: int = 0
+    """Workers that are in a group, and not in `stacks`."""
+    silent: tuple[SilentNode, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """Where the workers differ, in one line."""
+        return summarise(self.groups, self.silent)
+
+
+Key = tuple[str, tuple[tuple[str, str, int], ...], tuple[str, ...]]
+
+
+def key_of(stack: WorkerStack) -> Key:
+    """Return what workers of one group have in common."""
+    state = stack.state if stack.state in _ODD_STATES else ""
+    place = tuple((frame.name, _short(frame.file), frame.line) for frame in stack.place)
+    return state, place, () if place else stack.kernel[:1]
+
+
+def where(stack: WorkerStack) -> str:
+    """Say where a worker is.
+
+    >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),))
+    >>> where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,)))
+    ('in load at data.py:7', 'stopped by a signal, in load at data.py:7')
+    """
+    place = stack.place
+    if place:
+        at = place[-1]
+        line = f":{at.line}" if at.line else ""
+        text = f"in {place[0].name} at {_base(at.file)}{line}"
+    elif stack.kernel:
+        text = f"in the kernel at {stack.kernel[0]}"
+    else:
+        text = "" if stack.state in _ODD_STATES else "somewhere: its stack could not be read"
+    odd = _ODD_STATES.get(stack.state, "")
+    return ", ".join(filter(None, (odd, text)))
+
+
+def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
+    """Return the groups, the largest first; of one size, the one with the lowest RANK.
+
+    `one_of` has a worker of each.
+    """
+    found = [
+        Group(
+            tuple(sorted(members)),
+            where(one_of[key]),
+            key[0],
+            one_of[key].waits_for_others,
+        )
+        for key, members in ranks.items()
+    ]
+    return sorted(found, key=lambda group: (-len(group.ranks), group.ranks))
+
+
+def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
+    """Put workers together by where they are."""
+    ranks: dict[Key, list[int]] = {}
+    one_of: dict[Key, WorkerStack] = {}
+    for stack in stacks:
+        key = key_of(stack)
+        ranks.setdefault(key, []).append(stack.rank)
+        one_of.setdefault(key, stack)
+    return groups(ranks, one_of)
+
+
+def odd_one_out(found: Sequence[Group]) -> int | None:
+    """Return the RANK that the others wait for, if the stacks tell.
+
+    In this order:
+
+    1. the only one that can not do anything: stopped, held by a debugger, in D state, dead;
+    2. the only one that is in no collective, where all others are in one;
+    3. the only one that is by itself, where others are at least two together.
+    """
+    held = [rank for group in found if group.state for rank in group.ranks]
+    if held:
+        return held[0] if len(held) == 1 else None
+    absent = [rank for group in found if not group.waits_for_others for rank in group.ranks]
+    if len(absent) == 1 and len(found) > 1:
+        return absent[0]
+    alone = [group.ranks[0] for group in found if len(group.ranks) == 1]
+    return alone[0] if len(alone) == 1 and len(found) > 1 else None
+
+
+def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
+    """Say in one line where workers differ, and of whom nothing is known."""
+    parts = [f"RANK {ranks_text(group.ranks)} {group.where}" for group in found[:MAX_GROUPS_TOLD]]
+    if more := found[MAX_GROUPS_TOLD:]:
+        workers = sum(len(group.ranks) for group in more)
+        parts.append(f"{workers} more at {len(more)} other places")
+    if silent:
+        parts.append(f"nothing is known of {listed(node.node_id for node in silent)}")
+    return "; ".join(parts) or "no stacks"
+
+
+def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
+    """Write RANKs shorter than one by one; of very many ranges, the first.
+
+    >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
+    ('0,2-4,8', '0,2,4 and 37 more')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
+    more = sum(map(len, runs[most:]))
+    return ",".join(told) + (f" and {more} more" if more else "")
+
+
+def as_traceback(stack: WorkerStack) -> str:
+    """Write a worker's main thread as Python writes a traceback: the innermost call last."""
+    lines = ["Stack of the main thread (most recent call last):"] if stack.frames else []
+    lines += [
+        f'  File "{frame.file}", line {frame.line or "?"}, in {frame.name}'
+        for frame in reversed(stack.frames)
+    ]
+    lines += [f"  in the kernel: {place}" for place in stack.kernel]
+    return "\n".join([*lines, *([stack.note] if stack.note else [])])
+
+
+def _short(file: str) -> str:
+    """Return the end of a path: nodes may have the same file in different folders."""
+    return "/".join(file.rsplit("/", 3)[-3:])
+
+
+def _base(file: str) -> str:
+    return file.rsplit("/", 1)[-1]

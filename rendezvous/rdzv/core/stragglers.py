@@ -1,0 +1,71 @@
+"""Which workers are much slower than the others of their group, for a while.
+
+Pure: from how fast each worker is now, and which were slow before, to which straggle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+
+SLOW = 2.0
+"""A worker is slow that takes more than so many times the median of its group for a step, ..."""
+CAUGHT_UP = 1.5
+"""... and one that straggles has caught up when it takes less than this, so that it does not come
+and go at one and the same pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How fast one worker is now."""
+
+    rank: int
+    role: str
+    """Workers of one role are compared with each other."""
+    step_s: float
+    """Seconds for a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A worker that has been slow for long enough."""
+
+    rank: int
+    step_s: float
+    median_s: float
+    """What the worker in the middle of its group takes; of two, the faster one."""
+    since_ms: int
+    """Since when it is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is known of the workers of one round."""
+
+    slow_since_ms: Mapping[int, int] = field(default_factory=dict)
+    """By RANK: who is slow, straggling yet or not."""
+    stragglers: Mapping[int, Straggler] = field(default_factory=dict)
+    """By RANK."""
+
+
+def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) -> Pace:
+    """Return what is known after these samples; of whom there is none is not slow any more.
+
+    A worker straggles once it has been slow at every look for `after_ms`.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.role, []).append(sample)
+    since: dict[int, int] = {}
+    found: dict[int, Straggler] = {}
+    for group in groups.values():
+        median_s = median_low(sample.step_s for sample in group)
+        for sample in group:
+            limit = CAUGHT_UP if sample.rank in pace.stragglers else SLOW
+            if sample.step_s <= limit * median_s:
+                continue
+            since_ms = since[sample.rank] = pace.slow_since_ms.get(sample.rank, now_ms)
+            if now_ms - since_ms >= after_ms:
+                found[sample.rank] = Straggler(sample.rank, sample.step_s, median_s, since_ms)
+    return Pace(since, found)

@@ -1,0 +1,49 @@
+"""What becomes of a submission: who is chosen, who is not any more, and who can not.
+
+A submitted run is like every other to its rendezvous, but for three things: the server chooses its
+nodes (`placement`), it waits in a queue while it has none, and it never ends because nodes are
+missing: it goes back to the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rdzv.core.model import Declined, State, Submission
+
+MAX_DECLINED = 16
+"""After so many nodes that could not run a job, it is the job that is wrong."""
+
+
+def place(submission: Submission, node_ids: Iterable[str]) -> Submission:
+    """Choose nodes, after those that were chosen before."""
+    return replace(submission, placed=tuple(dict.fromkeys((*submission.placed, *node_ids))))
+
+
+def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
+    """Take back that nodes were chosen."""
+    gone = frozenset(node_ids)
+    kept = tuple(node_id for node_id in submission.placed if node_id not in gone)
+    return submission if kept == submission.placed else replace(submission, placed=kept)
+
+
+def decline(submission: Submission, node_id: str, reason: str) -> Submission:
+    """Note that a node can not run the job. It is not chosen again."""
+    others = tuple(other for other in submission.declined if other.node_id != node_id)
+    declined = (*others, Declined(node_id, reason))[-MAX_DECLINED:]
+    return replace(withdraw(submission, (node_id,)), declined=declined)
+
+
+def awaited(state: State) -> tuple[str, ...]:
+    """Name the nodes that were chosen and have not joined yet."""
+    return tuple(node_id for node_id in state.placed if not state.present(node_id))
+
+
+def withdrawable(state: State, node_ids: Iterable[str]) -> tuple[str, ...]:
+    """Name those of the nodes that are chosen, or wait, and have no seat to give up first."""
+    return tuple(
+        node_id
+        for node_id in node_ids
+        if node_id not in state.seats and (node_id in state.placed or state.present(node_id))
+    )

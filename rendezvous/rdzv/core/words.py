@@ -1,0 +1,47 @@
+"""Numbers, durations and lists of names as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LISTED = 8
+"""How many names one sentence lists."""
+
+
+def listed(names: Iterable[object]) -> str:
+    """List names in a sentence, at most `LISTED` of them.
+
+    >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
+    ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
+    """
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
+    return ", ".join(texts[:LISTED]) + more
+
+
+def counted(number: int, noun: str) -> str:
+    """Say how many there are of something.
+
+    >>> counted(0, "node"), counted(1, "node"), counted(2, "more node")
+    ('0 nodes', '1 node', '2 more nodes')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def duration(ms: int) -> str:
+    """Say how long something takes, or has taken; what is over takes no time.
+
+    >>> [duration(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000, 180_000_000)]
+    ['0.0 s', '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
+    """
+    ms = max(ms, 0)
+    if ms < 10_000:
+        return f"{ms / 1000:.1f} s"
+    seconds = round(ms / 1000)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3_600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    if seconds < 86_400:
+        return f"{seconds // 3_600} h {seconds % 3_600 // 60} min"
+    return f"{seconds // 86_400} d {seconds % 86_400 // 3_600} h"

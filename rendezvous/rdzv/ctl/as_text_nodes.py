@@ -1,0 +1,223 @@
+"""What people read of nodes: who takes jobs, what is free there, and who was told to take none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from rdzv.client import Gpu, Node
+from rdzv.core.words import counted, duration
+from rdzv.ctl.layout import Cell, Page, harmless
+
+_UNKNOWN = "-"
+_STATE_STYLES = {
+    **{"connected": "green", "away": "yellow", "gone": "red"},
+    **{"draining": "yellow", "drained": "yellow"},
+}
+_MOST_JOBS = 3
+"""How many jobs of a node are named in a line of the table."""
+_LEAST_REASON = 16
+
+
+def nodes(server: str, found: Sequence[Node], page: Page) -> str:
+    """Show one line a node, by name."""
+    if not found:
+        return f"no nodes at {server}"
+    # One word for one reason; where there are others, each says which it is.
+    unusable = "UNUSABLE" if any(n.quarantine or n.unhealthy for n in found) else "CORDONED"
+    header = ("NODE", "STATE", "FOR", "PROGRAM", "GPUS_FREE", "CPUS", "MEMORY", "LABELS", "JOBS")
+    rows = [
+        (*_row(node), Cell(_unusable(node, unusable), "yellow"))
+        for node in sorted(found, key=_by_name)
+    ]
+    expendable = ("MEMORY", "CPUS", "LABELS", "PROGRAM", "FOR")
+    lines = page.table(
+        (*header, unusable), rows, expendable=expendable, one_line=True, least=_LEAST_REASON
+    )
+    return "\n".join(lines)
+
+
+def node(found: Node, page: Page) -> str:
+    """Show all that is known of one node."""
+    since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
+    marks = [found.drain] if found.drain else ["cordoned"] * found.cordoned
+    marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
+    mark = Cell(", ".join(marks), "yellow")
+    state = Cell(found.state or _UNKNOWN, _STATE_STYLES.get(found.state, ""))
+    lines = [page.line(Cell(found.node_id, "bold"), state, Cell(since), mark)]
+    lines += [line for label, value in _facts(found, page) for line in page.fact(label, value)]
+    if found.jobs:
+        rows = [(Cell(job.rdzv_id), Cell(str(job.gpus)), Cell(job.state)) for job in found.jobs]
+        lines += ["", *page.table(("JOB", "GPUS", "STATE"), rows)]
+    return "\n".join(lines)
+
+
+def cordoned(found: Node) -> str:
+    """Say that nothing more is placed on a node, and what is still there."""
+    left = f"; it has {_jobs(found)}" if found.jobs else ""
+    return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
+
+
+def uncordoned(found: Node) -> str:
+    """Say that a node takes submitted jobs again, if it does."""
+    name = harmless(found.node_id)
+    if found.resources is None and found.state == "connected":
+        program = harmless(found.program or "agent")
+        return f"{name} is not cordoned; its {program} takes no submitted jobs"
+    return f"{name} is not cordoned"
+
+
+def drained(found: Node) -> str:
+    """Say that a node is being emptied, and what is still there."""
+    name = harmless(found.node_id)
+    if found.drain is None:
+        return f"{name} is not drained"
+    if not found.jobs:
+        return f"{name} is drained"
+    left = duration(found.drain_left_ms or 0)
+    return f"{name} is draining; its workers have {left}, and it has {harmless(_jobs(found))}"
+
+
+def undrained(found: Node) -> str:
+    """Say that a node takes submitted jobs again, if it does."""
+    if found.drain is not None:
+        why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
+        return f"{harmless(found.node_id)} is about to leave by itself{why}"
+    return uncordoned(found).replace("is not cordoned", "is not drained", 1)
+
+
+def _why_taken_out(node: Node) -> str:
+    """Say why nothing is placed on a node, and for how long its workers are still there."""
+    if node.drain == "draining":
+        left = duration(node.drain_left_ms or 0)
+        why = f": {node.drain_reason}" if node.drain_reason else ""
+        return (f"leaves in {left}" if node.drain_left_ms else "its time is over") + why
+    if node.drain is not None:
+        return node.drain_reason or "yes"
+    return node.cordon_reason or "yes" if node.cordoned else ""
+
+
+def _facts(found: Node, page: Page) -> list[tuple[str, Cell]]:
+    version = f" {found.agent_version}" if found.agent_version else ""
+    facts = [
+        ("program", Cell(f"{found.program or _UNKNOWN}{version}")),
+        ("address", Cell(found.address or _UNKNOWN)),
+    ]
+    if found.drain is not None:
+        by = "an operator" if found.drained_by_operator else "itself"
+        facts.append((found.drain, Cell(f"by {by}, {_why_taken_out(found)}", "yellow")))
+    elif found.cordoned:
+        at = "" if found.cordon_age_ms is None else f", since {page.ago(found.cordon_age_ms)}"
+        why = f", {found.cordon_reason}" if found.cordon_reason else ""
+        facts.append(("cordoned", Cell(f"nothing is placed on it{at}{why}", "yellow")))
+    if found.metrics:
+        facts.append(("metrics", Cell(f"http://{found.metrics}/metrics")))
+    if found.quarantine:
+        at = page.ago(found.quarantine_age_ms or 0)
+        left = duration(found.quarantine_left_ms or 0)
+        text = f"nothing is placed on it for {left} more, since {at}: {found.quarantine}"
+        facts.append(("quarantined", Cell(text, "yellow")))
+    if found.unhealthy:
+        text = f"since {page.ago(found.unhealthy_age_ms or 0)}: {found.unhealthy}"
+        facts.append(("unhealthy", Cell(text, "yellow")))
+    resources = found.resources
+    if resources is None:
+        return [*facts, ("takes", Cell("no submitted jobs"))]
+    capacity = counted(resources.capacity, "job") if resources.capacity else _UNKNOWN
+    return [
+        *facts,
+        ("takes", Cell(f"{capacity} at once")),
+        ("GPUs", Cell(_gpus(found, resources.gpus))),
+        ("CPUs", Cell(_number(resources.cpus))),
+        ("memory", Cell(_bytes(resources.memory_bytes))),
+        ("labels", Cell(_labels(resources.labels) or "none")),
+        ("topology", Cell(resources.topology or _UNKNOWN)),
+    ]
+
+
+def _gpus(found: Node, gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return "none"
+    kinds = Counter((gpu.name or "GPU", gpu.memory_bytes) for gpu in gpus)
+    each = [
+        f"{number} x {name}" + (f" of {_bytes(size)}" if size else "")
+        for (name, size), number in kinds.items()
+    ]
+    return f"{_number(found.gpus_free)} of {len(gpus)} free: {', '.join(each)}"
+
+
+def _row(node: Node) -> tuple[Cell, ...]:
+    resources = node.resources
+    return (
+        Cell(node.node_id),
+        _state(node),
+        Cell(duration(node.state_age_ms)),
+        Cell(node.program or _UNKNOWN),
+        Cell(f"{_number(node.gpus_free)}/{len(resources.gpus)}" if resources else _UNKNOWN),
+        Cell(_number(resources.cpus) if resources else _UNKNOWN),
+        Cell(_bytes(resources.memory_bytes) if resources else _UNKNOWN),
+        Cell(_labels(resources.labels) if resources else ""),
+        Cell(_jobs(node)),
+    )
+
+
+def _unusable(node: Node, header: str) -> str:
+    """Say why nothing is placed on a node, under this header."""
+    if header == "CORDONED":
+        return _why_taken_out(node)
+    whys = []
+    if node.drain is not None:
+        whys.append(f"{node.drain}: {_why_taken_out(node)}")
+    elif node.cordoned:
+        whys.append("cordoned" + (f" {node.cordon_reason}" if node.cordon_reason else ""))
+    if node.quarantine:
+        whys.append(f"quarantined: {node.quarantine}")
+    if node.unhealthy:
+        whys.append(f"unhealthy: {node.unhealthy}")
+    return "; ".join(whys)
+
+
+def _jobs(node: Node) -> str:
+    """Name the jobs of a node; what is not running yet, or not gone yet, says so."""
+    named = [
+        job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
+        for job in node.jobs[:_MOST_JOBS]
+    ]
+    more = len(node.jobs) - len(named)
+    return ", ".join([*named, *([f"{more} more"] if more else [])]) or _UNKNOWN
+
+
+def _by_name(node: Node) -> list[tuple[int, str]]:
+    """Order n2 before n10."""
+    parts = re.split(r"([0-9]+)", node.node_id)
+    return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _state(node: Node) -> Cell:
+    """Show the state of a node; of one that is connected, rather that it is being emptied."""
+    state = node.drain if node.drain is not None and node.state == "connected" else node.state
+    return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in labels.items())
+
+
+def _number(number: int | None) -> str:
+    return _UNKNOWN if number is None else str(number)
+
+
+def _bytes(number: int | None) -> str:
+    """Write a size as people say it.
+
+    >>> _bytes(135 << 30), _bytes(1536 << 10), _bytes(None)
+    ('135 GiB', '1.5 MiB', '-')
+    """
+    if number is None:
+        return _UNKNOWN
+    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 10 or units[0] == "B" else f"{size:.2g} {units[0]}"

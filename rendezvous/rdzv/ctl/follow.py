@@ -1,0 +1,90 @@
+"""`submit --follow`: what the workers of a run write, what the run waits for, and how it ended."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import click
+
+from rdzv.client import ControlClient, JobStatus
+from rdzv.ctl.layout import harmless
+from rdzv.ctl.logs import show
+from rdzv.ctl.watch import EXIT_CODES, exit_code, watching
+from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
+
+_TIMES = re.compile(r"[0-9.]+ (ms|s|min|h|d)\b")
+"""What grows or falls in a reason while nothing happens."""
+
+
+def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
+    """Show what the workers of a run write until it has ended; return what `wait` would.
+
+    What it waits for, and what happens to it, is said on stderr.
+
+    Raises:
+        RendezvousError: the server can not say any more how the run goes on.
+
+    """
+    story = _Story(watcher, rdzv_id, run)
+    told = threading.Thread(target=story.tell, daemon=True)
+    told.start()
+    try:
+        show(logs.logs(rdzv_id, follow=True, run=run), one_rank=False, one_stream=False)
+    except (InvalidRequestError, RendezvousClosedError):
+        # It has ended before anything was written, or another run has begun: the story says so.
+        pass
+    except RendezvousError as error:
+        _say(f"no more of what it writes can be shown: {error}")
+    # Its watch of the server gives up by itself if no server answers.
+    told.join()
+    return story.end()
+
+
+class _Story:
+    """What happens to one run, as the server pushes it."""
+
+    def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
+        self._client = client
+        self._rdzv_id = rdzv_id
+        self._run = run
+        self._said = ""
+        self._end: JobStatus | RendezvousError | None = None
+
+    def tell(self) -> None:
+        """Say on stderr whatever changes, until the run has ended."""
+        with watching(self._client, self._rdzv_id) as news:
+            while self._end is None:
+                found = news.get()
+                if isinstance(found, RendezvousError):
+                    self._end = found
+                elif found.status.run != self._run:
+                    self._end = RendezvousClosedError(
+                        f"another run of {self._rdzv_id} has begun; `rdzvctl events "
+                        f"{self._rdzv_id}` tells how this one ended"
+                    )
+                else:
+                    self._tell(found.status)
+
+    def _tell(self, status: JobStatus) -> None:
+        if status.state in EXIT_CODES:
+            self._end = status
+            return
+        said = f"{status.state}: {status.reason or ''}"
+        if _TIMES.sub("", said) != _TIMES.sub("", self._said):
+            _say(f"{self._rdzv_id} is {said}")
+            self._said = said
+
+    def end(self) -> int:
+        """Say how the run has ended; return its exit code."""
+        if isinstance(self._end, RendezvousError):
+            raise self._end
+        assert self._end is not None, "it has told all"
+        _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason or ''}")
+        code = exit_code(self._end)
+        assert code is not None, "it has ended"
+        return code
+
+
+def _say(text: str) -> None:
+    click.echo(harmless(f"rdzvctl: {text}"), err=True)

@@ -1,0 +1,168 @@
+"""The file that `rdzvctl submit --file` reads: a job as TOML.
+
+A key is the long name of a flag, with underscores or dashes: `nnodes`, `nproc_per_node`,
+`max_restarts`, `priority`, ...; and `script`, `args`, `env`, `env_from`. Tables are written as
+such: `labels`, `env` and, if one likes, `rdzv_conf`. A key that means nothing is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rdzv.errors import InvalidRequestError
+from rdzv.flags import Given
+
+MAX_BYTES = 1 << 20
+"""A job has at most 128 KiB of arguments and as much of environment."""
+
+_OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
+"""Flags that say what the caller wants to see; and `env`, which is a table here."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """What a file says of a job."""
+
+    given: tuple[Given, ...] = ()
+    rest: tuple[str, ...] = ()
+    """The script and its arguments."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_from: tuple[str, ...] = ()
+    """Variables that have the caller's value."""
+
+
+NOTHING = JobFile()
+
+
+def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
+    """Read a job; `flags` are those that there are, `refused` those of which none may be in it.
+
+    A `chdir` that is relative begins in the folder of the file.
+
+    Raises:
+        InvalidRequestError: the file can not be read, is no TOML, or a key or value makes no sense.
+
+    """
+    keys = _Keys(path, flags, refused)
+    return keys.read(_load(path))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"--file={path} can not be read: {error.strerror}; name a TOML file"
+        ) from error
+    if len(text) > MAX_BYTES:
+        raise InvalidRequestError(f"--file={path} is larger than {MAX_BYTES} bytes; is it a job?")
+    try:
+        return tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"--file={path} is not TOML: {error}; correct it") from error
+
+
+class _Keys:
+    """Turns the keys of one file into words of a command line."""
+
+    def __init__(
+        self, path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]
+    ) -> None:
+        self._path = path
+        self._refused = refused
+        self._flags = {
+            action.dest: action for action in flags.values() if action.dest not in _OF_CALLER
+        }
+
+    def read(self, document: Mapping[str, Any]) -> JobFile:
+        found: dict[str, tuple[str, Any]] = {}
+        for key, value in document.items():
+            dest = key.replace("-", "_")
+            if dest in found:
+                raise self._bad(key, f"is given twice, also as `{found[dest][0]}`", "keep one")
+            found[dest] = (key, value)
+        script = self._script(*found.pop("script", ("script", None)))
+        args = self._strings(*found.pop("args", ("args", [])))
+        if args and not script:
+            raise self._bad("args", "are of no script", "add `script`, or leave them out")
+        return JobFile(
+            env=self._env(*found.pop("env", ("env", {}))),
+            env_from=self._strings(*found.pop("env_from", ("env_from", []))),
+            rest=(*script, *args),
+            given=tuple(
+                one for dest, (key, value) in found.items() for one in self._given(dest, key, value)
+            ),
+        )
+
+    def _given(self, dest: str, key: str, value: Any) -> list[Given]:
+        if dest in self._refused:
+            raise self._bad(key, "is not for submitted jobs", self._refused[dest])
+        action = self._flags.get(dest)
+        if action is None:
+            raise self._unknown(key)
+        name = next(name for name in action.option_strings if name.startswith("--"))
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise self._bad(key, f"{value!r} is neither true nor false", "give one of them")
+            return [Given((action,), (name,))] if value else []
+        return [Given((action,), (f"{name}={self._text(dest, key, value)}",))]
+
+    def _text(self, dest: str, key: str, value: Any) -> str:
+        if dest in ("labels", "rdzv_conf") and isinstance(value, dict):
+            return ",".join(f"{name}={self._item(key, name, one)}" for name, one in value.items())
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self._bad(key, f"{value!r} is neither text nor a number", "write it as one")
+        if dest == "chdir":
+            return str(Path(self._path.parent, str(value)))
+        return str(value)
+
+    def _item(self, key: str, name: str, value: Any) -> str:
+        """Write a value of a table as it stands in a list with commas."""
+        if isinstance(value, bool):
+            return str(value).lower()
+        if not isinstance(value, str | int | float) or "," in f"{name}{value}":
+            raise self._bad(
+                f"{key}.{name}", f"{value!r} can not be used", "give text without commas"
+            )
+        return str(value)
+
+    def _script(self, key: str, value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, str) or not value:
+            raise self._bad(key, f"{value!r} is no script", "give the path of one, as text")
+        return ("--", value) if value.startswith("-") else (value,)
+
+    def _strings(self, key: str, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self._bad(key, "is no list of texts", f'write {key} = ["...", "..."]')
+        return tuple(value)
+
+    def _env(self, key: str, value: Any) -> dict[str, str]:
+        """Read the variables; no value is shown, also where it is refused."""
+        if not isinstance(value, dict):
+            raise self._bad(key, "is no table", 'write NAME = "VALUE" lines below [env]')
+        for name, one in value.items():
+            if not isinstance(one, str):
+                raise self._bad(f"{key}.{name}", "is no text", "put its value in quotes")
+        return value
+
+    def _unknown(self, key: str) -> InvalidRequestError:
+        known = sorted({*self._flags.keys() - self._refused.keys(), *_OTHERS} - _HIDDEN)
+        close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
+        remedy = f"is `{close[0]}` meant?" if close else f"known: {', '.join(known)}"
+        return self._bad(key, "is not known", remedy)
+
+    def _bad(self, key: str, why: str, remedy: str) -> InvalidRequestError:
+        return InvalidRequestError(f"--file={self._path}: `{key}` {why}; {remedy}")
+
+
+_OTHERS = ("script", "args", "env", "env_from")
+_HIDDEN = frozenset({"training_script", "training_script_args"})

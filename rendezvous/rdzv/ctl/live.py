@@ -1,0 +1,334 @@
+"""The screen of `status --watch`: what a job does, what it waits for, and how it came to that.
+
+A screen is a list of lines that fits into a terminal. It is made from the last status that the
+server has pushed, how long ago that was, and the job's history; nothing here asks anyone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rdzv.client import Event, JobStatus
+from rdzv.core.words import counted, duration, listed
+from rdzv.ctl import as_text
+from rdzv.ctl.layout import Cell, Page
+
+FOOTER = "Ctrl-C ends this view, not the job"
+
+_LEAST_NODE_LINES = 4
+"""So much of the table of nodes is left by all else: its header, two nodes, and who is left out."""
+_MOST_HISTORY = 8
+_MOST_REASON = 4
+_LABEL_WIDTH = 13
+_BAR = 24
+
+_TURNS = (
+    *("RunBegan", "RoundCompleted", "RoundAdopted", "RoundEnded", "RoundSettled", "RunEnded"),
+    *("JobScaled", "JobQueued", "NodesPlaced", "NodesWithdrawn", "NodeDeclined", "LastCallBegan"),
+    *("NodeDrained", "NodeUndrained"),
+)
+"""Events that say how rounds came and went; nodes and workers are in the table and the failure."""
+
+_BEGINS = ("RoundCompleted", "RoundAdopted")
+_ENDS = ("RoundEnded", "RunEnded")
+
+_HERE = ("seated", "waiting", "stopping", "succeeded")
+"""States of nodes that count for the next round, or do their part in this one."""
+
+
+# ------------------------------------------------------------------------------------ time
+
+_UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION = r"\d+(?:\.\d+)? (?:ms|s|min|h|d)\b(?: \d+ (?:s|min|h)\b)?"
+_FALLING = re.compile(
+    r"(?P<before>gives up in |queued again in |within |or in )?"
+    rf"(?P<time>{_DURATION})(?P<after> left)?"
+)
+_GROWING = re.compile(rf"({_DURATION})(?= ago\b)")
+
+
+def parse_duration(text: str) -> int:
+    """Read what `rdzv.core.words.duration` has written, as milliseconds.
+
+    >>> [parse_duration(text) for text in ("0.5 s", "9 min 48 s", "2 h 1 min")]
+    [500, 588000, 7260000]
+    """
+    words = text.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return round(sum(float(number) * _UNITS_MS[unit] for number, unit in pairs))
+
+
+def aged(reason: str, more_ms: int) -> str:
+    """Return a reason as it reads so much later: what is left has shrunk, what is past has grown.
+
+    >>> aged("n7 was lost 12 s ago; gives up in 9 min 48 s", 5_000)
+    'n7 was lost 17 s ago; gives up in 9 min 43 s'
+    """
+
+    def fallen(found: re.Match[str]) -> str:
+        before, after = found["before"] or "", found["after"] or ""
+        if not before and not after:
+            return found[0]
+        return f"{before}{duration(parse_duration(found['time']) - more_ms)}{after}"
+
+    grown = _GROWING.sub(lambda found: duration(parse_duration(found[1]) + more_ms), reason)
+    return _FALLING.sub(fallen, grown)
+
+
+def left_ms(reason: str) -> int | None:
+    """Return how long a reason gives until something happens by itself; None if it gives none."""
+    for found in _FALLING.finditer(reason):
+        if found["before"] or found["after"]:
+            return parse_duration(found["time"])
+    return None
+
+
+def later(status: JobStatus, more_ms: int) -> JobStatus:
+    """Return a job with the ages that it has so much later, if nothing has changed."""
+    nodes = tuple(
+        replace(
+            node,
+            state_age_ms=node.state_age_ms + more_ms,
+            reason=aged(node.reason, more_ms) if node.reason else None,
+        )
+        for node in status.nodes
+    )
+    progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
+    submission, failure = status.submission, status.last_failure
+    if submission is not None:
+        submission = replace(submission, age_ms=submission.age_ms + more_ms)
+    if failure is not None and failure.age_ms is not None:
+        failure = replace(failure, age_ms=failure.age_ms + more_ms)
+    return replace(
+        status,
+        nodes=nodes,
+        progress=progress,
+        submission=submission,
+        last_failure=failure,
+        reason=aged(status.reason, more_ms) if status.reason else None,
+        state_age_ms=status.state_age_ms + more_ms,
+        run_age_ms=status.run_age_ms + more_ms,
+    )
+
+
+def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
+    """Return how long the wait of a job is in all, as far as it was seen; None if it is in none.
+
+    `before_ms` is what this returned for the status before.
+    """
+    now_ms = left_ms(status.reason or "")
+    if now_ms is None:
+        return None
+    same = before is not None and _wait(before) == _wait(status)
+    return max(now_ms, before_ms or 0) if same else now_ms
+
+
+def _wait(status: JobStatus) -> tuple[str | None, str, int | None, str]:
+    """Return what all statuses of one wait have in common."""
+    return status.run, status.state, status.round, _waits_for(status)
+
+
+# ------------------------------------------------------------------------------------ the screen
+
+
+def screen(
+    job: JobStatus,
+    history: Sequence[Event],
+    whole_ms: int | None,
+    page: Page,
+    height: int,
+    *,
+    blocks: bool = True,
+) -> list[str]:
+    """Show a job on so many lines: its reason, bars, who sits where, and the latest turns.
+
+    `whole_ms` is how long its present wait is in all. What does not fit is left out, seated nodes
+    first. Without `blocks` bars are of ASCII.
+    """
+    width = page.width or 80
+    bars = _Bars(page, min(_BAR, max(width - 40, 8)), blocks)
+    top = [as_text.headline(job, page)]
+    top += page.sentence(job.reason or "(the server gives no reason)")[:_MOST_REASON]
+    whole_ms = _since_its_beginning(job, history, whole_ms, page)
+    top += ["", *_bars(job, whole_ms, bars), *_facts(job, page)]
+    turns = timeline(history, job, page, bars)
+    failure = _failure(job, page)
+    room = height - len(top) - len(failure) - 2
+    turns = turns[-max(min(_MOST_HISTORY, room - _LEAST_NODE_LINES - 1), 0) :] if turns else []
+    below = (["", *turns] if turns else []) + failure
+    room = height - len(top) - len(below) - 2
+    nodes = _nodes(job, page, room)
+    lines = [*top, "", *nodes, *below] if nodes else [*top, *below]
+    return [*lines[: height - 1], page.line(Cell(FOOTER, "dim"))]
+
+
+def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
+    """Show as many nodes as there is room for; a line at the end counts those that are not."""
+    fits = len(job.nodes) + 1 <= room
+    if not job.nodes or (not fits and room < 3):
+        return []
+    most = None if fits else room - 2
+    return as_text.node_table(job, page, most=most, one_line=True, hint="")
+
+
+def _facts(job: JobStatus, page: Page) -> list[str]:
+    """Show what changes while one looks, on a few lines."""
+    round_ = "none yet" if job.round is None else str(job.round)
+    parts = [f"round {round_}"]
+    if job.world_size is not None:
+        parts.append(f"WORLD_SIZE {job.world_size}")
+    if job.restarts is not None and job.max_restarts:
+        parts.append(f"{job.restarts} of {counted(job.max_restarts, 'restart')} spent")
+    lines = page.fact("now", Cell(", ".join(parts)))
+    if job.progress:
+        lines += page.fact("progress", Cell(as_text.progress(job)))
+    if coming := as_text.awaited(job):
+        lines += page.fact("placed", Cell(f"{listed(coming)}; not joined yet"))
+    if job.submission is not None and job.submission.declined:
+        names = listed(node.node_id for node in job.submission.declined)
+        last = job.submission.declined[-1]
+        lines += page.fact("declined", Cell(f"{names}; {last.node_id}: {last.reason}", "yellow"))
+    return lines
+
+
+def _failure(job: JobStatus, page: Page) -> list[str]:
+    if job.last_failure is None:
+        return []
+    text = as_text.one_line_of(job.last_failure)
+    return ["", *page.fact("last failure", Cell(text, "red"))[:2]]
+
+
+class _Bars:
+    """Draws bars of one width."""
+
+    def __init__(self, page: Page, width: int, blocks: bool) -> None:
+        self.page = page
+        self.width = width
+        self.full, self.empty = ("█", "░") if blocks else ("#", ".")
+
+    def of(self, part: float, whole: float) -> str:
+        """Return a bar that is full to this part; something is never shown as nothing, or all."""
+        share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
+        cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
+        return self.full * cells + self.empty * (self.width - cells)
+
+    def line(self, label: str, bar: str, text: str) -> list[str]:
+        """Put a bar between its label and what it says."""
+        return self.page.fact(label, Cell(f"{bar} {text}"))
+
+
+def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
+    """Show how many nodes there are of how many, and how much of a wait is left."""
+    lines = []
+    if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
+        have = sum(1 for node in job.nodes if node.state in _HERE)
+        text = f"{have} of {job.min_nodes}:{job.max_nodes}"
+        if have < job.min_nodes:
+            text += f", {job.min_nodes - have} missing"
+        lines += bars.line("nodes", bars.of(have, job.max_nodes), text)
+    now_ms = left_ms(job.reason or "")
+    if now_ms is not None and whole_ms and job.state not in _ENDED:
+        lines += bars.line(_waits_for(job), bars.of(now_ms, whole_ms), f"{duration(now_ms)} left")
+    return lines
+
+
+def _since_its_beginning(
+    job: JobStatus, history: Sequence[Event], whole_ms: int | None, page: Page
+) -> int | None:
+    """Return how long a last call is in all, also of what was before anyone looked."""
+    left = left_ms(job.reason or "")
+    if whole_ms is None or left is None or _waits_for(job) != _LAST_CALL:
+        return whole_ms
+    began_ms = [
+        event.unix_ms
+        for event in history
+        if event.name == "LastCallBegan" and event.run in (job.run, None)
+    ]
+    if not began_ms:
+        return whole_ms
+    return max(whole_ms, left + round(page.now_s * 1000) - began_ms[-1])
+
+
+_ENDED = ("succeeded", "failed", "stopped")
+_LAST_CALL = "last call"
+
+
+def _waits_for(job: JobStatus) -> str:
+    """Name the wait, in one or two words of its reason."""
+    reason = job.reason or ""
+    for words, label in (
+        ("last call", _LAST_CALL),
+        ("may still join", "joining"),
+        ("gathering", "gathering"),
+        ("backing off", "backing off"),
+        ("gives up in", "join timeout"),
+        ("queued again in", "join timeout"),
+        ("let in within", "newcomers"),
+    ):
+        if words in reason:
+            return label
+    return "time left"
+
+
+# ------------------------------------------------------------------------------------ the timeline
+
+
+def timeline(
+    history: Sequence[Event], job: JobStatus, page: Page, bars: _Bars | None = None
+) -> list[str]:
+    """Show the turns of the present run, oldest first; above them, when a round ran.
+
+    Of a round that has ended it says for how long it had run.
+    """
+    events = [event for event in history if event.run in (job.run, None)]
+    turns = [event for event in events if event.name in _TURNS]
+    if not turns:
+        return []
+    rows, began_ms = [], None
+    for event in turns:
+        ran = ""
+        if event.name in _BEGINS:
+            began_ms = event.unix_ms
+        elif event.name in _ENDS and began_ms is not None:
+            ran, began_ms = f"after {duration(event.unix_ms - began_ms)}: ", None
+        rows.append((Cell(page.clock(event.unix_ms)), Cell(f"{ran}{event.text}", _style(event))))
+    lines = page.table(("TIME", "HISTORY"), rows, one_line=True)
+    share = _share(events, page)
+    return lines if bars is None or share is None else [*_ran(share, bars), *lines[1:]]
+
+
+def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
+    """Draw a line from the beginning of what is known until now: full where a round ran."""
+    cells = [bars.empty] * bars.width
+    for first, last in share:
+        # A gap is what one looks for, so a cell is full only if a round ran all the time.
+        for cell in range(math.ceil(first * bars.width), math.floor(last * bars.width)):
+            cells[cell] = bars.full
+    percent = 100 * sum(last - first for first, last in share)
+    text = f"a round ran {percent:.3g} % of the time shown"
+    return bars.line("history", "".join(cells), text)
+
+
+def _share(events: Sequence[Event], page: Page) -> list[tuple[float, float]] | None:
+    """Return when a round ran, as parts of the time from the first event until now."""
+    first_ms, now_ms = events[0].unix_ms, page.now_s * 1000
+    whole_ms = now_ms - first_ms
+    if whole_ms <= 0:
+        return None  # The clocks of the server and of this machine differ.
+    found, began_ms = [], None
+    for event in events:
+        if event.name in _BEGINS and began_ms is None:
+            began_ms = event.unix_ms
+        elif event.name in _ENDS and began_ms is not None:
+            found.append((began_ms, event.unix_ms))
+            began_ms = None
+    if began_ms is not None:
+        found.append((began_ms, max(round(now_ms), began_ms)))
+    return [((a - first_ms) / whole_ms, min((b - first_ms) / whole_ms, 1.0)) for a, b in found]
+
+
+def _style(event: Event) -> str:
+    return as_text.EVENT_STYLES.get(event.name, "")

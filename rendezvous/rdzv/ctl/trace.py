@@ -1,0 +1,162 @@
+"""A job's life as a Chrome trace, which ui.perfetto.dev and chrome://tracing show.
+
+One process is one run. Its first track has the job itself: each round with its cause of end, and
+between them how long everyone took to stop, and the next to form. Every node has a track below,
+with a slice for each round that it took part in, and one for the time that it took to stop.
+Whatever happened at one moment is an instant on the track that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rdzv.client import Event, JobStatus
+from rdzv.core.words import counted
+from rdzv.ctl.life import Round, Run, following, name_present, runs_of, words
+
+_JOB_TRACK = 0
+
+# Names of colours that both viewers know.
+_LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
+_BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
+
+# These are slices, or what a slice begins and ends with.
+_NO_INSTANTS = {"NodeStopped"}
+
+
+def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
+    """Return the trace as a JSON document; what goes on ends now. Times are Unix times."""
+    events = list(_events(status, history, now_ms))
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {"rdzv_id": status.rdzv_id, "version": 1},
+        "traceEvents": sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0))),
+    }
+    return json.dumps(document, ensure_ascii=True, indent=1)
+
+
+def _events(status: JobStatus, history: Sequence[Event], now_ms: int) -> Iterator[dict[str, Any]]:
+    for process, run in enumerate(runs_of(history), 1):
+        name_present(run, status)
+        until_ms = now_ms if run.ended_ms is None else run.ended_ms
+        tracks = {node: track for track, node in enumerate(run.nodes, 1)}
+        yield from _names(process, status.rdzv_id, run, tracks)
+        yield from _job_slices(process, run, until_ms)
+        for round_ in run.rounds:
+            yield from _node_slices(process, round_, tracks, until_ms)
+        yield from _instants(process, run, history, tracks)
+
+
+def _names(
+    process: int, rdzv_id: str, run: Run, tracks: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    number = f" run {run.number}" if run.number is not None else ""
+    yield _name("process_name", process, _JOB_TRACK, f"{rdzv_id}{number} ({run.run or 'no run'})")
+    for node, track in {"job": _JOB_TRACK, **tracks}.items():
+        yield _name("thread_name", process, track, node)
+        yield {
+            **{"ph": "M", "name": "thread_sort_index", "pid": process, "tid": track},
+            "args": {"sort_index": track},
+        }
+
+
+def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _slice(
+    process: int, track: int, name: str, times_ms: tuple[int, int], colour: str, **more: Any
+) -> dict[str, Any]:
+    since_ms, until_ms = times_ms
+    return {
+        **{"ph": "X", "cat": "rdzv", "name": name, "pid": process, "tid": track},
+        **{"ts": since_ms * 1000, "dur": max(until_ms - since_ms, 0) * 1000},
+        **{"cname": colour, "args": {key: value for key, value in more.items() if value != ""}},
+    }
+
+
+def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
+    """Yield what the job as a whole did: a round, stopping, forming, the next round."""
+    yield from _between(process, run, None, until_ms)
+    for round_ in run.rounds:
+        ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
+        yield _slice(
+            process,
+            _JOB_TRACK,
+            f"round {round_.number}",
+            (round_.at_ms, ended_ms),
+            _colour(round_),
+            **_about(round_),
+            nodes=counted(len(round_.nodes) + round_.more, "node"),
+            workers=str(round_.workers or ""),
+        )
+        yield from _between(process, run, round_, until_ms)
+
+
+def _between(
+    process: int, run: Run, before: Round | None, until_ms: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what came after a round, or before the first: stopping, and then forming."""
+    after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
+    since_ms = run.began_ms if before is None else before.ended_ms
+    if since_ms is None or (after is not None and after.adopted):
+        return
+    end_ms = until_ms if after is None else after.at_ms
+    if before is not None:
+        settled_ms = end_ms if before.settled_ms is None else before.settled_ms
+        yield _slice(process, _JOB_TRACK, "stopping", (since_ms, settled_ms), _STOPPING)
+        since_ms = settled_ms
+    if since_ms < end_ms:
+        yield _slice(process, _JOB_TRACK, "forming", (since_ms, end_ms), _FORMING)
+
+
+def _colour(round_: Round) -> str:
+    return _FAILED if (round_.charge or round_.cause) in _BAD_CAUSES else _LIVE
+
+
+def _about(round_: Round) -> dict[str, str]:
+    return {
+        "ended by": round_.cause,
+        "because": round_.reason,
+        "charged to": round_.charge,
+        "restarts spent": round_.restarts,
+    }
+
+
+def _node_slices(
+    process: int, round_: Round, tracks: Mapping[str, int], until_ms: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a round on the track of each node in it, and how long the node took to stop."""
+    ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
+    for node in round_.nodes:
+        track = tracks[node]
+        times_ms = (round_.at_ms, ended_ms)
+        name = f"round {round_.number}"
+        yield _slice(process, track, name, times_ms, _colour(round_), **_about(round_))
+        stopped_ms = round_.stopped_ms.get(node)
+        if stopped_ms is not None and round_.ended_ms is not None:
+            yield _slice(process, track, "stopping", (ended_ms, stopped_ms), _STOPPING)
+
+
+def _instants(
+    process: int, run: Run, history: Iterable[Event], tracks: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield what happened at one moment, on the track of its node or of the job."""
+    for event in history:
+        said = words(event)
+        if (event.run or "") != run.run or (said and event.name in _NO_INSTANTS):
+            continue
+        # A line that is not understood, too, begins with the node that it is about, if any.
+        node = said.get("node") or event.text.partition(" ")[0].rstrip(":")
+        track = tracks.get(node, _JOB_TRACK)
+        yield {
+            **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
+            # Of a track alone, or a line across all tracks of the run.
+            **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
+            "args": {"text": event.text},
+        }
+
+
+_ACROSS = {"RoundEnded", "RunBegan", "RunEnded", "WorkerFailed", "NodeLost"}

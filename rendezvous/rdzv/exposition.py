@@ -1,0 +1,80 @@
+"""What the pages of server and agent for Prometheus have in common.
+
+Loaded only by those that have such a page: prometheus-client is no small thing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import prometheus_client
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+log = logging.getLogger("rdzv.metrics")
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Collect = Callable[[], Iterable[Metric]]
+
+# For each counter and histogram a gauge would follow with the time at which it was made.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Parts:
+    """The parts of a page that are computed when it is asked for. Each may fail by itself.
+
+    What fails is left out, said by a metric at each scrape, and logged once until it is mended.
+    """
+
+    def __init__(self, metric: str, program: str) -> None:
+        """Say by this metric which parts could be computed."""
+        self._metric = metric
+        self._program = program
+        self._in_order: dict[str, bool] = {}
+
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """Compute a part in the body; whatever it raises ends there."""
+        try:
+            yield
+        except Exception:
+            if self._in_order.get(name, True):
+                log.exception("a bug of %s: /metrics goes without %s", self._program, name)
+            self._in_order[name] = False
+        else:
+            self._in_order[name] = True
+
+    def collect(self, parts: Mapping[str, Collect]) -> Iterator[Metric]:
+        """Yield the metrics of these parts, and then how all parts have fared."""
+        for name, collect in parts.items():
+            found: tuple[Metric, ...] = ()
+            with self.computing(name):
+                found = tuple(collect())
+            yield from found
+        yield by_label(
+            self._metric,
+            "1 if what is computed at each scrape could be, 0 if it failed: the log says why.",
+            "collector",
+            {name: int(fine) for name, fine in sorted(self._in_order.items())},
+        )
+
+
+def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge with one sample for each value of a label."""
+    family = GaugeMetricFamily(name, text, labels=(label,))
+    for value, number in values.items():
+        family.add_metric((value,), number)
+    return family
+
+
+def add_process(registry: CollectorRegistry) -> None:
+    """Tell of this process and its interpreter, too."""
+    for make in (
+        prometheus_client.ProcessCollector,
+        prometheus_client.PlatformCollector,
+        prometheus_client.GCCollector,
+    ):
+        make(registry=registry)

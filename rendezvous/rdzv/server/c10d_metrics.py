@@ -1,0 +1,45 @@
+"""What /metrics tells of the jobs that form in torch's own store: what was seen of them there."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from rdzv.core.explain import JobView
+from rdzv.core.model import JobState, NodeState
+
+_LIVE = (JobState.JOINING, JobState.RUNNING)
+_HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
+"""What a node may be there. One that is lost counts, for the group does not re-form for it."""
+
+
+def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
+    """Yield what there is to tell of these jobs; of those that are closed, nothing."""
+    live = [view for view in views if view.state in _LIVE]
+    jobs = Tally(view.state for view in live)
+    family = GaugeMetricFamily(
+        "rdzv_c10d_jobs", "Jobs in torch's own store that are not closed.", labels=("state",)
+    )
+    for state in _LIVE:
+        family.add_metric((state,), jobs[state])
+    yield family
+    nodes = GaugeMetricFamily(
+        "rdzv_c10d_job_nodes",
+        "Nodes of a job in torch's own store.",
+        labels=("rdzv_id", "state"),
+    )
+    rounds = GaugeMetricFamily(
+        "rdzv_c10d_job_round",
+        "Number of the last round that was completed in torch's own store.",
+        labels=("rdzv_id",),
+    )
+    for view in live:
+        found = Tally(node.state for node in view.nodes)
+        for node_state in _HERE:
+            nodes.add_metric((view.rdzv_id, node_state), found[node_state])
+        if view.round is not None:
+            rounds.add_metric((view.rdzv_id,), view.round)
+    yield nodes
+    yield rounds

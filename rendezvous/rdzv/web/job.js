@@ -1,0 +1,306 @@
+// One job: what it does and why, who sits where, how its rounds came and went, its logs.
+
+import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tone, updateAge, updateChip } from "./dom.js";
+import { nodeLink } from "./fleet.js";
+import { LogView } from "./logs.js";
+import { Rounds } from "./rounds.js";
+import { aged, bounds, clock, counted, moment, orNone, ranks } from "./words.js";
+
+const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
+
+const COMPACT = 64; // With more nodes than that a tile has its rank alone.
+
+export class JobView {
+  constructor(name, say) {
+    this.name = name;
+    this.say = say;
+    this.state = null;
+    this.nodeStates = null;
+    this.build();
+  }
+
+  build() {
+    this.chip = chip("joining");
+    this.age = age(null);
+    this.reason = h("p", { class: "reason" });
+    this.facts = h("dl", { class: "facts" });
+    this.missing = h("p", { class: "empty" }, "Waiting for the server.");
+    this.grid = h("div", { class: "grid", role: "list", "aria-label": "Nodes by GROUP_RANK; arrow keys move", onkeydown: (event) => this.move(event) });
+    this.others = h("ul", { class: "others" });
+    this.legend = h("p", { class: "legend" });
+    this.rounds = new Rounds();
+    this.failure = h("section", { class: "card failure", "aria-labelledby": "failure", hidden: true });
+    this.progress = h("section", { class: "card progress", "aria-labelledby": "progress", hidden: true });
+    this.submission = h("section", { class: "card", "aria-labelledby": "submission", hidden: true });
+    this.logs = new LogView(this.name);
+    this.history = h("tbody");
+    this.historyCount = h("span");
+    this.content = h(
+      "div",
+      { class: "cards", hidden: true },
+      h(
+        "section",
+        { class: "card wide", "aria-labelledby": "nodes" },
+        h("h2", { id: "nodes" }, "Nodes"),
+        this.legend,
+        this.others,
+        this.grid,
+      ),
+      this.failure,
+      this.progress,
+      this.rounds.element,
+      this.logs.element,
+      this.submission,
+      h(
+        "section",
+        { class: "card wide", "aria-labelledby": "history" },
+        h("h2", { id: "history" }, "History"),
+        h("details", {}, h("summary", {}, this.historyCount), h("div", { class: "scroll" }, h("table", { class: "history" }, h("caption", { class: "unseen" }, "What has happened, newest first"), this.history))),
+      ),
+    );
+    this.element = h(
+      "article",
+      { class: "job", "aria-labelledby": "title" },
+      h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, h("span", { class: "dim" }, "for ", this.age)),
+      this.reason,
+      this.facts,
+      this.missing,
+      this.content,
+    );
+  }
+
+  close() {
+    this.logs.close();
+  }
+
+  title(stream) {
+    const job = stream.status;
+    return job ? `${this.name}: ${job.state} · rdzv` : `${this.name} · rdzv`;
+  }
+
+  draw(stream, whats) {
+    const job = stream.status;
+    const there = Boolean(job);
+    this.missing.hidden = there;
+    this.content.hidden = !there;
+    mark(this.chip, "hidden", there ? null : "");
+    this.age.parentElement.hidden = !there;
+    if (!job) {
+      const unknown = stream.error?.code?.startsWith("Unknown") || stream.error?.code === "InvalidRequestError";
+      put(this.missing, unknown ? stream.error.message : "Waiting for the server.");
+      return;
+    }
+    if (job !== this.job) {
+      this.job = job;
+      this.announce(job);
+      updateChip(this.chip, job.state);
+      updateAge(this.age, job.since);
+      mark(this.element, "data-tone", tone(job.state));
+      this.drawFacts(job);
+      this.drawNodes(job);
+      this.drawProgress(job);
+      this.drawFailure(job);
+      this.drawSubmission(job);
+      this.logs.note(job);
+    }
+    this.tick();
+    if (whats.has("events") || whats.has("ready") || whats.has("all")) {
+      this.rounds.draw(stream.events, job);
+      this.drawHistory(stream.events);
+    }
+  }
+
+  tick() {
+    const job = this.job;
+    if (!job) return;
+    const more = Date.now() - job.at;
+    put(this.reason, aged(job.reason, more) || "The server gives no reason.");
+    for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, more));
+    this.rounds.tick();
+  }
+
+  announce(job) {
+    if (this.state !== null && this.state !== job.state) this.say(`Job ${this.name} is ${job.state}: ${job.reason || ""}`);
+    this.state = job.state;
+    const states = new Map(job.nodes.map((node) => [node.node_id, node.state]));
+    if (this.nodeStates) {
+      const changed = [...states].filter(([name, state]) => ["lost", "away", "left"].includes(state) && this.nodeStates.get(name) !== state);
+      for (const [name, state] of changed.slice(0, 4)) this.say(`Node ${name} is ${state}`);
+    }
+    this.nodeStates = states;
+  }
+
+  drawFacts(job) {
+    const here = job.nodes.filter((node) => ["seated", "stopping", "succeeded", "away"].includes(node.state) && node.group_rank !== null).length;
+    const facts = [
+      ["Nodes", `${here} of ${bounds(job)}`],
+      ["Round", orNone(job.round, "none yet")],
+      ["WORLD_SIZE", orNone(job.world_size)],
+      ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
+      ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
+      ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
+      ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
+      ["Run began", moment(job.at - job.run_age_ms)],
+      ["MASTER", job.master_addr ? `${job.master_addr}:${job.master_port}` : "–"],
+      ...(job.backend === "rdzv" ? [] : [["Back-end", `${job.backend}, only watched`]]),
+      ...(job.last_end ? [["Last round ended", job.last_end]] : []),
+    ];
+    keyed(this.facts, facts, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
+  }
+
+  drawNodes(job) {
+    const seated = job.nodes.filter((node) => node.group_rank !== null);
+    // All that stop together do so for the job's own reason.
+    const others = job.nodes.filter((node) => node.group_rank === null || node.state === "away" || node.state === "lost");
+    this.grid.classList.toggle("compact", seated.length > COMPACT);
+    keyed(
+      this.grid,
+      seated,
+      (node) => node.group_rank,
+      () => h("a", { role: "listitem", class: "tile", tabindex: "-1" }, icon("seated"), h("b"), h("span", { class: "id" }), h("small")),
+      (element, node) => {
+        const told = `${node.node_id} ${node.state} ${node.rank_first} ${node.local_world_size}`;
+        if (element.told === told) return;
+        element.told = told;
+        mark(element, "href", nodeLink(node.node_id));
+        mark(element, "data-tone", tone(node.state));
+        mark(element, "data-state", node.state);
+        element.firstChild.firstChild.setAttribute("d", shape(node.state));
+        put(element.children[1], node.group_rank);
+        put(element.children[2], node.node_id);
+        const of = ranks(node.rank_first, node.local_world_size);
+        put(element.children[3], of ? `RANK ${of}` : "");
+        const label = `GROUP_RANK ${node.group_rank}, ${node.node_id}, ${node.state}${of ? `, RANK ${of}` : ""}`;
+        mark(element, "aria-label", label);
+        mark(element, "title", label);
+      },
+    );
+    if (!this.grid.querySelector('[tabindex="0"]')) this.grid.firstElementChild?.setAttribute("tabindex", "0");
+    this.grid.hidden = !seated.length;
+    const tally = new Map();
+    for (const node of job.nodes) tally.set(node.state, (tally.get(node.state) || 0) + 1);
+    keyed(this.legend, [...tally], ([state]) => state, ([state]) => h("span", { class: "chip", "data-tone": tone(state) }, icon(state), h("span")), (element, [state, count]) => put(element.lastChild, `${count} ${state}`));
+    keyed(
+      this.others,
+      others,
+      (node) => node.node_id,
+      (node) => h("li", {}, chip(node.state), h("a", { href: nodeLink(node.node_id) }, node.node_id), h("span", { class: "dim" }, age(node.at)), h("span", { class: "why" })),
+      (element, node) => {
+        element.node = node;
+        updateChip(element.firstChild, node.state);
+        updateAge(element.children[2].firstChild, job.at - node.state_age_ms);
+        put(element.lastChild, node.reason || "");
+      },
+    );
+    this.others.hidden = !others.length;
+  }
+
+  /** One stop of the tabulator for all tiles; arrows go from one to the next. */
+  move(event) {
+    const tiles = [...this.grid.children];
+    const at = tiles.indexOf(document.activeElement);
+    if (at < 0) return;
+    const top = tiles[0].offsetTop;
+    const wide = tiles.findIndex((tile) => tile.offsetTop !== top);
+    const row = wide < 0 ? tiles.length : wide;
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row, Home: -at, End: tiles.length - 1 - at }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    const next = tiles[Math.min(Math.max(at + by, 0), tiles.length - 1)];
+    tiles[at].setAttribute("tabindex", "-1");
+    next.setAttribute("tabindex", "0");
+    next.focus();
+  }
+
+  drawProgress(job) {
+    const said = job.progress;
+    this.progress.hidden = !said.length;
+    if (!said.length) return;
+    const steps = said.map((one) => one.step);
+    const [least, most] = [Math.min(...steps), Math.max(...steps)];
+    const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
+    const rate = rates.length ? Math.min(...rates) : null;
+    const slowest = said.filter((one) => one.step === least).slice(0, 4).map((one) => one.rank);
+    const latest = Math.min(...said.map((one) => one.age_ms));
+    if (!this.progress.firstChild) {
+      this.steps = h("p", { class: "big" });
+      this.detail = h("p", { class: "dim" });
+      this.said = age(null);
+      this.lag = s("svg", { class: "lag", viewBox: "0 0 100 16", preserveAspectRatio: "none", "aria-hidden": "true" }, s("path"));
+      this.progress.append(h("h2", { id: "progress" }, "Progress"), this.steps, this.lag, this.detail, h("p", { class: "dim" }, "last said ", this.said, " ago"));
+    }
+    put(this.steps, `step ${least.toLocaleString("en")}${most > least ? `–${most.toLocaleString("en")}` : ""}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
+    put(this.detail, most > least ? `slowest: RANK ${slowest.join(", ")}, ${counted(most - least, "step")} behind` : `all ${counted(said.length, "worker")} alike`);
+    updateAge(this.said, job.at - latest);
+    // How far each RANK is, the slowest at the bottom.
+    const wide = 100 / said.length;
+    const bars = said.map((one, at) => {
+      const high = most > least ? 3 + (13 * (one.step - least)) / (most - least) : 16;
+      return `M${(at * wide).toFixed(2)} 16v-${high.toFixed(1)}h${(wide * 0.85).toFixed(2)}v${high.toFixed(1)}Z`;
+    });
+    mark(this.lag.firstChild, "d", bars.join(""));
+  }
+
+  drawFailure(job) {
+    const failure = job.last_failure;
+    this.failure.hidden = !failure;
+    const told = failure && JSON.stringify([failure.root_cause, failure.others]);
+    if (!failure) return;
+    if (this.failed === told) return updateAge(this.failedAge, job.at - (failure.age_ms || 0));
+    this.failed = told;
+    const root = failure.root_cause;
+    this.failedAge = age(job.at - (failure.age_ms || 0));
+    const how = root.signal !== null ? `signal ${root.signal}` : root.exit_code !== null ? `exit code ${root.exit_code}` : "";
+    fillAnew(
+      this.failure,
+      h("h2", { id: "failure" }, "Last failure ", h("small", {}, this.failedAge, " ago")),
+      h("p", { class: "cause" }, icon("failed"), h("b", {}, `RANK ${root.rank}`), ` on `, h("a", { href: nodeLink(root.node_id) }, root.node_id), ` (LOCAL_RANK ${root.local_rank}${root.pid ? `, pid ${root.pid}` : ""}${how ? `, ${how}` : ""})`),
+      h("p", { class: "message" }, root.message || "it left no message"),
+      root.traceback ? h("pre", { class: "trace", tabindex: "0", "aria-label": "Traceback" }, root.traceback) : h("p", { class: "dim" }, "No traceback: put torch's @record on main."),
+      failure.others.length
+        ? h("details", {}, h("summary", {}, `${counted(failure.others.length, "worker")} failed beside it`), h("ul", {}, failure.others.map((one) => h("li", {}, `RANK ${one.rank} on ${one.node_id}: ${one.message || ""}`))))
+        : null,
+    );
+  }
+
+  drawSubmission(job) {
+    const has = job.submission;
+    this.submission.hidden = !has;
+    if (!has) return;
+    const told = JSON.stringify({ ...has, age_ms: 0 });
+    if (this.submitted === told) return;
+    this.submitted = told;
+    const labels = Object.entries(has.labels).map(([name, value]) => `${name}=${value}`);
+    const facts = [
+      ["By", orNone(has.submitted_by)],
+      ["At", moment(job.at - has.age_ms)],
+      ["Priority", String(has.priority)],
+      ["GPUs a node", orNone(has.gpus_per_node, "one a worker")],
+      ["Labels", labels.join(", ") || "none"],
+      ["Folder", orNone(has.chdir, "the node's own")],
+      ["Placed on", has.placed.join(", ") || "no node yet"],
+      ...(has.jobs_before === null ? [] : [["Before it", counted(has.jobs_before, "job")]]),
+    ];
+    fillAnew(
+      this.submission,
+      h("h2", { id: "submission" }, "Submitted"),
+      h("pre", { class: "args", tabindex: "0", "aria-label": "Arguments" }, has.args.join(" ")),
+      h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      has.declined.length ? h("ul", { class: "others" }, has.declined.map((one) => h("li", {}, `${one.node_id} declined: ${one.reason}`))) : null,
+    );
+  }
+
+  drawHistory(events) {
+    put(this.historyCount, `${counted(events.length, "event")}${events.length ? `, the last at ${clock(events[events.length - 1].unix_ms)}` : ""}`);
+    const rows = events.map((event, at) => ({ ...event, id: `${event.unix_ms} ${event.name} ${event.text} ${at - events.length}` })).reverse();
+    const seen = new Map();
+    for (const row of rows) {
+      // By what it says, so that a row stays what it is as others come.
+      const told = `${row.unix_ms} ${row.name} ${row.text}`;
+      seen.set(told, (seen.get(told) || 0) + 1);
+      row.id = `${told} ${seen.get(told)}`;
+    }
+    keyed(this.history, rows, (row) => row.id, (row) => h("tr", {}, h("td", { class: "mono", title: moment(row.unix_ms) }, clock(row.unix_ms)), h("td", { class: "dim" }, row.name), h("td", {}, row.text)), () => {});
+  }
+}
+

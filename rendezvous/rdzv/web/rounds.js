@@ -1,0 +1,147 @@
+// How the rounds of a run came and went: a line of them, and a table that says the same in words.
+
+import { h, icon, keyed, mark, put, s, shape, tone } from "./dom.js";
+import { clock, duration, moment } from "./words.js";
+
+const WIDE = 1000;
+const HIGH = 44;
+const LEAST = 7; // So wide is what took no time, so that nothing is lost from sight.
+
+/** Read the rounds of a run out of its history: when each began and ended, and by what. */
+export function roundsOf(events, run) {
+  const rounds = [];
+  let last = null;
+  for (const event of events) {
+    if (event.run !== null && event.run !== run) continue;
+    const number = /^round (\d+) /.exec(event.text)?.[1];
+    if (event.name === "RoundCompleted" || event.name === "RoundAdopted") {
+      const nodes = /world_size (\d+)/.exec(event.text)?.[1] || null;
+      last = { number: Number(number), began: event.unix_ms, ended: null, cause: "", reason: "", charge: "", world: nodes };
+      rounds.push(last);
+    } else if (event.name === "RoundEnded" && last) {
+      const found = /^round \d+ ended \(([^)]*)\): (.*)$/s.exec(event.text);
+      Object.assign(last, { ended: event.unix_ms, cause: found?.[1] || "", reason: found?.[2] || event.text });
+    } else if (event.name === "RoundSettled" && last) {
+      const found = /^round \d+ is charged to ([^:]*): (.*?)(?:; restarts spent: (\d+ of \d+))?$/s.exec(event.text);
+      if (found) Object.assign(last, { cause: found[1], reason: found[2], charge: found[3] || "" });
+    } else if (event.name === "RunEnded" && last && last.ended === null) {
+      const result = /^run \S+ (\w+): (.*)$/s.exec(event.text);
+      Object.assign(last, { ended: event.unix_ms, cause: result?.[1] || "stopped", reason: result?.[2] || event.text });
+    }
+  }
+  return rounds;
+}
+
+export class Rounds {
+  constructor() {
+    this.line = s("svg", { class: "line", viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", role: "img", "aria-label": "Rounds over time; the table below says the same" });
+    this.labels = h("div", { class: "labels", "aria-hidden": "true" });
+    this.share = h("p", { class: "dim" });
+    this.rows = h("tbody");
+    this.head = h("thead", {}, h("tr", {}, ["Round", "Began", "Ran for", "WORLD_SIZE", "Ended by", "Why", "Restarts spent"].map((name) => h("th", { scope: "col" }, name))));
+    this.element = h(
+      "section",
+      { class: "card wide rounds", "aria-labelledby": "rounds" },
+      h("h2", { id: "rounds" }, "Rounds"),
+      this.share,
+      h("div", { class: "timeline" }, this.line, this.labels),
+      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Rounds, newest first"), this.head, this.rows)),
+    );
+    this.rounds = [];
+  }
+
+  draw(events, job) {
+    this.job = job;
+    this.rounds = roundsOf(events, job.run);
+    this.element.hidden = !this.rounds.length;
+    if (!this.rounds.length) return;
+    keyed(
+      this.rows,
+      [...this.rounds].reverse(),
+      (round) => round.number,
+      (round) =>
+        h("tr", {}, h("th", { scope: "row" }, round.number), h("td", { class: "mono", title: moment(round.began) }, clock(round.began)), h("td", { class: "n", "data-of": "ran for" }), h("td", { class: "n", "data-of": "WORLD_SIZE" }, round.world || ""), h("td", { class: "st" }, h("span", { class: "chip" }, icon("running"), h("span"))), h("td", { class: "why" }), h("td", { "data-of": "restarts spent" })),
+      (row, round) => {
+        row.round = round;
+        const state = round.ended === null ? "running" : round.cause;
+        const told = row.children[4].firstChild;
+        mark(told, "data-tone", tone(state));
+        told.firstChild.firstChild.setAttribute("d", shape(state));
+        put(told.lastChild, state);
+        put(row.children[5], round.reason);
+        put(row.children[6], round.charge);
+      },
+    );
+    this.drawLine();
+    this.tick();
+  }
+
+  /** The server's clock, as far as it is known here: its latest word was said when it was heard. */
+  now() {
+    const live = this.rounds[this.rounds.length - 1];
+    return live && live.ended === null ? Math.max(Date.now(), live.began) : Math.max(...this.rounds.map((round) => round.ended || 0), this.ends());
+  }
+
+  ends() {
+    return ["succeeded", "failed", "stopped"].includes(this.job.state) ? 0 : Date.now();
+  }
+
+  drawLine() {
+    const now = this.now();
+    const parts = [];
+    let before = null;
+    for (const round of this.rounds) {
+      if (before !== null) parts.push({ gap: true, ms: Math.max(round.began - before.ended, 0), cause: before.cause, round: before });
+      parts.push({ gap: false, ms: Math.max((round.ended ?? now) - round.began, 0), round });
+      before = round;
+    }
+    if (before.ended !== null && now > before.ended) parts.push({ gap: true, ms: now - before.ended, cause: before.cause, round: before });
+    const whole = parts.reduce((sum, part) => sum + part.ms, 0) || 1;
+    const room = Math.max(WIDE - LEAST * parts.length, 0);
+    const scale = parts.length * LEAST > WIDE ? WIDE / (parts.length * LEAST) : 1;
+    let x = 0;
+    for (const part of parts) {
+      part.x = x;
+      part.wide = (LEAST + (room * part.ms) / whole) * scale;
+      x += part.wide;
+    }
+    this.parts = parts;
+    const name = (part) => `${part.gap ? "after" : "round"} ${part.round.number}`;
+    keyed(
+      this.line,
+      parts,
+      name,
+      (part) => s("g", { class: part.gap ? "gap" : "ran" }, s("title"), s("rect", { y: part.gap ? HIGH / 2 - 3 : 6, height: part.gap ? 6 : HIGH - 12, rx: part.gap ? 0 : 3 })),
+      (element, part) => {
+        const rect = element.lastChild;
+        mark(rect, "x", part.x.toFixed(1));
+        mark(rect, "width", Math.max(part.wide - 1, 1).toFixed(1));
+        mark(element, "data-tone", part.gap ? tone(part.cause) : part.round.ended === null ? "good" : "idle");
+        put(element.firstChild, part.gap ? `${part.round.cause}: ${part.round.reason}; ${duration(part.ms)} until the next round` : `round ${part.round.number}: ${duration(part.ms)}`);
+      },
+    );
+    keyed(
+      this.labels,
+      parts.filter((part) => part.gap || part.wide > 40),
+      name,
+      (part) => h("span", { class: part.gap ? "why-mark" : "round-mark" }, part.gap ? icon(part.cause) : String(part.round.number)),
+      (element, part) => {
+        element.style.left = `${((part.x + part.wide / 2) / WIDE) * 100}%`;
+        mark(element, "data-tone", part.gap ? tone(part.cause) : part.round.ended === null ? "good" : "idle");
+        if (part.gap) element.firstChild.firstChild.setAttribute("d", shape(part.cause));
+      },
+    );
+  }
+
+  tick() {
+    if (!this.rounds.length) return;
+    const now = this.now();
+    let ran = 0;
+    for (const round of this.rounds) ran += (round.ended ?? now) - round.began;
+    const whole = now - this.rounds[0].began;
+    put(this.share, whole > 0 ? `A round ran ${((100 * ran) / whole).toFixed(ran === whole ? 0 : 1)} % of the ${duration(whole)} since round ${this.rounds[0].number} began.` : "");
+    for (const row of this.rows.children) put(row.children[2], duration((row.round.ended ?? now) - row.round.began));
+    const last = this.rounds[this.rounds.length - 1];
+    if (last.ended === null || this.ends()) this.drawLine();
+  }
+}

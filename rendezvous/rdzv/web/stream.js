@@ -1,0 +1,155 @@
+// What the server pushes, kept. The page asks for nothing by itself, but for logs.
+
+const API = "/api/v1";
+const SILENT_MS = 12000; // The server says something every 5 s.
+const HIDDEN_MS = 60000;
+const FIRST_MS = 500;
+const MOST_MS = 10000;
+
+export const jobPath = (name) => `${API}/jobs/${encodeURIComponent(name)}`;
+
+/** One stream of the server: opened again whenever it ends, and given up while nobody looks. */
+export class Stream {
+  /** `job` is the job that is followed; null: the fleet. `changed` is told what has come. */
+  constructor(job, changed) {
+    this.job = job;
+    this.changed = changed;
+    this.jobs = new Map();
+    this.nodes = new Map();
+    this.status = null;
+    this.events = [];
+    this.ready = false;
+    this.link = "opening";
+    this.error = null;
+    this.heard = Date.now();
+    this.wait = FIRST_MS;
+    this.open();
+    this.watch = setInterval(() => this.check(), 1000);
+    this.visible = () => this.seen();
+    document.addEventListener("visibilitychange", this.visible);
+  }
+
+  close() {
+    clearInterval(this.watch);
+    clearTimeout(this.again);
+    document.removeEventListener("visibilitychange", this.visible);
+    this.source?.close();
+    this.changed = () => {};
+  }
+
+  open() {
+    clearTimeout(this.again);
+    this.source?.close();
+    const query = this.job === null ? "" : `?job=${encodeURIComponent(this.job)}`;
+    const source = (this.source = new EventSource(`${API}/stream${query}`));
+    this.opened = Date.now();
+    let fresh = null;
+    const on = (name, take) =>
+      source.addEventListener(name, (event) => {
+        if (source !== this.source) return;
+        this.heard = Date.now();
+        take(JSON.parse(event.data));
+      });
+    const target = () => fresh || this;
+    on("begin", () => (fresh = { jobs: new Map(), nodes: new Map() }));
+    on("jobs", ({ jobs }) => {
+      for (const job of jobs) target().jobs.set(job.rdzv_id, this.stamped(job, this.jobs.get(job.rdzv_id)));
+      if (!fresh) this.tell("jobs");
+    });
+    on("nodes", ({ nodes }) => {
+      for (const node of nodes) target().nodes.set(node.node_id, this.stamped(node));
+      if (!fresh) this.tell("nodes");
+    });
+    on("gone", ({ jobs, nodes }) => {
+      for (const name of jobs) target().jobs.delete(name);
+      for (const name of nodes) target().nodes.delete(name);
+      if (!fresh) this.tell("gone");
+    });
+    on("job", (job) => {
+      this.status = this.stamped(job);
+      if (!fresh) this.tell("job");
+    });
+    on("events", ({ events }) => {
+      this.events = events;
+      if (!fresh) this.tell("events");
+    });
+    on("ready", () => {
+      if (this.job === null) Object.assign(this, fresh);
+      fresh = null;
+      this.ready = true;
+      this.error = null;
+      this.wait = FIRST_MS;
+      this.turn("live");
+      this.tell("ready");
+    });
+    on("beat", () => this.turn("live"));
+    on("end", (error) => {
+      this.error = error;
+      this.retry();
+    });
+    source.onerror = () => {
+      if (source === this.source) this.explain();
+    };
+  }
+
+  /** Note when a row was told, for its ages go on from there. */
+  stamped(row) {
+    row.at = Date.now();
+    row.since = row.at - row.state_age_ms;
+    return row;
+  }
+
+  tell(what) {
+    this.changed(what);
+  }
+
+  turn(link) {
+    if (this.link === link) return;
+    this.link = link;
+    this.tell("link");
+  }
+
+  retry() {
+    this.source?.close();
+    this.source = null;
+    this.turn("lost");
+    clearTimeout(this.again);
+    const wait = this.wait * (0.5 + Math.random() / 2);
+    this.wait = Math.min(this.wait * 2, MOST_MS);
+    this.again = setTimeout(() => this.open(), wait);
+    this.tell("link");
+  }
+
+  /** An EventSource does not say why it failed; the same question asked otherwise does. */
+  async explain() {
+    this.retry();
+    try {
+      const answer = await fetch(this.job === null ? `${API}/nodes` : jobPath(this.job));
+      if (answer.ok) return;
+      this.error = await answer.json();
+    } catch {
+      this.error = { code: "", message: "the server does not answer" };
+    }
+    this.tell("link");
+  }
+
+  check() {
+    if (document.hidden && this.hiddenAt && Date.now() - this.hiddenAt > HIDDEN_MS && this.source) {
+      this.source.close();
+      this.source = null;
+      clearTimeout(this.again);
+      this.turn("paused");
+    } else if (this.source && Date.now() - Math.max(this.heard, this.opened) > SILENT_MS) {
+      this.error = { code: "", message: "the server is silent" };
+      this.retry();
+    }
+  }
+
+  seen() {
+    this.hiddenAt = document.hidden ? Date.now() : 0;
+    if (!document.hidden && !this.source) {
+      this.wait = FIRST_MS;
+      this.open();
+    }
+  }
+}

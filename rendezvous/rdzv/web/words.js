@@ -1,0 +1,54 @@
+// Numbers and times in words, as rdzvctl has them.
+
+/** "0.5 s", "12 s", "9 min 48 s", "2 h 1 min", "3 d 4 h". */
+export function duration(ms) {
+  if (!(ms > 0)) return "0 s";
+  const seconds = Math.floor(ms / 1000);
+  if (seconds < 60) return `${seconds} s`;
+  const [minutes, hours, days] = [Math.floor(seconds / 60), Math.floor(seconds / 3600), Math.floor(seconds / 86400)];
+  if (minutes < 60) return `${minutes} min ${seconds % 60} s`;
+  if (hours < 24) return `${hours} h ${minutes % 60} min`;
+  return `${days} d ${hours % 24} h`;
+}
+
+const UNITS = { ms: 1, s: 1000, min: 60000, h: 3600000, d: 86400000 };
+const TIME = "\\d+(?:\\.\\d+)? (?:ms|s|min|h|d)\\b(?: \\d+ (?:s|min|h)\\b)?";
+const GROWING = new RegExp(`(${TIME})(?= ago\\b)`, "g");
+const FALLING = new RegExp(`(gives up in |queued again in |within |or in )?(${TIME})( left)?`, "g");
+
+function parse(text) {
+  const words = text.split(" ");
+  let ms = 0;
+  for (let i = 0; i + 1 < words.length; i += 2) ms += Number(words[i]) * UNITS[words[i + 1]];
+  return ms;
+}
+
+/** A reason as it reads so much later: what is left has shrunk, what is past has grown. */
+export function aged(reason, more) {
+  if (!reason || more < 1000) return reason || "";
+  return reason
+    .replace(GROWING, (found) => duration(parse(found) + more))
+    .replace(FALLING, (all, before, time, after) =>
+      before || after ? `${before || ""}${duration(Math.max(parse(time) - more, 0))}${after || ""}` : all);
+}
+
+export const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+export const orNone = (value, none = "–") => (value === null || value === undefined || value === "" ? none : String(value));
+export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour12: false });
+export const moment = (ms) => new Date(ms).toLocaleString([], { hour12: false });
+
+export function bounds(job) {
+  if (job.min_nodes === null || job.max_nodes === null) return "–";
+  return job.min_nodes === job.max_nodes ? String(job.max_nodes) : `${job.min_nodes}:${job.max_nodes}`;
+}
+
+export function ranks(first, count) {
+  if (first === null || !count) return "";
+  return count > 1 ? `${first}–${first + count - 1}` : String(first);
+}
+
+export function bytes(count) {
+  if (!count) return "–";
+  const gib = count / 2 ** 30;
+  return gib >= 1 ? `${gib.toFixed(gib < 10 ? 1 : 0)} GiB` : `${Math.round(count / 2 ** 20)} MiB`;
+}

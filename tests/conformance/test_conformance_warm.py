@@ -1,0 +1,87 @@
+"""The table of test_conformance.py once more, with workers that are forked from a zygote.
+
+CONFORMANCE_WARM=1 runs all of it (`make conformance-warm`), else there is one case of each kind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import test_conformance
+from launchers import Case, clean_environ
+from ready_torchrun import ready_torchrun
+from test_conformance import CASES, Result, run
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+pytestmark = pytest.mark.timeout(300)
+
+ALWAYS = ("a training with torch", "restarts", "another interpreter", "SIGTERM")
+
+COLD = {"logs specs of one's own": "starts cold: its NAMED_BY is "}
+"""Cases whose workers can not be forked, and why: a module may read what the plug-in gives them."""
+
+ONLY_WARM = ("RDZV_WARM_WAIT", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that this test sets, and that torch._dynamo sets on import."""
+
+WAIT = "RDZV_WARM_WAIT=100"
+"""Else the first round would start cold, and many cases have no other."""
+
+
+def warmed(case: Case) -> Case:
+    """Return the same case with --warm for rdzvrun."""
+    line = case.rdzvrun_line or case.line
+    variables = re.match(r"(?:[A-Z_]+=(?:'[^']*'|\S)*\s+)*", line)
+    assert variables is not None
+    rest = line[variables.end() :]
+    return replace(case, rdzvrun_line=f"{variables.group()}{WAIT} --warm {rest}")
+
+
+WARMED = [
+    warmed(case)
+    for case in CASES
+    # A program that is no interpreter can not be forked.
+    if "--no-python" not in case.line
+    if os.environ.get("CONFORMANCE_WARM") or case.name in ALWAYS
+]
+
+
+@pytest.fixture(scope="module", name="results")
+def _results(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Mapping[str, Future[Result]]]:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = [item.callspec.params["case"] for item in items if item.module is request.module]
+    pool = ThreadPoolExecutor(max_workers=2)
+    with ready_torchrun(tmp_path_factory.mktemp("ready"), clean_environ()) as fork:
+        try:
+            yield {
+                case.name: pool.submit(run, case, tmp_path_factory.mktemp(f"warm_{number}"), fork)
+                for number, case in enumerate(asked)
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", WARMED, ids=lambda case: case.name.replace(" ", "_"))
+def test_a_warm_worker_is_as_under_torchrun(
+    case: Case, results: Mapping[str, Future[Result]]
+) -> None:
+    found = results[case.name].result()
+    for variable in ONLY_WARM:
+        found.ours.pop(f"env {variable}", None)
+    seen: Future[Result] = Future()
+    seen.set_result(found)
+    test_conformance.test_it_is_as_under_torchrun(case, {case.name: seen})
+    said = found.stderrs[1]
+    if case.name in COLD:
+        assert COLD[case.name] in said
+        return
+    assert re.search("starts? cold", said) is None, said
+    if found.ours["workers"] and "LOGLEVEL" not in case.line:
+        assert "workers can be warm: torch, torch._dynamo imported in " in said

@@ -1,0 +1,86 @@
+"""Stands in for sbatch, srun and scontrol, by the name it is called by, on one machine.
+
+It knows the options that the script may use, and refuses all others as Slurm would. srun runs one
+task a node, passes on SIGTERM, and ends with the highest exit code. What sbatch has run is in
+$SLURM_STAND_IN: `requeue` is there once scontrol was asked, `tasks/` names the pid of each node.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+STATE = Path(os.environ["SLURM_STAND_IN"])
+SBATCH = {
+    *("job-name", "nodes", "ntasks-per-node", "no-kill", "requeue", "open-mode", "signal"),
+}
+SRUN = {
+    *("nodes", "ntasks-per-node", "no-kill", "kill-on-bad-exit", "wait", "cpus-per-task"),
+}
+LIVES = 5
+"""How often a job is run at most."""
+
+
+def options(args: list[str], known: set[str]) -> tuple[dict[str, str], list[str]]:
+    """Split off the options; what is no option ends them."""
+    found = {}
+    while args and args[0].startswith("--"):
+        name, _, value = args.pop(0)[2:].partition("=")
+        if name not in known:
+            sys.exit(f"{Path(sys.argv[0]).name}: unrecognized option '--{name}'")
+        found[name] = value
+    return found, args
+
+
+def sbatch(args: list[str]) -> int:
+    """Run a script until it is not queued again."""
+    given, (script, *rest) = options(args, SBATCH)
+    directives = re.findall(r"^#SBATCH (\S+)", Path(script).read_text(), re.M)
+    wanted, _ = options(directives, SBATCH)
+    nodes = {**wanted, **given}["nodes"]
+    for life in range(LIVES):
+        (STATE / "requeue").unlink(missing_ok=True)
+        environ = {
+            **os.environ,
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NUM_NODES": nodes,
+            **({"SLURM_RESTART_COUNT": str(life)} if life else {}),
+        }
+        batch = subprocess.Popen(["bash", script, *rest], env=environ)
+        (STATE / "batch").write_text(str(batch.pid))
+        code = batch.wait()
+        if not (STATE / "requeue").exists():
+            return code
+    return code
+
+
+def srun(args: list[str]) -> int:
+    """Run a task on each node."""
+    given, command = options(args, SRUN)
+    assert given["kill-on-bad-exit"] == "0" and given["wait"] == "0" and "no-kill" in given
+    assert given["ntasks-per-node"] == "1"
+    tasks: list[subprocess.Popen[bytes]] = []
+    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+    (STATE / "tasks").mkdir(exist_ok=True)
+    for number in range(int(given["nodes"])):
+        name = f"n{number}"
+        place = {"SLURM_PROCID": str(number), "SLURMD_NODENAME": name}
+        place["SLURM_TOPOLOGY_ADDR"] = f"s{number // 2}.{name}"
+        tasks.append(subprocess.Popen(command, env={**os.environ, **place}))
+        (STATE / "tasks" / name).write_text(str(tasks[-1].pid))
+    codes = [task.wait() for task in tasks]
+    return max(128 - code if code < 0 else code for code in codes)
+
+
+def scontrol(args: list[str]) -> int:
+    """Have the job queued again."""
+    assert args == ["requeue", os.environ["SLURM_JOB_ID"]], args
+    (STATE / "requeue").touch()
+    return 0
+
+
+if __name__ == "__main__":
+    program = {"sbatch": sbatch, "srun": srun, "scontrol": scontrol}[Path(sys.argv[0]).name]
+    sys.exit(program(sys.argv[1:]))

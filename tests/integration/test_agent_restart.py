@@ -1,0 +1,253 @@
+"""rdzv-agent dies, is restarted or upgraded under running workers: they run on, and it goes on.
+
+Each story ends with a look at what the job has noticed of it: no round has ended, no restart is
+spent, and no line that a worker wrote is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
+from test_daemon import Daemons, parent
+
+pytestmark = pytest.mark.timeout(180)
+
+COUNT = str(WORKERS / "count.py")
+
+
+class Nodes(Daemons):
+    """Two agents whose workers count."""
+
+    def __init__(self, made: Cluster) -> None:
+        super().__init__(made)
+        self.agents: dict[str, Node] = {}
+
+    def begin(self, *options: str) -> dict[str, int]:
+        """Start two agents and a job on them; return its workers' pids by node."""
+        for name in ("n1", "n2"):
+            self.agents[name] = self.start(name)
+        self.submit("job", "--nnodes=2", "--nproc-per-node=1", *options, COUNT)
+        reports = self.reports("job", 2)
+        pids = {self.node_of(int(report["pid"])): int(report["pid"]) for report in reports}
+        assert set(pids) == {"n1", "n2"}
+        self.counts_on(pids)
+        return pids
+
+    def node_of(self, pid: int) -> str:
+        """Say which agent's runner is the parent of a worker, while that lives."""
+        agents = {agent.process.pid: name for name, agent in self.agents.items()}
+        return agents[parent(parent(pid))]
+
+    def counts_on(self, pids: dict[str, int]) -> None:
+        """Wait until each worker has counted on from where it is now."""
+
+        def count(pid: int) -> int:
+            with suppress(OSError, ValueError):
+                return int((self.folder / f"count-{pid}").read_text())
+            return 0
+
+        before = {pid: count(pid) for pid in pids.values()}
+        self.until("all count on", lambda: all(count(pid) > n for pid, n in before.items()))
+
+    def kill(self, name: str) -> None:
+        self.agents[name].process.kill()
+        self.agents[name].process.wait()
+
+    def come_back(self, name: str) -> Node:
+        """Start an agent again, and wait until the server has it back."""
+        again = self.agents[name] = self.launch(name)
+        self.until(f"{name} has adopted", lambda: "job: adopted, with runner pid" in again.text)
+        return again
+
+    def events(self) -> list[str]:
+        with self.client() as client:
+            return [event.name for event in client.events("job")]
+
+    def until_back(self, times: int = 1) -> None:
+        self.until("the server has it back", lambda: self.events().count("NodeCameBack") == times)
+
+    def undisturbed(self) -> None:
+        """Insist that the job has not noticed anything."""
+        status = self.status("job")
+        assert (status.state, status.round, status.restarts) == ("running", 0, 0)
+        assert not {"RoundEnded", "NodeLost", "NodeLeft"} & set(self.events())
+
+    def complete_logs(self, pids: dict[str, int]) -> None:
+        """Insist that every number that the workers counted can be read, once."""
+        lines = self.logs("job").splitlines()
+        for pid in pids.values():
+            counted = [int(line.rpartition(" ")[2]) for line in lines if f"{pid} counts " in line]
+            assert counted == list(range(len(counted)))
+            assert len(counted) > 3
+
+
+@pytest.fixture(name="lease")
+def _lease() -> str:
+    """Long, so that an agent that is slow to start on a busy machine is not given up meanwhile."""
+    return "60 s"
+
+
+@pytest.fixture(name="d")
+def _nodes(tmp_path: Path, lease: str) -> Iterator[Nodes]:
+    with cluster_without_server(tmp_path) as made:
+        config = tmp_path / "rdzvd.toml"
+        config.write_text(f'[lease]\nduration = "{lease}"\nlongest = "60 s"\n')
+        made.start_server("--config", str(config))
+        try:
+            yield Nodes(made)
+        finally:
+            # Runners that were adopted descend from no agent that the cluster could end them by.
+            for pid in made.marked():
+                if made.server is None or pid != made.server.pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- it dies
+
+
+def test_an_agent_that_is_killed_disturbs_no_worker_and_the_next_one_goes_on(d: Nodes) -> None:
+    pids = d.begin()
+    d.kill("n1")
+    d.counts_on(pids)
+    again = d.come_back("n1")
+    d.until_back()
+    d.undisturbed()
+    assert d.node("n1")["jobs"] == {"job": "seated"}
+    # And once more, so that it is not only the first one that can.
+    d.kill("n1")
+    d.come_back("n1")
+    d.until_back(2)
+    d.counts_on(pids)
+    d.undisturbed()
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+    d.complete_logs(pids)
+    d.until("n1 is free", lambda: d.node("n1")["jobs"] == {})
+    assert d.agents["n1"].process.poll() is None
+    assert "Traceback" not in again.text + d.agents["n1"].text
+
+
+def test_a_worker_that_fails_while_no_agent_is_there_is_reported_and_restarted(d: Nodes) -> None:
+    pids = d.begin("--max-restarts=1")
+    d.kill("n1")
+    os.kill(pids["n1"], signal.SIGKILL)
+    d.until("it is dead", lambda: not alive(pids["n1"]))
+    again = d.come_back("n1")
+    d.until("it is told", lambda: f"(pid {pids['n1']}) failed: " in again.text)
+    d.until("there is another round", lambda: d.status("job").round == 1)
+    assert len(d.reports("job", 4)) == 4
+    status = d.until_state("job", "running")
+    assert status.restarts == 1
+    assert not {"NodeLost", "NodeLeft"} & set(d.events())
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+
+
+def test_workers_that_succeed_while_no_agent_is_there_have_succeeded(d: Nodes) -> None:
+    pids = d.begin()
+    for name in pids:
+        d.kill(name)
+    d.cluster.finish()
+    d.until("they are done", lambda: not any(map(alive, pids.values())))
+    for name in pids:
+        d.agents[name] = d.launch(name)
+    status = d.until_state("job", "succeeded")
+    assert status.restarts == 0
+    d.complete_logs(pids)
+    for name in pids:
+        d.until(f"{name} is free", lambda name=name: d.node(name)["jobs"] == {})
+
+
+def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -> None:
+    """Its seat is kept for a lease while nothing happens; a failure makes it short."""
+    pids = d.begin("--max-restarts=1")
+    d.kill("n1")
+    os.kill(pids["n2"], signal.SIGKILL)
+
+    def given_up() -> Any:
+        return "away when the round ended, and not back within 0.25 s" in d.cluster.server_log
+
+    d.until("n1 is given up", given_up)
+    again = d.launch("n1")
+    reports = d.reports("job", 4)
+    assert not alive(pids["n1"])
+    assert len(reports) == 4
+    # The loss of a node is nobody's failure.
+    assert d.status("job").restarts == 0
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+    assert "Traceback" not in again.text
+
+
+# ---------------------------------------------------------------------- another takes its place
+
+
+@pytest.mark.parametrize("lease", ["2 s"])
+def test_an_agent_whose_name_another_one_has_taken_over_ends_and_its_workers_too(d: Nodes) -> None:
+    """With an exit code that systemd does not restart."""
+    first = d.start("n1")
+    d.submit("job", "--nnodes=1", "--nproc-per-node=1", COUNT)
+    (report,) = d.reports("job", 1)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    config = d.folder / "second.toml"
+    here, there = str(d.folder / "n1"), str(d.folder / "second")
+    lines = d.config("n1", 'gpus = "none"\n[labels]\nwhich = "second"\n').read_text()
+    config.write_text(lines.replace(f'"{here}', f'"{there}'))
+    d.cluster.start("second", [str(BIN / "rdzv-agent"), "--config", str(config)])
+
+    def taken_over() -> bool:
+        seen = d.node("n1")
+        return bool(seen) and dict(seen["node"].resources.labels) == {"which": "second"}
+
+    d.until("another has taken over", taken_over)
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.wait() == 1
+    assert "node_id n1 was taken over by" in first.text
+    d.until("its worker is gone", lambda: not alive(int(report["pid"])))
+
+
+# ---------------------------------------------------------------------- it is restarted on purpose
+
+
+def test_a_planned_restart_has_the_time_that_was_announced(d: Nodes) -> None:
+    pids = d.begin()
+    agent = d.agents["n1"]
+    agent.process.send_signal(signal.SIGUSR2)
+    assert agent.wait() == 0
+    assert "the jobs of this node are left to the next agent, which is to be here" in agent.text
+    d.until("the server knows", lambda: "its place is kept for 300 s" in d.cluster.server_log)
+    d.counts_on(pids)
+    d.come_back("n1")
+    d.until_back()
+    d.undisturbed()
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+    d.complete_logs(pids)
+
+
+# ---------------------------------------------------------------------- it stays away
+
+
+@pytest.mark.parametrize("lease", ["2 s"])
+def test_without_another_agent_the_workers_are_gone_after_a_lease(d: Nodes) -> None:
+    pids = d.begin()
+    runner = parent(pids["n1"])
+    d.kill("n1")
+    d.until("its worker is gone", lambda: not alive(pids["n1"]))
+    d.until("its runner is gone", lambda: not alive(runner))
+    assert list((d.folder / "n1" / "run" / "runners").iterdir()) == []
+    assert "no agent within 2 s; its workers are stopped" in d.agents["n1"].text
+    # Nothing is left to adopt, so this is another instance, which is given the job again.
+    d.agents["n1"] = d.launch("n1")
+    assert len(d.reports("job", 3)) >= 3
+    assert "adopted" not in d.agents["n1"].text
+    d.cluster.finish()
+    d.until_state("job", "succeeded")

@@ -1,0 +1,159 @@
+"""A worker falls silent: it is found, all stacks are taken and kept, and the job goes on by itself.
+
+With real py-spy on real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import JOB, Cluster, alive, cluster
+
+from rdzv.client import ControlClient, parse_endpoints
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def stacks(c: Cluster, *options: str) -> dict[str, Any]:
+    done = c.run("rdzvctl", "--server", c.endpoint, "stacks", JOB, "-o", "json", *options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_what_two_nodes_are_doing_one_of_them_warm(c: Cluster) -> None:
+    """Also of a worker that is stopped, and that stays so."""
+    c.start_node("n1", worker="steps.py", nnodes="2", nproc=2)
+    c.start_node("n2", "--warm=json", worker="steps.py", nnodes="2", nproc=1)
+    reports = c.wait_for_round(0, workers=3)
+
+    def all_known() -> bool:
+        return [len(one["threads"]) for one in stacks(c)["stacks"]] == [1, 1, 1]
+
+    c.wait_until("all three have frames", all_known)
+    os.kill(reports[1]["pid"], signal.SIGSTOP)
+    found = stacks(c, "--raw")
+    assert found["silent"] == []
+    states = {one["rank"]: one["state"] for one in found["stacks"]}
+    assert states[1] == "T"
+    assert {0: reports[0]["pid"], 1: reports[1]["pid"], 2: reports[2]["pid"]} == {
+        one["rank"]: one["pid"] for one in found["stacks"]
+    }
+    for one in found["stacks"]:
+        names = [(Path(f["file"]).name, f["name"]) for f in one["threads"][0]["frames"]]
+        assert ("steps.py", "<module>") in names, found
+    (stopped,) = (group for group in found["groups"] if group["ranks"] == [1])
+    assert stopped["where"].startswith("stopped by a signal, in ")
+    text = c.run("rdzvctl", "--server", c.endpoint, "stacks", JOB).stdout
+    assert "\nRANK 1 stopped by a signal, in " in text
+    assert f"RANK 1 on n1, LOCAL_RANK 1, pid {reports[1]['pid']}, state T" in text
+    os.kill(reports[1]["pid"], signal.SIGCONT)
+    c.finish()
+    assert [node.wait() for node in c.nodes] == [0, 0]
+    refused = c.run("rdzvctl", "--server", c.endpoint, "stacks", JOB)
+    assert refused.returncode == 1
+    assert "has no workers now" in refused.stderr
+
+
+def test_a_node_whose_agent_does_not_answer_is_named(c: Cluster) -> None:
+    c.start_node("n1", worker="steps.py", nnodes="2")
+    held_up = c.start_node("n2", worker="steps.py", nnodes="2")
+    c.wait_for_round(0, workers=2)
+    held_up.process.send_signal(signal.SIGSTOP)
+    try:
+        # Its stream ends when its lease is over, before it could be waited for any longer.
+        found = stacks(c)
+    finally:
+        held_up.process.send_signal(signal.SIGCONT)
+    assert [node["node_id"] for node in found["silent"]] == ["n2"]
+    assert [one["node_id"] for one in found["stacks"]] == ["n1"]
+
+
+def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> None:
+    for name in ("n1", "n2"):
+        options = ("--max-restarts=1", "--hang-timeout=2", "--rdzv-conf=failure_stop_timeout=1")
+        c.start_node(name, *options, worker="steps.py", nnodes="2")
+    reports = c.wait_for_round(0, workers=2)
+    c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
+    hung = reports[1]["pid"]
+    os.kill(hung, signal.SIGSTOP)
+    c.wait_for_round(1, workers=2)
+    assert not alive(hung)
+    status = c.status()
+    assert (status.round, status.restarts, status.state) == (1, 1, "running")
+    assert status.last_failure is not None
+    cause = status.last_failure.root_cause
+    assert (cause.rank, cause.pid, cause.exit_code, cause.signal) == (1, hung, None, None)
+    assert cause.message is not None
+    assert "; RANK 1 stopped by a signal, in " in cause.message
+    assert "(RANK 1: no word of its progress for " in cause.message
+    assert ", in <module>" in (cause.traceback or "")
+    text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
+    assert "  how          it hung\n" in text
+    kept = stacks(c, "--round=0")
+    assert kept["reason"].startswith("it hung: RANK 1: no word of its progress for ")
+    assert {one["rank"]: one["state"] for one in kept["stacks"]}[1] == "T"
+    c.kill_server()
+    c.start_server()
+    c.wait_until("the nodes are back", lambda: c.status().state == "running")
+    assert stacks(c, "--round=0")["groups"] == kept["groups"]
+    c.finish()
+    assert [node.wait() for node in c.nodes] == [0, 0]
+    (node,) = {n.name for n in c.nodes if n.name == cause.node_id}
+    log = next(n.text for n in c.nodes if n.name == node)
+    assert f"RANK 1 (pid {hung}) hangs: no word of its progress for " in log
+
+
+def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Cluster) -> None:
+    node = c.start_node("n1", "--hang-timeout=1", worker="steps.py", nnodes="1", nproc=2)
+    reports = c.wait_for_round(0, workers=2)
+    c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
+    c.kill_server()
+    os.kill(reports[0]["pid"], signal.SIGSTOP)
+    c.wait_until("the agent has seen it", lambda: " hangs: no word" in node.text)
+    assert alive(reports[0]["pid"])
+    c.start_server()
+    assert node.wait() == 1
+    assert "hung: RANK 0 stopped by a signal, in " in node.text
+    assert "; RANK 1 in " in node.text
+    failed = c.wait_for_state("failed")
+    assert failed.last_failure is not None
+    assert failed.last_failure.root_cause.rank == 0
+
+
+def test_a_worker_that_is_slow_for_a_while_is_named_until_it_has_caught_up(c: Cluster) -> None:
+    config = c.folder / "rdzvd.toml"
+    config.write_text("progress.straggler_after = 1\n")
+    c.kill_server()
+    c.start_server(f"--config={config}")
+    c.start_node("n1", worker="steps.py", args=("slow=2",), nnodes="1", nproc=4)
+    c.wait_for_round(0, workers=4)
+    (found,) = c.wait_until("one straggles", lambda: c.status().stragglers)
+    assert found.rank == 2
+    assert found.step_s > 2 * found.median_s
+    text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
+    assert "straggling   RANK 2 (" in text
+
+    def named() -> list[str]:
+        with ControlClient(parse_endpoints(c.endpoint)) as client:
+            return [e.name for e in client.events(JOB) if e.name.startswith("Rank")]
+
+    assert named() == ["RankStraggles"]
+    (c.folder / "hurry").touch()
+    c.wait_until("it has caught up", lambda: not c.status().stragglers)
+    assert named() == ["RankStraggles", "RankCaughtUp"]
+    c.finish()
+    assert c.nodes[0].wait() == 0

@@ -1,0 +1,323 @@
+"""A runner outlives its agent: what happens meanwhile is told to the next one, and nothing is left.
+
+The agent here is the test itself, at the other end of the socket; it dies by closing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from runners import PATIENCE_S, Node, marked, state_of, until
+
+from rdzv.agent import runner
+from rdzv.agent.runner_link import (
+    FoundRunner,
+    NotAdoptableError,
+    RunnerExited,
+    RunnerLink,
+    ServeFailed,
+    StoreHostExited,
+    WorkerExited,
+    WorkersFenced,
+    WorkersGone,
+    WorkerStarted,
+    boottime_ms,
+)
+
+LONG_S = 600.0
+SAYS_BYE = """
+import pathlib, signal, sys
+def bye(*_):
+    pathlib.Path({bye!r}).touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, bye)
+pathlib.Path({ready!r}).touch()
+while True:
+    signal.pause()
+"""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Orphanage(Node):
+    """A runner whose agent comes and goes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # Longer than a socket's address may be.
+        self.path = folder / ("deep" * 30) / "runner.sock"
+        self.path.parent.mkdir()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def begin(self, orphan_timeout_s: float = LONG_S, grace_s: float = LONG_S) -> None:
+        self.link = await RunnerLink.spawn(self.hear)
+        self.link.serve(self.path, orphan_timeout_s, grace_s)
+        self.process = self.link._process
+        await until(self.path.exists)
+
+    async def lose_agent(self) -> None:
+        """Let go, as an agent does that dies: of what was said, nothing more is heard."""
+        await self.link.let_go(PATIENCE_S)
+
+    async def find(self) -> FoundRunner:
+        found = await FoundRunner.meet(self.path)
+        assert found is not None
+        return found
+
+    async def adopt(self) -> FoundRunner:
+        """Come back as another agent, which has heard nothing yet."""
+        self.events.clear()
+        found = await self.find()
+        found.adopt()
+        self.link = found.link(self.hear)
+        return found
+
+    async def gone(self) -> None:
+        await until(lambda: state_of(self.link.pid) in ("", "Z"))
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Orphanage]:
+    node = Orphanage(tmp_path)
+    yield node
+    await node.link.close(PATIENCE_S)
+    if node.process is not None:
+        await asyncio.to_thread(node.process.wait, PATIENCE_S)
+    assert marked(node.mark) == []
+    assert not node.path.exists()
+
+
+async def test_workers_live_on_and_the_next_agent_finds_what_was_kept(node: Orphanage) -> None:
+    await node.begin()
+    node.link.keep("state", "one")
+    node.link.keep("state", "two")
+    (pid,) = await node.start(3, node.spec("sleep", "1000"))
+    await node.lose_agent()
+    found = await node.adopt()
+    assert state_of(pid) not in ("", "Z")
+    hello = found.hello
+    assert (hello.round, hello.last_round, dict(hello.workers)) == (3, 3, {0: pid})
+    assert hello.kept == {"state": "two"}
+    # And it obeys.
+    node.link.stop_workers(3, signal.SIGTERM, 60_000)
+    assert (await node.heard(WorkerExited)).signal == signal.SIGTERM
+    await node.heard(WorkersGone, round=3)
+
+
+async def test_an_exit_that_nobody_has_heard_is_told_with_its_age(node: Orphanage) -> None:
+    await node.begin()
+    (pid,) = await node.start(0, node.python("import sys; sys.stdin.read(); sys.exit(7)"))
+    await node.lose_agent()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: state_of(pid) == "")
+    died = time.monotonic()
+    await asyncio.sleep(0.1)  # So that there is an age to tell.
+    before_ms = (time.monotonic() - died) * 1000
+    await node.adopt()
+    exited = await node.heard(WorkerExited)
+    assert (exited.pid, exited.signal) == (pid, signal.SIGKILL)
+    assert exited.age_ms >= before_ms
+
+
+async def test_what_was_handled_is_not_told_again_and_what_was_not_is(node: Orphanage) -> None:
+    """The agent dies of what it hears: the next one hears it too."""
+    await node.begin()
+    await node.start(0, node.spec("true", local_rank=0), node.spec("sleep", "1000", local_rank=1))
+    await node.heard(WorkerExited, local_rank=0)
+
+    def die_of(_: object) -> None:
+        raise RuntimeError("the agent dies")
+
+    # What was acknowledged is on its way before anything else is.
+    node.link._on_event = die_of  # type: ignore[assignment]
+    pids = node.events[1].pid if isinstance(node.events[1], WorkerStarted) else 0
+    assert pids
+    os.kill(pids, signal.SIGKILL)
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    loop.set_exception_handler(lambda *_: died.set())
+    async with asyncio.timeout(PATIENCE_S):
+        await died.wait()
+    loop.set_exception_handler(None)
+    await node.lose_agent()
+    await node.adopt()
+    exited = await node.heard(WorkerExited)
+    assert (exited.local_rank, exited.signal) == (1, signal.SIGKILL)
+    assert node.events == [exited]
+
+
+async def test_a_store_host_lives_on_and_its_end_is_told(node: Orphanage) -> None:
+    await node.begin()
+    (node.folder / "host.py").write_text("import time; time.sleep(1000)")
+    fake = node.folder / "python"
+    fake.write_text(f"#!/bin/sh\nexec {sys.executable} {node.folder}/host.py\n")
+    fake.chmod(0o755)
+    node.start_store_host(5, str(fake))
+    node.link.start_workers(5, [node.spec("sleep", "1000")])
+    await node.heard(WorkerStarted)
+    await node.lose_agent()
+    found = await node.adopt()
+    assert found.hello.store_hosts == {5}
+    await node.lose_agent()
+    node.events.clear()
+    (host,) = [pid for pid in marked(node.mark) if b"host.py" in _command(pid)]
+    os.kill(host, signal.SIGKILL)
+    await until(lambda: state_of(host) == "")
+    await node.adopt()
+    assert (await node.heard(StoreHostExited)).round == 5
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def test_a_second_agent_is_refused_while_there_is_one(
+    node: Orphanage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.begin()
+    with pytest.raises(NotAdoptableError, match=r"has an agent; pid .* is one too many"):
+        await FoundRunner.meet(node.path, timeout_s=0.3)
+    # The first is not disturbed by that.
+    await node.start(0, node.spec("sleep", "1000"))
+
+
+async def test_an_agent_that_does_not_know_its_version_leaves_it_and_its_time_runs_on(
+    node: Orphanage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.begin(orphan_timeout_s=3.0)
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
+    await node.lose_agent()
+    monkeypatch.setattr(runner, "PROTOCOL_VERSION", 0)
+    with pytest.raises(NotAdoptableError, match="speaks version 1 of what runners say, and this"):
+        await node.find()
+    await node.gone()
+    assert state_of(pid) == ""
+
+
+async def test_who_only_looks_does_not_stop_the_clock_and_commands_nothing(
+    node: Orphanage,
+) -> None:
+    await node.begin(orphan_timeout_s=3.0)
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
+    await node.lose_agent()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as looking:
+        with runner.short_path(node.path) as short:
+            looking.connect(short)
+        request = json.dumps({"type": "stop_workers", "round": 0, "signal": 9, "grace_s": 0})
+        looking.sendall(struct.pack(">I", len(request)) + request.encode())
+        looking.settimeout(PATIENCE_S)
+        said = b""
+        while b"was not adopted" not in said:
+            said += looking.recv(65536)
+        assert state_of(pid) not in ("", "Z")
+        await node.gone()
+    assert state_of(pid) == ""
+
+
+async def test_without_an_agent_in_time_workers_are_stopped_in_order(node: Orphanage) -> None:
+    await node.begin(orphan_timeout_s=0.2)
+    ready, bye = node.folder / "ready", node.folder / "bye"
+    script = SAYS_BYE.format(ready=str(ready), bye=str(bye))
+    await node.start(0, node.python(script))
+    await until(ready.exists)
+    await node.lose_agent()
+    await node.gone()
+    assert bye.exists()
+
+
+async def test_a_worker_that_ignores_that_is_killed_after_the_grace(node: Orphanage) -> None:
+    await node.begin(orphan_timeout_s=0.2, grace_s=0.3)
+    ready = node.folder / "ready"
+    deaf = f"""
+import pathlib, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path({str(ready)!r}).touch()
+while True:
+    signal.pause()
+"""
+    await node.start(0, node.python(deaf))
+    await until(ready.exists)
+    await node.lose_agent()
+    await node.gone()
+
+
+async def test_a_runner_without_workers_ends_too(node: Orphanage) -> None:
+    await node.begin(orphan_timeout_s=0.2)
+    await node.lose_agent()
+    await node.gone()
+    assert await FoundRunner.meet(node.path) is None
+
+
+async def test_a_stop_goes_on_without_an_agent(node: Orphanage) -> None:
+    await node.begin()
+    await node.start(0, node.spec("sleep", "1000"))
+    node.link.stop_workers(0, signal.SIGTERM, 60_000)
+    await node.lose_agent()
+    await node.adopt()
+    await node.heard(WorkersGone, round=0)
+
+
+async def test_the_fence_holds_without_an_agent(node: Orphanage) -> None:
+    await node.begin()
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
+    node.link.renew_fence(boottime_ms() + 200)
+    await node.lose_agent()
+    await until(lambda: state_of(pid) == "")
+    await node.adopt()
+    await node.heard(WorkersFenced, round=0)
+    await node.heard(WorkersGone, round=0)
+
+
+async def test_the_time_that_it_waits_can_be_changed(node: Orphanage) -> None:
+    await node.begin()
+    node.link.serve(node.path, 0.1, 0.1)
+    await node.lose_agent()
+    await node.gone()
+
+
+async def test_a_socket_that_can_not_be_made_is_said_and_the_runner_ends_with_its_agent(
+    node: Orphanage,
+) -> None:
+    node.link = await RunnerLink.spawn(node.hear)
+    node.process = node.link._process
+    node.link.serve(node.folder / "nowhere" / "runner.sock", LONG_S, LONG_S)
+    assert "No such file" in (await node.heard(ServeFailed)).reason
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
+    await node.lose_agent()
+    await node.gone()
+    assert state_of(pid) == ""
+
+
+async def test_an_adopted_runner_can_be_closed_and_its_end_is_noticed(node: Orphanage) -> None:
+    await node.begin()
+    await node.start(0, node.spec("sleep", "1000"))
+    await node.lose_agent()
+    await node.adopt()
+    await node.link.close(PATIENCE_S)
+    assert await node.heard(RunnerExited) == RunnerExited(0)
+
+
+async def test_its_socket_is_for_its_user_alone(node: Orphanage) -> None:
+    await node.begin()
+    assert node.path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("before", "after"), [("-500", "0"), ("0", "0"), ("300", "300")])
+def test_workers_are_not_spared_by_the_oom_killer_as_their_agent_is(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    score = tmp_path / "oom_score_adj"
+    score.write_text(f"{before}\n")
+    runner.be_spared_no_more(score)
+    assert score.read_text().strip() == after

@@ -1,0 +1,435 @@
+"""The live page in a real Chromium: what an operator sees, without ever reloading it.
+
+Most of it over a server whose nodes are made to say what the test needs; once with real ones. No
+page may say anything in the browser's console, or load anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import cluster
+from etcd_cluster import free_ports
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from served import Served, served
+
+from rdzv.core.explain import view
+from rdzv.core.model import JobState, Tuning
+from rdzv.core.rendezvous import vacant
+from rdzv.ctl import live
+
+DEADLINE_MS = 30_000
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+LOST = "Failed to load resource"
+"""What Chromium says by itself when a server does not answer."""
+TRACEBACK = "Traceback (most recent call last):\n  loss.backward()\nMemoryError: none is left\n"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian's package chromium has it)")
+    expect.set_options(timeout=DEADLINE_MS)
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open pages; at the end, none has complained or asked anybody else."""
+    complaints: list[str] = []
+    contexts = []
+
+    def opened(url: str, allowed: str = "", **options: Any) -> Page:
+        home = f"{url.partition('/#')[0]}/"
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(DEADLINE_MS)
+
+        def heard(kind: str, text: str) -> None:
+            if not (allowed and allowed in text):
+                complaints.append(f"{kind}: {text}")
+
+        page.on("console", lambda said: heard(said.type, said.text))
+        page.on("pageerror", lambda error: heard("error", str(error)))
+        page.on(
+            "request",
+            lambda asked: asked.url.startswith(home) or heard("asks elsewhere", asked.url),
+        )
+        page.on("dialog", lambda dialog: heard("dialog", dialog.message))
+        page.goto(url)
+        # Whatever is checked here has come over the stream, and the page was loaded once.
+        page.evaluate("window.loadedOnce = true")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+@contextmanager
+def fleet() -> Iterator[Served]:
+    """A job of three nodes that runs, and one that waits for a second."""
+    with served() as s:
+        s.join("night", "n1", "n2", "n3", nodes=(2, 3))
+        s.join("waits", "n4", nodes=(2, 4))
+        yield s
+
+
+def go(page: Page, where: str) -> None:
+    page.evaluate("where => { location.hash = where }", where)
+
+
+def job_row(page: Page, name: str) -> Any:
+    return page.locator("tbody tr").filter(has=page.get_by_role("link", name=name, exact=True))
+
+
+def once(page: Page) -> None:
+    assert page.evaluate("window.loadedOnce") is True, "the page was loaded anew"
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(s.url)
+        expect(page.locator("#link-text")).to_have_text("live")
+        expect(job_row(page, "night")).to_contain_text("running")
+        expect(job_row(page, "waits")).to_contain_text("waiting for 1 more node (have 1 of 2:4)")
+        # What needs attention comes first.
+        expect(page.locator("tbody tr").first).to_contain_text("waits")
+        s.fail("night", "n2", "MemoryError: none is left", TRACEBACK)
+        expect(job_row(page, "night")).to_contain_text("stopping")
+        expect(page.locator("#said")).to_contain_text("job night is stopping")
+
+        page.get_by_role("link", name="night", exact=True).click()
+        expect(page).to_have_title("night: stopping · rdzv")
+        expect(page.locator(".tile")).to_have_count(3)
+        expect(page.locator(".tile").first).to_have_attribute(
+            "aria-label", "GROUP_RANK 0, n1, stopping, RANK 0–1"
+        )
+        s.rejoin("night")
+        expect(page.locator(".head .chip")).to_have_text("running")
+        expect(page.locator(".failure")).to_contain_text("MemoryError: none is left")
+        expect(page.get_by_label("Traceback")).to_have_text(TRACEBACK)
+        rounds = page.locator(".rounds tbody tr")
+        expect(rounds).to_have_count(2)
+        expect(rounds.nth(1)).to_contain_text("worker failure")
+        expect(rounds.nth(1)).to_contain_text("1 of 3")
+        # One bar a round, and one for the gap; the gap says why.
+        expect(page.locator(".line .ran")).to_have_count(2)
+        expect(page.locator(".line .gap title")).to_contain_text("worker failure: rank 0")
+        s.progress("night", "n1", (0, 1200, 2.5), (1, 1204, 2.5))
+        expect(page.locator(".progress")).to_contain_text("step 1,200–1,204, 2.50 steps/s")
+        expect(page.locator(".progress")).to_contain_text("slowest: RANK 0, 4 steps behind")
+        once(page)
+
+
+REASONS = (
+    "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); gives up in "
+    "9 min 48 s",
+    "have 2 of 2:4 nodes; last call, 29 s left",
+    "2 nodes and 4 workers run round 0; newcomers are let in within 55 s",
+    "waiting for 2 more nodes (have 0 of 2:4; n1 was lost 1 h 2 min ago: gone); is queued again in "
+    "2 h 1 min",
+    "8 nodes and 16 workers run round 3",
+)
+
+
+def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(s.url)
+        aged = page.evaluate(
+            """async reasons => {
+              const words = await import("/web/words.js");
+              return reasons.map((one) => words.aged(one, 15000));
+            }""",
+            list(REASONS),
+        )
+    assert aged == [live.aged(reason, 15_000) for reason in REASONS]
+
+
+def test_a_node_and_its_jobs(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(f"{s.url}/#/node/n1")
+        page_jobs = page.locator(".joblist a")
+        expect(page_jobs).to_contain_text("night")
+        s.join("other", "n1")
+        expect(page_jobs).to_have_count(2)
+        go(page, "#/nodes")
+        expect(page.locator("tbody tr")).to_have_count(4)
+        s.lose("n4")
+        expect(page.locator("tbody tr").first).to_contain_text("away")
+        go(page, "#/node/nobody")
+        expect(page.locator(".empty")).to_contain_text("No node nobody is known here")
+        once(page)
+
+
+def test_logs_are_read_and_followed(open_page: Open) -> None:
+    with fleet() as s:
+        s.logs["n1"] = b"epoch 1\nepoch 2\n"
+        s.logs["n2"] = b"of another rank\n"
+        page = open_page(f"{s.url}/#/job/night")
+        log = page.get_by_label("What the workers have written")
+        page.get_by_label("RANK", exact=True).scroll_into_view_if_needed()
+        expect(log).to_have_text("epoch 1\nepoch 2\n")
+        page.get_by_label("RANK", exact=True).fill("2")
+        page.keyboard.press("Enter")
+        expect(log).to_have_text("of another rank\n")
+        page.get_by_label("follow").check()
+        expect(page.locator(".logs [role=status]")).to_have_text("Following.")
+        page.get_by_label("follow").uncheck()
+        page.get_by_label("RANK", exact=True).fill("99")
+        page.get_by_label("RANK", exact=True).press("Tab")
+        expect(log).to_have_text("of another rank\n")
+
+
+# ------------------------------------------------------------------ when the server goes
+
+
+def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(s.url, LOST)
+        expect(job_row(page, "night")).to_contain_text("running")
+        s.stop_http()
+        expect(page.locator("#link-text")).to_have_text("reconnecting")
+        expect(page.locator("#banner")).to_contain_text("Not live: ")
+        expect(page.locator("#banner")).to_contain_text("old. Connecting again.")
+        # What was known is still shown.
+        expect(job_row(page, "night")).to_contain_text("running")
+        s.fail("night", "n2", "MemoryError")
+        s.start_http()
+        expect(page.locator("#link-text")).to_have_text("live")
+        expect(job_row(page, "night")).to_contain_text("stopping")
+        expect(page.locator("#banner")).to_be_hidden()
+        once(page)
+
+
+def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(f"{s.url}/#/job/nobody", LOST)
+        expect(page.locator("#main .empty")).to_contain_text("no job nobody is known here")
+        # It is followed from the moment that it is there.
+        s.join("nobody", "n9")
+        expect(page.locator(".head .chip")).to_have_text("running")
+
+
+# ------------------------------------------------------------------ for everyone
+
+
+@pytest.mark.parametrize("where", ["#/", "#/nodes", "#/job/night", "#/node/n1"])
+def test_a_phone_shows_one_column(open_page: Open, where: str) -> None:
+    with fleet() as s:
+        s.fail("night", "n2", "M" * 300, TRACEBACK)
+        page = open_page(f"{s.url}/{where}", viewport={"width": 360, "height": 740})
+        expect(page.locator("#link-text")).to_have_text("live")
+        expect(page.locator("#main a").first).to_be_visible()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 360, f"{where} is {wide} wide"
+
+
+def test_light_and_dark_follow_the_system_or_the_button(open_page: Open) -> None:
+    def background(page: Page) -> str:
+        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    with fleet() as s:
+        light = open_page(s.url, color_scheme="light")
+        dark = open_page(s.url, color_scheme="dark")
+        assert background(light) != background(dark)
+        button = light.get_by_role("button", name="Theme: auto")
+        for name, like in (("light", light), ("dark", dark)):
+            button.click()
+            button = light.get_by_role("button", name=f"Theme: {name}")
+            expect(button).to_be_visible()
+            if name == "dark":
+                assert background(light) == background(like)
+        light.reload()
+        expect(light.get_by_role("button", name="Theme: dark")).to_be_visible()
+        assert background(light) == background(dark)
+
+
+def test_everything_is_reached_by_keyboard(open_page: Open) -> None:
+    with fleet() as s:
+        page = open_page(s.url)
+        expect(page.locator("tbody tr")).to_have_count(2)
+        focused = page.locator(":focus")
+        page.keyboard.press("Tab")
+        expect(focused).to_have_text("Skip to the content")
+        expect(focused).to_be_in_viewport()
+        page.keyboard.press("Enter")
+        expect(page.locator("#main")).to_be_focused()
+        names = []
+        for _ in range(14):
+            page.keyboard.press("Tab")
+            names.append(focused.evaluate("one => one.textContent || one.id"))
+            outline = focused.evaluate("one => getComputedStyle(one).outlineStyle")
+            assert outline != "none", f"nothing shows that {names[-1]} has the focus"
+            if names[-1] == "Job":
+                page.keyboard.press("Enter")
+                head = page.locator("th[aria-sort=ascending]")
+                expect(head).to_have_text("Job")
+            if names[-1] == "night":
+                break
+        assert names[-1] == "night", names
+        page.keyboard.press("Enter")
+        expect(page.locator("#main")).to_be_focused()
+        # All tiles are one stop; arrows go from one to the next.
+        expect(page.locator(".tile")).to_have_count(3)
+        while focused.get_attribute("class") != "tile":
+            page.keyboard.press("Tab")
+        page.keyboard.press("ArrowRight")
+        expect(focused).to_contain_text("n2")
+        page.keyboard.press("End")
+        expect(focused).to_contain_text("n3")
+        page.keyboard.press("Enter")
+        expect(page.locator("h1")).to_have_text("n3")
+        # The landmarks that a screen reader goes by.
+        for role in ("banner", "navigation", "main", "contentinfo"):
+            expect(page.get_by_role(role)).to_have_count(1)
+        expect(page.get_by_role("heading", level=1)).to_have_count(1)
+
+
+# ------------------------------------------------------------------ what strangers have written
+
+ATTACK = "<img src=x onerror='window.pwned=1'><script>window.pwned=1</script>"
+
+
+class Watching:
+    """Jobs that are only watched: their names are a stranger's choice."""
+
+    def view(self, rdzv_id: str) -> Any:
+        if rdzv_id != ATTACK:
+            return None
+        shown = view(vacant(rdzv_id, Tuning()), 0)
+        return replace(shown, run="c10d", backend="c10d", state=JobState.RUNNING, reason=ATTACK)
+
+    def views(self) -> tuple[Any, ...]:
+        return (self.view(ATTACK),)
+
+
+def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
+    with served(Watching()) as s:
+        s.logs["n1"] = f"{ATTACK}\n</pre>{ATTACK}\x1b[31m\n".encode()
+        s.join("night", "n1")
+        s.fail("night", "n1", ATTACK, f"Traceback {ATTACK}\n")
+        s.rejoin("night")
+        page = open_page(s.url)
+        expect(job_row(page, ATTACK)).to_contain_text(ATTACK)
+        page.get_by_role("link", name=ATTACK, exact=True).click()
+        expect(page.locator("h1")).to_have_text(ATTACK)
+        expect(page.locator(".head .chip")).to_have_text("running")
+        expect(page).to_have_title(f"{ATTACK}: running · rdzv")
+        go(page, "#/job/night")
+        expect(page.locator(".message")).to_have_text(ATTACK)
+        page.get_by_label("RANK", exact=True).scroll_into_view_if_needed()
+        expect(page.get_by_label("What the workers have written")).to_contain_text(ATTACK)
+        page.locator("details summary").last.click()
+        expect(page.locator(".history")).to_contain_text("onerror")
+        for where in ("#/job/%", f"#/node/{ATTACK}", "#/node/%3Cimg%20src=x%20onerror=alert(1)%3E"):
+            go(page, where)
+            expect(page.locator("h1")).to_be_visible()
+        assert page.evaluate("window.pwned") is None
+        assert page.locator("#main img, #main script").count() == 0
+        # Were there a way to make HTML of text, the browser would refuse it.
+        page = open_page(s.url, "requires 'TrustedHTML'")
+        refused = page.evaluate(
+            "() => { try { document.body.innerHTML = '<b>' } catch (e) { return e.name } }"
+        )
+        assert refused == "TypeError"
+
+
+# ------------------------------------------------------------------ a large fleet
+
+
+def test_500_nodes_and_2000_jobs(open_page: Open) -> None:
+    with served() as s:
+        nodes = [f"n{number:03d}" for number in range(500)]
+        s.join_each({f"job-{number:04d}": nodes[number % 500] for number in range(2000)})
+        s.join("huge", *nodes)
+        page = open_page(s.url)
+        expect(page.locator(".count")).to_have_text("2,001 jobs")
+        assert page.locator("tbody tr").count() <= 400, "not all that is known is drawn"
+        page.get_by_role("searchbox").fill("job-1999")
+        expect(page.locator("tbody tr")).to_have_count(1)
+        page.get_by_role("searchbox").fill("")
+        # A change of one job touches its own row, and no other.
+        expect(job_row(page, "job-0001")).to_be_visible()
+        page.evaluate(
+            """() => {
+              window.touched = new Set();
+              new MutationObserver((all) => {
+                for (const one of all) {
+                  const node = one.target.nodeType === 1 ? one.target : one.target.parentElement;
+                  if (node.closest("time, .why")) continue;
+                  window.touched.add(node.closest("tr")?.job.rdzv_id);
+                }
+              }).observe(document.querySelector("tbody"),
+                {subtree: true, characterData: true, attributes: true, childList: true});
+            }"""
+        )
+        page.get_by_role("columnheader", name="Job").get_by_role("button").click()
+        page.evaluate("window.touched.clear()")
+        s.fail("job-0001", "n001", "no")
+        expect(job_row(page, "job-0001")).to_contain_text("stopping")
+        assert page.evaluate("[...window.touched]") == ["job-0001"]
+
+        go(page, "#/job/huge")
+        expect(page.locator(".tile")).to_have_count(500)
+        s.fail("huge", "n007", "no")
+        expect(page.locator(".tile[data-state=stopping]")).to_have_count(500)
+        go(page, "#/nodes")
+        expect(page.locator(".count")).to_have_text("500 nodes")
+        once(page)
+
+
+# ------------------------------------------------------------------ the real thing
+
+
+def test_three_real_nodes(open_page: Open, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with cluster(tmp_path) as c:
+        c.kill_server()
+        c.start_server("--http", f"127.0.0.1:{port}")
+        page = open_page(f"http://127.0.0.1:{port}", LOST)
+        expect(page.locator(".empty")).to_have_text("No job is known here yet.")
+        more = ("--redirects=3", f"--log-dir={tmp_path / 'logs'}")
+        names = ("n1", "n2", "n3")
+        nodes = [c.start_node(n, *more, nnodes="2:3", args=("say=hello there",)) for n in names]
+        c.wait_for_round(0, workers=3)
+        expect(job_row(page, "job")).to_contain_text("running")
+        page.get_by_role("link", name="job", exact=True).click()
+        expect(page.locator(".tile[data-state=seated]")).to_have_count(3)
+        page.get_by_label("RANK", exact=True).scroll_into_view_if_needed()
+        expect(page.get_by_label("What the workers have written")).to_contain_text("hello there")
+        nodes[2].kill_tree()
+        expect(page.locator(".tile")).to_have_count(2)
+        expect(page.locator(".rounds tbody tr")).to_have_count(2)
+        expect(page.locator(".rounds tbody tr").nth(1)).to_contain_text("node lost")
+        c.kill_server()
+        expect(page.locator("#banner")).to_contain_text("Not live: ")
+        c.start_server("--http", f"127.0.0.1:{port}")
+        expect(page.locator("#link-text")).to_have_text("live")
+        c.finish()
+        expect(page.locator(".head .chip")).to_have_text("succeeded")
+        once(page)

@@ -1,0 +1,287 @@
+"""What people ask of a server: jobs are submitted, scaled, restarted, stopped; nodes are cordoned.
+
+Each asks the server that leads, as `rdzvctl` does; what fails is not tried again, but for what is
+submitted. Once nothing new goes wrong, jobs have the bounds again that they were launched with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from rdzv.core.commands import Restart, Scale, Stop, Submit
+from rdzv.core.placement import Host, demand
+from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.server.driver import Driver
+from tests.sim.checkers import fits
+from tests.sim.daemons import Daemon, Held
+
+if TYPE_CHECKING:
+    from rdzv.core.model import Membership, State
+    from tests.sim.cluster import Server
+    from tests.sim.world import World
+
+OPERATOR = "an operator wants it"
+AGAIN_MS = 3_000
+"""How soon something is submitted again after it failed."""
+SOON_MS = 60_000
+"""A quarantine that is over so soon gives a job its node while all is to be calm."""
+
+
+class Operators:
+    """Everyone who uses `rdzvctl`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.cordoned: set[str] = set()
+        """On which nodes a server has promised to place nothing more."""
+        self.refused: set[str] = set()
+        """Jobs that no node could ever take, as a server has said when all was well."""
+        self._runs = 0
+
+    # -------------------------------------------------------------- asking
+
+    def _ask(
+        self,
+        what: str,
+        request: Callable[[Driver], Awaitable[Any]],
+        done: Callable[[], object] = lambda: None,
+        failed: Callable[[RendezvousError | None], object] = lambda error: None,
+    ) -> None:
+        """Ask whoever leads; what it answers comes back unless it dies before."""
+        world, leader = self.world, self.world.leader
+        if leader is None or leader.process.paused:
+            failed(None)
+            return
+
+        async def ask() -> None:
+            assert leader is not None
+            try:
+                await request(leader.driver)
+            except RendezvousError as error:
+                world.count(f"operator: {what} refused: {error.code}")
+                failed(error)
+            else:
+                world.count(f"operator: {what}")
+                done()
+
+        world.note(f"an operator asks: {what}")
+        leader.process.enter(lambda: leader.process.create_task(ask()))
+
+    def _job(self, chance: Random) -> Membership | None:
+        stored = self.world.judge.stored
+        names = [name for name in self.world.swarm.jobs if name in stored]
+        return stored[chance.choice(names)] if names else None
+
+    def scales(self, chance: Random) -> None:
+        """Give a job other bounds in the midst of its life."""
+        if (job := self._job(chance)) is not None:
+            least = chance.randint(1, 3)
+            most = least + chance.randint(0, 2)
+            self._scale(job, least, most)
+
+    def _scale(self, job: Membership, least: int, most: int) -> None:
+        command = Scale(job.run, least, most, OPERATOR)
+        self._ask(f"scale {least}:{most}", lambda driver: driver.obey(job.rdzv_id, command))
+
+    def restarts(self, chance: Random) -> None:
+        if (job := self._job(chance)) is not None and job.round is not None:
+            command = Restart(job.run, job.round.number, OPERATOR)
+            self._ask("restart", lambda driver: driver.obey(job.rdzv_id, command))
+
+    def stops(self, chance: Random) -> None:
+        if (job := self._job(chance)) is not None:
+            command = Stop(job.run, OPERATOR)
+            self._ask("stop", lambda driver: driver.obey(job.rdzv_id, command))
+
+    def cordons(self, chance: Random) -> None:
+        name = chance.choice(list(self.world.specs))
+        self._ask(
+            "cordon",
+            lambda driver: driver.cordon(name, "it is slow"),
+            done=partial(self.cordoned.add, name),
+        )
+
+    def uncordons(self, chance: Random) -> None:
+        name = chance.choice(list(self.world.specs))
+        self.cordoned.discard(name)
+        self._ask(
+            "uncordon",
+            lambda driver: driver.uncordon(name),
+            done=partial(self.cordoned.discard, name),
+        )
+
+    def drains(self, chance: Random) -> None:
+        """Empty a node; nothing is placed on it either, until that is lifted."""
+        name = chance.choice(list(self.world.specs))
+        deadline_ms = chance.choice((0, 100, 2_000, 20_000, 300_000))
+        self._ask(
+            "drain",
+            lambda driver: driver.drain(name, deadline_ms, "by ada", keep_min=False),
+            done=partial(self.cordoned.add, name),
+        )
+
+    def undrains(self, chance: Random) -> None:
+        self._undrain(chance.choice(list(self.world.specs)))
+
+    def _undrain(self, name: str) -> None:
+        self.cordoned.discard(name)
+        self._ask(
+            "undrain",
+            lambda driver: driver.undrain(name),
+            done=partial(self.cordoned.discard, name),
+        )
+
+    def preempts(self, chance: Random) -> None:
+        """Let a node know that it is taken away, which it soon is."""
+        agents = [agent for agent in self.world.agents if agent.alive]
+        if not agents:
+            return
+        agent, left_ms = chance.choice(agents), chance.choice((500, 5_000, 30_000))
+        agent.awake(partial(agent.preempt, left_ms))
+        self.world.agenda.after(left_ms + 1_000, agent.die)
+        start = partial(self.world.start_node, agent.name)
+        self.world.agenda.after(left_ms + chance.choice((2_000, 20_000)), start)
+
+    def submits(self, chance: Random) -> None:
+        """Submit a job anew; it is refused where a run of it has not ended."""
+        if specs := self.world.swarm.specs:
+            self._submit(chance.choice(list(specs)), self._new_run(), insist=False)
+
+    def submit(self, rdzv_id: str) -> None:
+        """Submit a job, again and again until it is done."""
+        self._submit(rdzv_id, self._new_run(), insist=True)
+
+    def _new_run(self) -> str:
+        self._runs += 1
+        return f"submitted-{self._runs}"
+
+    def _submit(self, rdzv_id: str, run: str, *, insist: bool) -> None:
+        world = self.world
+        command = Submit(run, world.swarm.jobs[rdzv_id], world.swarm.specs[rdzv_id], "somebody")
+
+        def failed(error: RendezvousError | None) -> None:
+            if world.calm and isinstance(error, InvalidRequestError):
+                self.refused.add(rdzv_id)
+            elif insist and (error is None or error.code != "JobExistsError"):
+                again = partial(self._submit, rdzv_id, run, insist=True)
+                world.agenda.after(AGAIN_MS, again)
+
+        request: Callable[[Driver], Awaitable[Any]] = lambda driver: driver.submit_job(  # noqa: E731
+            rdzv_id, command
+        )
+        self._ask(f"submit {rdzv_id}", request, failed=failed)
+
+    # -------------------------------------------------------------- once all is to be well
+
+    def heal(self) -> None:
+        """See that every job is there, with the bounds that it was launched with."""
+        judge, swarm = self.world.judge, self.world.swarm
+        for rdzv_id in swarm.jobs:
+            job = judge.stored.get(rdzv_id)
+            if job is None and rdzv_id in swarm.specs and rdzv_id not in self.refused:
+                self._submit(rdzv_id, self._new_run(), insist=False)
+            if job is not None and job.ended is None:
+                bounds = self._launched(job)
+                if job.scaled not in (None, bounds):
+                    self._scale(job, *bounds)
+        leader = self.world.leader
+        drained = leader.driver._placer.drains() if leader is not None else {}
+        for name, drain in drained.items():
+            if drain.by_operator:
+                self._undrain(name)
+        for agent in list(self.world.agents):
+            if agent.alive and agent.drain.wished is not None:
+                agent.die()
+        self.world.agenda.after(AGAIN_MS, self.heal)
+
+    def ills(self) -> Iterable[str]:
+        """Name what is not as it should be with jobs that were submitted."""
+        world, leader = self.world, self.world.leader
+        for job in world.judge.stored.values():
+            if job.ended is None and job.scaled not in (None, self._launched(job)):
+                yield f"{job.rdzv_id} still has the bounds {job.scaled}"
+        if leader is None or not world.swarm.specs:
+            return
+        if leader.driver._placer._settled_at_ms > leader.process.now_ms():
+            yield "the server still waits for nodes that are on their way back"
+        for record in leader.driver._nodes.records.values():
+            # A job that could have it keeps back those that are after it in the queue.
+            if record.stream is None:
+                yield f"the server still waits for {record.node_id}"
+        for node_id, quarantined in leader.driver._quarantine.nodes.items():
+            if quarantined.until_ms - leader.process.now_ms() <= SOON_MS:
+                yield f"{node_id} is quarantined for a moment yet"
+        for agent in world.agents:
+            for held in agent.held if isinstance(agent, Daemon) else ():
+                rdzv_id, run = held.placed.key
+                if self._waits_for_room(held):
+                    continue
+                job, state = world.judge.stored.get(rdzv_id), leader.driver._jobs.peek(rdzv_id)
+                if held.part is not None and job is not None and held.part.state.run == job.run:
+                    # It went on in another run that was adopted after the store's loss.
+                    run = job.run
+                if job is None or job.run != run or job.ended is not None:
+                    yield f"{agent.name} still holds {held.placed.key}, which is over"
+                # Who was given up, and came back by itself, takes part as if by its own wish.
+                elif state is not None and agent.name not in _in(state):
+                    yield f"{agent.name} still holds {held.placed.key}, and is not in it"
+
+    def _launched(self, job: Membership) -> tuple[int, int]:
+        settings = self.world.swarm.jobs[job.rdzv_id]
+        return settings.min_nodes, settings.max_nodes
+
+    def _waits_for_room(self, held: Held) -> bool:
+        """Whether a node was given more than it has, which only a store that went back can do.
+
+        What it has no room for waits there until something else has ended.
+        """
+        queued = held.ready and not held.starting and not held.given_back
+        return queued and self.world.judge.era > 0
+
+    def why_waits(self, job: Membership) -> str:
+        """Return why a submitted job has no round, if that is as it should be; else nothing."""
+        world = self.world
+        leader = world.leader
+        state = leader.driver._jobs.peek(job.rdzv_id) if leader is not None else None
+        wait = leader.driver._placer.wait(job.rdzv_id) if leader is not None else None
+        held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
+        if any(h.placed.key == (job.rdzv_id, job.run) and self._waits_for_room(h) for h in held):
+            return "a node that is to run it has no room yet"
+        mine = [h.part for h in held if h.placed.key == (job.rdzv_id, job.run) and h.part]
+        if any(part.runner.workers is not None for part in mine):
+            # They have not stopped yet.
+            return ""
+        if state is not None and job.submission is None:
+            # It was adopted after the store's loss: nobody is placed on it any more.
+            few = not state.seats and len(state.waiting) < job.min_nodes
+            return "nobody has submitted it" if few else ""
+        wanted = demand(state, 0) if state is not None else None
+        if leader is None or wait is None or wanted is None or not wanted.missing:
+            return ""
+        if not wait.jobs_before:
+            free = self._free_for(job, leader) - len(wanted.here)
+            return "" if free >= wanted.missing else wait.reason
+        return wait.reason
+
+    def _free_for(self, job: Membership, leader: Server) -> int:
+        """Count the nodes that really have room for a job."""
+        assert job.submission is not None
+        spec = job.submission.spec
+        declined = {one.node_id for one in job.submission.declined}
+        # One may be stored without that anybody has heard so.
+        cordoned = {*leader.driver._placer._cordons, *leader.driver._quarantine.nodes}
+        free = 0
+        for agent in self.world.agents:
+            if not isinstance(agent, Daemon) or not agent.greeted or agent.name in cordoned:
+                continue
+            taken = {held.placed.key: held.gpus for held in agent.held}
+            host = Host(agent.name, agent.resources, taken)
+            free += agent.name not in declined and fits(spec, host, now=True)
+        return free
+
+
+def _in(state: State) -> set[str]:
+    return {*state.placed, *state.seats, *state.waiting, *state.stuck}

@@ -1,0 +1,8 @@
+"""Lets tests import the benchmarks, whose modules lie in a folder of their own."""
+
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+if str(BENCH) not in sys.path:
+    sys.path.append(str(BENCH))

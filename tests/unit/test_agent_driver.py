@@ -1,0 +1,251 @@
+"""One job's driver, with a link and a runner that are made up: what it says, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdzv.agent import driver as module
+from rdzv.agent import runner_link
+from rdzv.agent.core import events
+from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.driver import JobDriver
+from rdzv.agent.launch import Launch, Output
+from rdzv.client import Endpoint
+from rdzv.core.model import Settings
+from rdzv.v1 import rdzv_pb2 as pb
+
+PATIENCE_S = 20.0
+LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Runner:
+    """Notes what it is asked for; `tell` lets something happen."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.tell: Any = None
+        self.closes = 0
+        self.survives = 0
+
+    def start_workers(self, *what: Any) -> None:
+        self.asked.append(("start", *what))
+
+    def stop_workers(self, *what: Any) -> None:
+        self.asked.append(("stop", *what))
+
+    def stop_store_host(self, *what: Any) -> None:
+        self.asked.append(("stop store", *what))
+
+    async def close(self, _: float) -> None:
+        self.closes += 1
+        if self.closes <= self.survives:
+            raise TimeoutError
+
+
+class Link:
+    """Notes what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[pb.NodeMessage] = []
+        self.jobs: list[JobDriver] = []
+        self.log_reading = SimpleNamespace(serve=lambda *_: None)
+
+    def add(self, job: JobDriver) -> None:
+        self.jobs.append(job)
+
+    def say(self, message: pb.NodeMessage) -> None:
+        self.said.append(message)
+
+
+class Fixture:
+    def __init__(self, folder: Path) -> None:
+        self.link, self.runner = Link(), Runner()
+        job = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
+        self.launch = Launch(
+            job,
+            "sh",
+            no_python=True,
+            local_addr="127.0.0.1",
+            environ={"PATH": "/usr/bin:/bin", "OWN": "1"},
+            chdir=folder,
+            progress_dir=folder,
+            output=Output(redirects={0: 3}, run_dir=folder / "run"),
+        )
+        self.driver = JobDriver(self.launch, self.link, "r1")  # type: ignore[arg-type]
+
+    def bodies(self) -> list[str | None]:
+        return [message.WhichOneof("body") for message in self.link.said]
+
+
+@pytest.fixture
+async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
+    made = Fixture(tmp_path)
+
+    async def spawn(on_event: Any) -> Runner:
+        made.runner.tell = on_event
+        return made.runner
+
+    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
+    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
+
+    async def no_torch(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(module, "has_torch", no_torch)
+    await made.driver.prepare(Endpoint("127.0.0.1", 1))
+    yield made
+    await made.driver.close()
+
+
+async def test_it_joins_its_run_at_once_where_a_stream_is_open(f: Fixture) -> None:
+    (join,) = [message.join for message in f.link.said if message.HasField("join")]
+    assert (join.rdzv_id, join.run, join.HasField("left_round")) == ("job-7", "r1", False)
+    assert f.link.jobs == [f.driver]
+    belief = f.driver.belief()
+    assert belief is not None
+    assert (belief.phase, belief.join.run) == (pb.Belief.JOINING, "r1")
+
+
+async def test_it_says_once_that_it_has_joined(
+    f: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rdzv.agent")
+    assert not f.driver.joined
+    f.driver.post(events.Joined("r1", 1))
+    f.driver.post(events.Joined("r1", 1))
+    assert f.driver.joined
+    assert caplog.text.count("joined job-7 (run r1)") == 1
+
+
+async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    ((what, round_, (worker,)),) = f.runner.asked
+    assert (what, round_) == ("start", 0)
+    assert worker.cwd == str(f.launch.chdir)
+    assert worker.env["OWN"] == "1"
+    assert "HOME" not in worker.env
+    assert worker.stdout == str(f.launch.chdir / "run" / "round_0" / "0" / "stdout.log")
+    assert Path(worker.env["RDZV_PROGRESS_FILE"]).is_relative_to(f.launch.chdir)
+    written = f.driver.written.at(0)
+    assert written is not None
+    assert str(written.workers[0].stdout) == worker.stdout
+
+
+async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    f.runner.start_workers = None  # type: ignore[method-assign, assignment]
+    f.runner.stop_workers = None  # type: ignore[method-assign, assignment]
+    f.driver.post(events.Signalled(15, "SIGTERM"))
+    f.driver.post(events.Ticked())
+    with pytest.raises(TypeError):
+        await f.driver.wait()
+    assert f.driver.belief() is None
+    f.driver.say_failed("a bug")
+    leave = f.link.said[-1].leave
+    assert (leave.cause, leave.run, leave.reason) == (pb.Leave.START_FAILED, "r1", "a bug")
+    assert (leave.HasField("left_round"), leave.left_round) == (True, 0)
+
+
+async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    f.runner.tell(runner_link.WorkerExited(0, 7, 1, 0, None, 0))
+    with pytest.raises(IndexError):
+        await f.driver.wait()
+
+
+async def test_it_ends_as_soon_as_it_is_withdrawn_without_workers(f: Fixture) -> None:
+    f.driver.post(events.Withdrawn("r1", "scaled down"))
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await f.driver.wait()
+    assert (outcome.exit_code, outcome.text) == (75, "scaled down")
+    assert f.link.said[-1].leave.cause == pb.Leave.SIGNAL
+    assert f.driver.belief() is None
+
+
+async def test_closing_can_be_tried_again(f: Fixture) -> None:
+    f.runner.survives = 1
+    with pytest.raises(TimeoutError):
+        await f.driver.close()
+    await f.driver.close()
+    assert f.runner.closes == 2
+
+
+# ---------------------------------------------------------------- a node that is not well
+
+
+def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
+    """Have a worker of the first round fail on a node that is found to be like this when asked."""
+    looked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def examine() -> str:
+        looked.set()
+        await may_answer.wait()
+        return wrong
+
+    f.driver._examine = examine
+    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
+    f.runner.tell(runner_link.WorkersGone(0))
+    return [looked, may_answer]
+
+
+async def said(f: Fixture, body: str) -> pb.NodeMessage:
+    async with asyncio.timeout(PATIENCE_S):
+        while f.bodies()[-1] != body:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return f.link.said[-1]
+
+
+async def test_a_node_whose_worker_failed_joins_again_when_it_was_found_well(f: Fixture) -> None:
+    looked, may_answer = fail(f, "")
+    await looked.wait()
+    # Its seat is its own meanwhile, also to a server that it has to say hello to.
+    assert f.bodies()[-1] == "failed"
+    belief = f.driver.belief()
+    assert belief is not None
+    assert belief.phase == pb.Belief.STOPPING
+    may_answer.set()
+    assert (await said(f, "join")).join.left_round == 0
+
+
+async def test_a_node_that_is_found_unwell_leaves_in_place_of_joining_again(f: Fixture) -> None:
+    _, may_answer = fail(f, "disk /data has 1 % free")
+    may_answer.set()
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await f.driver.wait()
+    assert (outcome.exit_code, outcome.text) == (75, "unhealthy: disk /data has 1 % free")
+    leave = f.link.said[-1].leave
+    assert (leave.cause, leave.left_round) == (pb.Leave.FAILED, 0)
+    assert leave.reason == "unhealthy: disk /data has 1 % free"
+    assert "join" not in f.bodies()[-3:]
+
+
+async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
+    async def examine() -> str:
+        raise AssertionError("nobody wants to know")
+
+    f.driver._examine = examine
+    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(events.Signalled(15, "SIGTERM"))
+    f.runner.tell(runner_link.WorkersGone(0))
+    async with asyncio.timeout(PATIENCE_S):
+        await f.driver.wait()
+
+
+async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture) -> None:
+    async def examine() -> str:
+        raise ValueError("a bug")
+
+    f.driver._examine = examine
+    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
+    f.runner.tell(runner_link.WorkersGone(0))
+    assert (await said(f, "join")).join.left_round == 0

@@ -1,0 +1,257 @@
+"""A worker hangs that has told of its progress, and then is silent for too long.
+
+For so long as anybody watched; by its own measure, if that is asked for; not while a debugger holds
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import hangs
+from rdzv.agent.core.hangs import AUTO_INTERVALS, Look, Vigil, timeout_ms
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.hangs import HangWatch, HungReport
+from rdzv.core.hangs import HangTimeout
+
+AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
+
+
+def watched(*looks: Look, every_ms: int = 1_000) -> Vigil:
+    vigil = Vigil()
+    for look in looks:
+        vigil = vigil.after(look, every_ms)
+    return vigil
+
+
+def words(*numbers: int | None, state: str = "S") -> tuple[Look, ...]:
+    return tuple(Look(None if n is None else (n,), state) for n in numbers)
+
+
+# ------------------------------------------------------------------ a worker, look by look
+
+
+@pytest.mark.parametrize(
+    ("looks", "hung"),
+    [
+        pytest.param(words(*[None] * 60), "", id="never a word: nobody knows what it does"),
+        pytest.param(words(1, 1, 1, 1, 1), "", id="4 s of silence"),
+        pytest.param(
+            words(1, 1, 1, 1, 1, 1), "no word of its progress for 5 s, limit 5 s", id="5 s"
+        ),
+        pytest.param(words(1, 1, 1, 1, 1, 1, 2), "", id="it has said something again"),
+        pytest.param(
+            words(1, *[None] * 5),
+            "no word of its progress for 5 s, limit 5 s",
+            id="the file is gone",
+        ),
+        pytest.param(words(1, *[1] * 9, state="t"), "", id="a debugger holds it"),
+        pytest.param(
+            words(1, *[1] * 9, state="T"),
+            "no word of its progress for 9 s, limit 5 s",
+            id="stopped",
+        ),
+    ],
+)
+def test_silence_after_a_word(looks: tuple[Look, ...], hung: str) -> None:
+    assert watched(*looks).why_hung(5_000) == hung
+
+
+@pytest.mark.parametrize(
+    ("looks", "hung"),
+    [
+        pytest.param(
+            [Look(None, "D", 7)] * 6, "in D state for 5 s without a break", id="one sleep"
+        ),
+        pytest.param([Look(None, "D", 7)] * 5, "", id="4 s"),
+        pytest.param(
+            [Look(None, "D", n) for n in range(20)], "", id="many short ones: a slow disk"
+        ),
+        pytest.param([Look(None, "D", None)] * 20, "", id="nobody knows whether it is one"),
+        pytest.param(
+            [*[Look(None, "D", 7)] * 4, Look(None, "S"), *[Look(None, "D", 7)] * 5], "", id="broken"
+        ),
+    ],
+)
+def test_one_uninterruptible_sleep_is_a_hang_without_any_word(looks: list[Look], hung: str) -> None:
+    assert watched(*looks).why_hung(5_000) == hung
+
+
+@pytest.mark.parametrize(
+    ("intervals", "longest_ms", "expected_ms"),
+    [
+        pytest.param((), 0, 60_000, id="nothing is known"),
+        pytest.param((1_000, 200, 300), 1_000, 60_000, id="never less than a minute"),
+        pytest.param((1_000, 30_000, 900), 30_000, 600_000, id="20 times the longest"),
+        pytest.param((1_000,), 300_000, 600_000, id="twice the longest pause ever seen"),
+        pytest.param((1_000,), 86_400_000, 1_800_000, id="which counts for half an hour at most"),
+        pytest.param((200_000,), 200_000, 4_000_000, id="its own steps count in full"),
+    ],
+)
+def test_what_is_learned(intervals: tuple[int, ...], longest_ms: int, expected_ms: int) -> None:
+    vigil = Vigil(word=(1,), intervals_ms=intervals)
+    assert timeout_ms(AUTO, vigil, longest_ms) == expected_ms
+    assert timeout_ms(FIXED, vigil, longest_ms) == 5_000
+
+
+def test_intervals_are_those_between_words_and_the_first_from_the_start() -> None:
+    vigil = watched(*words(None, None, 1, 1, 2, 3))
+    assert vigil.intervals_ms == (3_000, 2_000, 1_000)
+    many = watched(*words(*range(2 * AUTO_INTERVALS)))
+    assert len(many.intervals_ms) == AUTO_INTERVALS
+
+
+# ------------------------------------------------------------------ files and processes
+
+
+def assignment(round_: int) -> Assignment:
+    return Assignment("run-1", round_, 1, 2, 8, 16, 8, 16, "h", 1, True, 0, 3)
+
+
+class Watch:
+    def __init__(self, folder: Path, timeout: HangTimeout | None, pid: int) -> None:
+        self.said: list[HungReport] = []
+        self.file = folder / "progress"
+        self.file.write_bytes(b"")
+        self.watch = HangWatch("job-7", timeout, self.said.append)
+        self.watch.open_round(assignment(4))
+        self.watch.worker_started(1, pid, str(self.file))
+
+    def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.watch._look()
+
+    @property
+    def reported(self) -> list[list[int]]:
+        return [[worker.rank for worker in report.workers] for report in self.said]
+
+
+@pytest.fixture(name="clock")
+def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Time that passes by a second from one call to the next, and as the test says."""
+    at_ms = [0]
+
+    def now_ms() -> int:
+        at_ms[0] += 500
+        return at_ms[0]
+
+    monkeypatch.setattr(hangs, "_now_ms", now_ms)
+    return at_ms
+
+
+@pytest.fixture(name="worker")
+def _worker() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
+    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+) -> None:
+    w = Watch(tmp_path, FIXED, worker.pid)
+    w.look(30)
+    assert w.said == []
+    w.file.write_bytes(b"7\n")
+    w.look(1)
+    assert w.said == []
+    w.look(12)
+    (report,) = w.said
+    assert (report.run, report.round) == ("run-1", 4)
+    (told,) = report.workers
+    assert (told.rank, told.local_rank, told.pid) == (9, 1, worker.pid)
+    assert told.reason.startswith("no word of its progress for ")
+    w.watch.say_again()
+    assert w.reported == [[9], [9]]
+    clock[0] += hangs.SAY_AGAIN_MS
+    w.look(1)
+    assert w.reported == [[9]] * 3
+    w.watch.close_round()
+
+
+async def test_the_same_step_once_more_is_a_sign_of_life(
+    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+) -> None:
+    """So that an evaluation, or a long save, can be told from a hang."""
+    w = Watch(tmp_path, FIXED, worker.pid)
+    w.file.write_bytes(b"7\n")
+    w.look(13)
+    assert w.reported == [[9]]
+    other = tmp_path / "other"
+    other.write_bytes(b"7\n")
+    other.rename(w.file)
+    w.look(1)
+    assert w.reported == [[9], []]
+    w.watch.say_again()
+    assert w.reported == [[9], []]
+    w.watch.close_round()
+
+
+async def test_a_pause_of_the_agent_is_no_silence(
+    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+) -> None:
+    w = Watch(tmp_path, FIXED, worker.pid)
+    w.file.write_bytes(b"7\n")
+    w.look(1)
+    clock[0] += 3_600_000
+    w.look(1)
+    assert w.said == []
+    w.watch.close_round()
+
+
+async def test_who_has_exited_or_is_being_stopped_is_not_watched(
+    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+) -> None:
+    w = Watch(tmp_path, FIXED, worker.pid)
+    w.file.write_bytes(b"7\n")
+    w.look(1)
+    w.watch.worker_exited(1)
+    w.look(30)
+    w.watch.close_round()
+    w.watch.say_again()
+    assert w.said == []
+
+
+async def test_without_a_timeout_nobody_is_watched(
+    tmp_path: Path, worker: subprocess.Popen[bytes]
+) -> None:
+    w = Watch(tmp_path, None, worker.pid)
+    assert w.watch._timer is None
+    assert w.watch._workers == {}
+
+
+async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
+    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+) -> None:
+    """So a job whose evaluation is longer than anybody knew is not ended by it for ever."""
+    w = Watch(tmp_path, AUTO, worker.pid)
+    w.file.write_bytes(b"7\n")
+    w.look(200)
+    assert w.reported[0] == [9]
+    silent_ms = w.said[0].workers[0].silent_ms
+    w.watch.close_round()
+    w.said.clear()
+    w.watch.open_round(assignment(5))
+    w.watch.worker_started(1, worker.pid, str(w.file))
+    while not w.said:
+        w.look(1)
+    assert w.said[0].workers[0].silent_ms >= 2 * silent_ms
+    w.watch.close_round()
+
+
+async def test_the_timer_looks_by_itself(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
+    w = Watch(tmp_path, HangTimeout(200), worker.pid)
+    w.file.write_bytes(b"7\n")
+    worker.send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        while not w.said:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert w.reported == [[9]]
+    w.watch.close_round()

@@ -1,0 +1,377 @@
+"""Whether a node is well: what each check finds, and when it is looked again.
+
+Checks that stand in for others say what they are told to. Those of disks and GPUs look at what the
+test made for them; no GPU is touched, and nothing here has met a real kernel's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import health, xid
+from rdzv.agent.health import Health
+from rdzv.agent.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
+from rdzv.core.placement import FailingCheck
+
+NONE: frozenset[str] = frozenset()
+
+
+# ---------------------------------------------------------------- when it is looked
+
+
+class Fake:
+    """A check that finds what it is told to, and counts how often it was asked."""
+
+    def __init__(self, name: str = "fan") -> None:
+        self.name, self.timeout_s = name, 5.0
+        self.wrong = ""
+        self.asked: list[frozenset[str]] = []
+        self.lifted = 0
+        self.gate: asyncio.Event | None = None
+
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        self.asked.append(unused_gpus)
+        if self.gate is not None:
+            await self.gate.wait()
+        return self.wrong
+
+    async def lift(self) -> None:
+        self.lifted += 1
+
+
+@pytest.fixture(name="quick")
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries come at once, and no deadline is far."""
+    monkeypatch.setattr(health, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(health, "LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(health, "END_S", 0.05)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_node_without_checks_is_well() -> None:
+    assert await Health(()).look() == ()
+
+
+async def test_all_that_fails_is_told_and_who_is_concerned_hears_of_each_change() -> None:
+    fan, disk, heard = Fake("fan"), Fake("disk /"), list[tuple[FailingCheck, ...]]()
+    node = Health((fan, disk), on_change=lambda: heard.append(node.failing))
+    assert await node.look() == ()
+    fan.wrong, disk.wrong = "stands still", "is full"
+    found = await node.look(fresh_s=0.0)
+    assert health.describe(found) == "fan stands still; disk / is full"
+    await node.look(fresh_s=0.0)
+    assert heard == [found]
+    fan.wrong = disk.wrong = ""
+    assert await node.look(fresh_s=0.0) == ()
+    assert heard == [found, ()]
+
+
+async def test_what_was_just_found_holds_for_the_next_job_but_not_after_a_failure() -> None:
+    fan = Fake()
+    node = Health((fan,))
+    for _ in range(3):
+        await node.look()
+    assert len(fan.asked) == 1
+    await node.look(fresh_s=0.0)
+    assert len(fan.asked) == 2
+
+
+async def test_those_who_ask_at_once_ask_once() -> None:
+    fan = Fake()
+    fan.gate = asyncio.Event()
+    node = Health((fan,))
+    asking = [asyncio.create_task(node.look()) for _ in range(5)]
+    await until(lambda: bool(fan.asked))
+    fan.gate.set()
+    await asyncio.gather(*asking)
+    assert len(fan.asked) == 1
+
+
+async def test_the_gpus_of_who_asks_count_as_unused_and_are_looked_at() -> None:
+    fan = Fake()
+    node = Health((fan,), lambda: frozenset({"GPU-b"}))
+    await node.look()
+    await node.look(frozenset({"GPU-a"}))
+    assert fan.asked == [{"GPU-b"}, {"GPU-a", "GPU-b"}]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_fails_is_tried_again_until_it_is_well_and_that_is_told() -> None:
+    fan, heard = Fake(), list[bool]()
+    node = Health((fan,), on_change=lambda: heard.append(bool(node.failing)))
+    await node.look()
+    running = asyncio.create_task(node.run())
+    fan.wrong = "stands still"
+    await node.look(fresh_s=0.0)
+    await until(lambda: len(fan.asked) > 5)
+    fan.wrong = ""
+    await until(lambda: heard == [True, False])
+    running.cancel()
+
+
+async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
+    fan = Fake()
+    node = Health((fan,))
+    await node.look()
+    running = asyncio.create_task(node.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(fan.asked) == 1
+    # An operator wants to have it looked at.
+    node.look_again()
+    await until(lambda: len(fan.asked) == 2)
+    assert fan.lifted == 1
+    running.cancel()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_back() -> None:
+    nfs, fan = Fake("nfs"), Fake()
+    nfs.timeout_s, nfs.gate = 0.05, asyncio.Event()
+    node = Health((nfs, fan))
+    (found,) = await node.look()
+    assert str(found) == "nfs did not come back within 0.05 s"
+    (found,) = await node.look(fresh_s=0.0)
+    assert "has not come back for" in found.reason
+    assert (len(nfs.asked), len(fan.asked)) == (1, 2)
+    nfs.gate.set()
+    await asyncio.sleep(0)
+    await until(node._hung[nfs].task.done)
+    assert await node.look(fresh_s=0.0) == ()
+    assert len(nfs.asked) == 2
+    node.close()
+
+
+async def test_a_bug_of_a_check_is_a_check_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Disk("disk", 5.0, path=None)  # type: ignore[arg-type]
+    (found,) = await Health((broken,)).look()
+    assert "could not be checked: TypeError" in found.reason
+    assert "a bug of this check" in caplog.text
+
+
+# ---------------------------------------------------------------- a command
+
+
+def command(script: str, timeout_s: float = 10.0) -> Command:
+    args = (sys.executable, "-c", textwrap.dedent(script))
+    return Command("command nfs", timeout_s, args, dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("script", "wrong"),
+    [
+        ("print('all is well')", ""),
+        ("import sys; print('looking'); sys.exit('the mount is stale')", "exited 1: the mount is"),
+        ("import sys; sys.exit(7)", "exited 7"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by signal 9"),
+        ("import sys; print('x' * 100_000); sys.exit(2)", "exited 2: xxx"),
+    ],
+)
+async def test_a_command_says_by_its_exit_whether_all_is_well(script: str, wrong: str) -> None:
+    found = await command(script).look(NONE)
+    assert found.startswith(wrong) if wrong else not found
+    assert len(found) < 300
+
+
+async def test_a_command_is_told_which_gpus_nobody_has() -> None:
+    script = "import os, sys; sys.exit(os.environ['RDZV_UNUSED_GPUS'])"
+    assert await command(script).look(frozenset({"GPU-b", "GPU-a"})) == "exited 1: GPU-a,GPU-b"
+
+
+async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    found = await command(
+        f"""
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open({str(pid)!r}, "w").write(str(child.pid))
+        print("waits for ever", flush=True)
+        time.sleep(600)
+        """,
+        timeout_s=3.0,
+    ).look(NONE)
+    assert found == "did not end within 3 s: waits for ever"
+    await until(lambda: _gone(int(pid.read_text())))
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def test_a_command_that_is_not_there_fails() -> None:
+    check = Command("command x", 1.0, ("/no/such/program",), {})
+    assert await check.look(NONE) == "can not be started: No such file or directory"
+
+
+# ---------------------------------------------------------------- disks
+
+
+async def test_a_disk_has_room_or_says_how_much_it_has(tmp_path: Path) -> None:
+    assert await Disk("disk", 5.0, tmp_path, min_free_bytes=1).look(NONE) == ""
+    found = await Disk("disk", 5.0, tmp_path, min_free_percent=100.0).look(NONE)
+    assert "% free (" in found and found.endswith("and 100 % are asked for")
+    found = await Disk("disk", 5.0, tmp_path, min_free_bytes=1 << 60).look(NONE)
+    assert found.endswith(" free, and 1.05e+06 TiB are asked for")
+    found = await Disk("disk", 5.0, tmp_path / "gone", min_free_bytes=1).look(NONE)
+    assert found == "can not be looked at: No such file or directory"
+
+
+# ---------------------------------------------------------------- GPUs
+
+GIB = 1 << 30
+
+
+def gpus(used: dict[str, int], wrong: tuple[str, ...] = (), **more: int) -> Gpus:
+    check = Gpus("gpu", 0.2, ("GPU-a", "GPU-b"), memory_used=GIB, **more)
+    check.look_at = lambda: (used, list(wrong))
+    return check
+
+
+async def test_gpus_that_answer_and_that_nobody_uses_are_well() -> None:
+    both = {"GPU-a": 0, "GPU-b": GIB}
+    assert await gpus(both).look(frozenset(both)) == ""
+
+
+async def test_memory_counts_only_where_no_job_is() -> None:
+    used = {"GPU-a": 40 * GIB, "GPU-b": 0}
+    assert await gpus(used).look(frozenset({"GPU-b"})) == ""
+    found = await gpus(used).look(frozenset({"GPU-a", "GPU-b"}))
+    assert found == "GPU-a: 40 GiB are in use, and no job has it"
+
+
+async def test_memory_that_is_being_given_back_is_waited_for() -> None:
+    check, asked = gpus({}), list[int]()
+    check.timeout_s = 10.0
+
+    def look_at() -> tuple[dict[str, int], list[str]]:
+        asked.append(1)
+        return {"GPU-a": 0, "GPU-b": 0 if len(asked) > 2 else 3 * GIB}, []
+
+    check.look_at = look_at
+    assert await check.look(frozenset({"GPU-b"})) == ""
+    assert len(asked) == 3
+
+
+async def test_a_gpu_that_does_not_answer_is_named() -> None:
+    found = await gpus({"GPU-a": 0}, ("number 1: GPU is lost",)).look(NONE)
+    assert found == "GPU-b does not answer: number 1: GPU is lost"
+    found = await gpus({}, ("NVML: driver not loaded",)).look(NONE)
+    assert found == "GPU-a, GPU-b do not answer: NVML: driver not loaded"
+    found = await gpus({"GPU-a": 0, "GPU-b": 0}, count=8).look(NONE)
+    assert found == "2 GPUs of 8 answer"
+
+
+def test_each_gpu_is_asked_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has fallen off the bus hides no other."""
+    (tmp_path / "pynvml.py").write_text(
+        textwrap.dedent(
+            """
+            from types import SimpleNamespace
+            class NVMLError(Exception): pass
+            def nvmlInit(): pass
+            def nvmlShutdown(): pass
+            def nvmlDeviceGetCount(): return 3
+            def nvmlDeviceGetHandleByIndex(index):
+                if index == 1: raise NVMLError("GPU is lost")
+                return index
+            def nvmlDeviceGetMigMode(handle): raise NVMLError("not supported")
+            def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+            def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(used=handle * 100)
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    assert look_at_gpus() == ({"GPU-0": 0, "GPU-2": 200}, ["number 1: GPU is lost"])
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+
+# ---------------------------------------------------------------- the kernel's log
+
+RECORDS = """\
+6,800,5000000,-;nvidia 0000:3b:00.0: enabling device (0000 -> 0002)
+ SUBSYSTEM=pci
+4,801,6000000,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=811, name=python, Ch 00000008, MMU Fault
+4,802,7000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off
+4,803,7000001,c;NVRM: Xid (PCI:0000:3b:00): 79, pid=811, name=python, GPU has fallen off the bus.
+4,804,8000000,-;NVRM: Xid (PCI:0000:86:00): 95, Uncontained: LTC TAG (0x7,0x0)
+NVRM: Xid (PCI:0000:86:00): 48, no record
+"""
+
+
+def test_errors_are_found_by_number_place_and_code() -> None:
+    found = [(x.number, x.place, x.code) for x in xid.parse(RECORDS.splitlines())]
+    assert found == [
+        (801, "0000:3b:00", "31"),
+        (802, "0000:3b:00", "79"),
+        (803, "0000:3b:00", "79"),
+        (804, "0000:86:00", "95"),
+    ]
+
+
+def test_those_that_matter_are_told_once_for_each_gpu() -> None:
+    found = list(xid.parse(RECORDS.splitlines()))
+    assert xid.describe(found, xid.CODES, -1) == (
+        "79 on 0000:3b:00: pid=811, name=python, GPU has fallen off the bus.; 95 on 0000:86:00: "
+        "Uncontained: LTC TAG (0x7,0x0)"
+    )
+    assert xid.describe(found, ("31",), -1).startswith("31 on 0000:3b:00: pid=811")
+    assert xid.describe(found, xid.CODES, 804) == ""
+
+
+async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot(
+    tmp_path: Path,
+) -> None:
+    log, boot = tmp_path / "kmsg", tmp_path / "boot_id"
+    log.write_text(RECORDS)
+    boot.write_text("first\n")
+    check = Xids("xid", 5.0, log=log, lifted=xid.Lifted(tmp_path / "lifted.json", boot))
+    assert (await check.look(NONE)).startswith("79 on 0000:3b:00")
+    await check.lift()
+    assert await check.look(NONE) == ""
+    # It is remembered by the next agent, and what comes later counts.
+    check = Xids("xid", 5.0, log=log, lifted=xid.Lifted(tmp_path / "lifted.json", boot))
+    assert await check.look(NONE) == ""
+    log.write_text(RECORDS + "4,805,9000000,-;NVRM: Xid (PCI:0000:86:00): 79, fell off\n")
+    assert await check.look(NONE) == "79 on 0000:86:00: fell off"
+    boot.write_text("second\n")
+    assert "95 on 0000:86:00" in await check.look(NONE)
+
+
+async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
+    found = await Xids("xid", 5.0, log=tmp_path / "kmsg").look(NONE)
+    assert found == (
+        f"the log {tmp_path / 'kmsg'} can not be read: No such file or directory; give the agent "
+        "CAP_SYSLOG, or leave this check out"
+    )
+
+
+def test_records_come_from_a_device_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from /dev/kmsg: a record a read, a gap where some were overwritten, and then the end."""
+    answers = [b"4,1,9,-;one\n SUBSYSTEM=pci\n", BrokenPipeError(), b"4,7,9,-;two\n"]
+
+    def read(fd: int, size: int) -> bytes:
+        if not answers:
+            raise BlockingIOError
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, "read", read)
+    assert xid.read_records(Path("/dev/null")) == ["4,1,9,-;one", "4,7,9,-;two"]

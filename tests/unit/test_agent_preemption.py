@@ -1,0 +1,193 @@
+"""Word of a preemption, from a file that appears and from a command that gives notice.
+
+The commands are real; nothing here asserts how long something takes: a story waits for what must
+come, and what must not come is followed by something that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import preemption as module
+from rdzv.agent.preemption import Preemption, heeded
+
+PATIENCE_S = 20.0
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Notices:
+    """What the node has heard."""
+
+    def __init__(self) -> None:
+        self._given: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+    def give(self, left_ms: int, why: str) -> None:
+        self._given.put_nowait((left_ms, why))
+
+    async def next(self) -> tuple[int, str]:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._given.get()
+
+    @property
+    def none(self) -> bool:
+        return self._given.empty()
+
+
+@asynccontextmanager
+async def watched(
+    file: Path | None = None, command: tuple[str, ...] = ()
+) -> AsyncIterator[Notices]:
+    notices = Notices()
+    async with heeded(Preemption(file, command, left_ms=7_000), notices.give):
+        yield notices
+
+
+async def until_there(path: Path) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not path.exists():  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.005)
+
+
+def lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def sh(script: str) -> tuple[str, ...]:
+    return ("sh", "-c", script)
+
+
+# ------------------------------------------------------------------ a file
+
+
+async def test_a_file_that_appears_says_how_much_time_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "preempted"
+    async with watched(file) as notices:
+        new = tmp_path / "new"
+        new.write_text("120\nby the cloud\n")
+        assert notices.none
+        new.rename(file)
+        assert await notices.next() == (120_000, f"preempted ({file})")
+        # And less, as it comes nearer.
+        file.write_text("5")
+        assert (await notices.next())[0] == 5_000
+
+
+async def test_a_file_that_is_there_already_is_a_notice(tmp_path: Path) -> None:
+    file = tmp_path / "preempted"
+    file.touch()
+    async with watched(file) as notices:
+        # It says no more: the usual time is left.
+        assert (await notices.next())[0] == 7_000
+
+
+async def test_a_file_that_is_half_written_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HALF_WRITTEN_S", PATIENCE_S)
+    file = tmp_path / "preempted"
+    async with watched(file) as notices:
+        file.touch()
+        await asyncio.sleep(0.05)
+        assert notices.none
+        file.write_text("30 s\n")
+        assert (await notices.next())[0] == 30_000
+
+
+async def test_words_that_are_no_seconds_are_a_notice_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "preempted"
+    file.write_text("terminate at noon\n")
+    with caplog.at_level(logging.WARNING, "rdzv.agent"):
+        async with watched(file) as notices:
+            assert (await notices.next())[0] == 7_000
+    assert "'terminate at noon' is no number of seconds; the usual time is left" in caplog.text
+
+
+async def test_a_file_whose_folder_comes_later(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    async with watched(folder / "preempted") as notices:
+        folder.mkdir()
+        (folder / "preempted").write_text("3")
+        assert (await notices.next())[0] == 3_000
+
+
+# ------------------------------------------------------------------ a command
+
+
+async def test_a_command_gives_notice_by_exiting_with_0(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    script = f"while ! test -e {go}; do sleep 0.01; done; echo 90; echo and more"
+    async with watched(command=sh(script)) as notices:
+        assert notices.none
+        go.touch()
+        assert await notices.next() == (90_000, "preempted, as sh says")
+
+
+async def test_a_command_that_fails_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.001)
+    tries = tmp_path / "tries"
+    script = f"echo x >> {tries}; test $(wc -l < {tries}) -ge 4 || exit 7"
+    with caplog.at_level(logging.WARNING, "rdzv.agent"):
+        async with watched(command=sh(script)) as notices:
+            assert (await notices.next())[0] == 7_000
+    assert tries.read_text() == "x\n" * 4
+    # The same is told once.
+    assert caplog.text.count("`preemption.command` (sh) exited with 7; it is started again") == 1
+
+
+async def test_a_command_that_can_not_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_FIRST_S", 0.001)
+    monkeypatch.setattr(module, "BACKOFF_MAX_S", 0.01)
+    program = tmp_path / "watch"
+    with caplog.at_level(logging.WARNING, "rdzv.agent"):
+        async with watched(command=(str(program),)) as notices:
+            async with asyncio.timeout(PATIENCE_S):
+                while "can not be started" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            new = tmp_path / "new"
+            new.write_text("#!/bin/sh\necho 11\n")
+            new.chmod(0o755)
+            new.rename(program)
+            assert (await notices.next())[0] == 11_000
+    assert "can not be started: No such file or directory" in caplog.text
+
+
+async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path: Path) -> None:
+    async with watched(command=sh("sleep 600 & echo 5")) as notices:
+        assert (await notices.next())[0] == 5_000
+
+
+async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
+    tmp_path: Path,
+) -> None:
+    pids = tmp_path / "pids"
+    script = f"sleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}; wait"
+    async with watched(command=sh(script)) as notices:
+        await until_there(pids)
+    assert notices.none
+    pid = int(pids.read_text())
+    async with asyncio.timeout(PATIENCE_S):
+        while lives(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_without_either_nothing_is_watched() -> None:
+    async with watched() as notices:
+        await asyncio.sleep(0)
+    assert notices.none

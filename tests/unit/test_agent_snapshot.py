@@ -1,0 +1,192 @@
+"""A round has moved the job on if the snapshot is another than when the round before had ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import snapshot
+from rdzv.agent.snapshot import Sight, Snapshot, look
+
+DEADLINE_S = 30.0
+
+
+def rewrite(path: Path) -> None:
+    """Write the same again, as a training does that gets no further; its time is another."""
+    path.write_bytes(path.read_bytes())
+    there = path.stat()
+    os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns + 1_000))
+
+
+def replace_by_another(path: Path) -> None:
+    """Save as one should: beside it, and then in its place, here with the very same time."""
+    there, other = path.stat(), path.with_name("other")
+    other.write_bytes(path.read_bytes() + b"more")
+    os.utime(other, ns=(there.st_atime_ns, there.st_mtime_ns))
+    other.rename(path)
+
+
+@pytest.mark.parametrize("change", [rewrite, replace_by_another, Path.unlink])
+def test_a_file_that_is_another_looks_otherwise(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "snapshot.pt"
+    path.write_bytes(b"state")
+    before = look(path)
+    assert before == look(path)
+    change(path)
+    assert look(path) != before
+
+
+def add_step(folder: Path) -> None:
+    (folder / "step_20").mkdir()
+
+
+def change_deep(folder: Path) -> None:
+    rewrite(folder / "step_10" / "rank_0.pt")
+
+
+def point_elsewhere(folder: Path) -> None:
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to("step_10/rank_0.pt")
+
+
+@pytest.mark.parametrize("change", [add_step, change_deep, point_elsewhere])
+def test_so_does_a_folder_in_which_anything_is(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "snapshots"
+    (folder / "step_10").mkdir(parents=True)
+    (folder / "step_10" / "rank_0.pt").write_bytes(b"state")
+    (folder / "latest").symlink_to("step_10")
+    before = look(folder)
+    assert (before.entries, before.size) == (4, len(b"state") + len("step_10"))
+    assert before == look(folder)
+    change(folder)
+    assert look(folder) != before
+
+
+def test_a_link_to_the_latest_one_is_followed(tmp_path: Path) -> None:
+    for name in ("one", "another"):
+        (tmp_path / name).write_text(name)
+    link = tmp_path / "latest"
+    link.symlink_to("one")
+    before = look(link)
+    link.unlink()
+    link.symlink_to("another")
+    assert before.size == len("one")
+    assert look(link).size == len("another")
+
+
+def test_what_is_not_there_is_nothing(tmp_path: Path) -> None:
+    assert look(tmp_path / "none") == Sight()
+
+
+def test_no_folder_is_too_large_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_ENTRIES", 5)
+    for number in range(20):
+        (tmp_path / str(number)).touch()
+    assert look(tmp_path).entries == 5
+
+
+# ------------------------------------------------------------------ round by round
+
+
+async def began(seen: Snapshot) -> None:
+    done = asyncio.get_running_loop().create_future()
+    seen.begin_round(lambda: done.set_result(None))
+    async with asyncio.timeout(DEADLINE_S):
+        await done
+
+
+async def ended(seen: Snapshot) -> bool:
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    seen.end_round(done.set_result)
+    async with asyncio.timeout(DEADLINE_S):
+        return await done
+
+
+async def test_each_round_is_compared_with_the_end_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    path.write_text("of an earlier run")
+    seen = Snapshot(path)
+    found = []
+    for text in (None, "1", None, "22", None):
+        await began(seen)
+        if text is not None:
+            path.write_text(text)
+        found.append(await ended(seen))
+    assert found == [False, True, False, True, False]
+
+
+async def test_the_first_snapshot_of_all_is_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    seen = Snapshot(path)
+    await began(seen)
+    assert not await ended(seen)
+    await began(seen)
+    path.touch()
+    assert await ended(seen)
+
+
+def test_without_a_path_nothing_is_looked_at_and_nothing_waits() -> None:
+    """Not even an event loop is needed."""
+    seen, told = Snapshot(None), []
+    seen.begin_round(lambda: told.append("begun"))
+    seen.end_round(told.append)
+    assert told == ["begun", False]
+
+
+async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sights: list[Sight | OSError] = [
+        *(Sight(1), PermissionError(13, "Permission denied"), Sight(1), Sight(1)),
+        *(OSError(5, "Input/output error"), Sight(1)),
+    ]
+
+    def fake(path: Path) -> Sight:
+        seen = sights.pop(0)
+        if isinstance(seen, OSError):
+            raise seen
+        return seen
+
+    seen = Snapshot(Path("/data"), fake)
+    await began(seen)
+    assert [await ended(seen) for _ in range(5)] == [True, True, False, True, True]
+    assert [record.getMessage() for record in caplog.records] == [
+        "--snapshot=/data can not be seen (Permission denied); that counts as progress"
+    ]
+
+
+async def test_an_agent_that_did_not_see_the_round_begin_does_not_say_that_nothing_changed() -> (
+    None
+):
+    seen = Snapshot(Path("/data"), lambda path: Sight(1))
+    assert await ended(seen)
+    assert not await ended(seen)
+
+
+async def test_a_file_server_that_does_not_answer_holds_up_nobody_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot, "TIMEOUT_S", 0.05)
+    answers = threading.Event()
+
+    def hang(path: Path) -> Sight:
+        answers.wait(DEADLINE_S)
+        return Sight(1)
+
+    seen = Snapshot(Path("/data"), hang)
+    await began(seen)
+    assert await ended(seen)
+    answers.set()
+    assert "no answer within" in caplog.text
+    # A late answer is of no round.
+    assert await ended(seen)
+    assert not await ended(seen)

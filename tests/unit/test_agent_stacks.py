@@ -1,0 +1,270 @@
+"""Stacks are taken from outside; whatever keeps py-spy from them, a note says it, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import stacks
+from rdzv.agent.stacks import StackAnswers, StacksAsked, Target, parse_dump, process_state, take_all
+from rdzv.core.stacks import WorkerStack
+
+ASKED = StacksAsked(5, "job-7", "run-1", 2, 10_000)
+FRAME = {"name": "f", "filename": "/home/ada/train.py", "line": 3}
+
+
+def dump(*threads: dict[str, object]) -> bytes:
+    return json.dumps(list(threads)).encode()
+
+
+def thread(
+    name: str | None = "MainThread", tid: int | None = 7, frames: int = 1
+) -> dict[str, object]:
+    return {"thread_name": name, "os_thread_id": tid, "frames": [FRAME] * frames}
+
+
+@pytest.fixture(name="sleeper")
+def _sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(name="py_spy")
+def _py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A py-spy that does what its test writes into it."""
+    program = tmp_path / "py-spy"
+    program.touch(0o755)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(program))
+    return program
+
+
+def write(py_spy: Path, text: str) -> None:
+    py_spy.write_text(text)
+
+
+async def take(*pids: int, timeout_s: float = 30.0) -> list[WorkerStack]:
+    targets = [Target(8 + place, place, pid) for place, pid in enumerate(pids)]
+    return [stack async for stack in take_all(targets, timeout_s)]
+
+
+# ------------------------------------------------------------------ what py-spy says
+
+
+def test_the_main_thread_comes_first_by_its_id_then_by_its_name() -> None:
+    by_id = parse_dump(dump(thread("MainThread", 9), thread("forked", 7)), pid=7)
+    assert [(t.name, t.main) for t in by_id] == [("forked", True), ("MainThread", False)]
+    by_name = parse_dump(dump(thread("side", None), thread("MainThread", None)), pid=7)
+    assert [(t.name, t.main) for t in by_name] == [("MainThread", True), ("side", False)]
+    first = parse_dump(dump(thread("a", 1), thread("b", 2)), pid=7)
+    assert [(t.name, t.main) for t in first] == [("a", True), ("b", False)]
+    assert parse_dump(dump(thread(None, 7)), pid=7)[0].name == "MainThread"
+
+
+def test_long_ones_are_cut_and_the_main_thread_never_is() -> None:
+    many = [thread(f"t{number}", number, frames=500) for number in range(200)]
+    found = parse_dump(dump(*many), pid=199)
+    assert found[0].name == "t199"
+    assert all(len(t.frames) == stacks.MAX_FRAMES for t in found)
+    assert len(found) <= stacks.MAX_THREADS
+    said = sum(len(f.name) + len(f.file) for t in found[1:] for f in t.frames)
+    assert said <= stacks.MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{}", b"[]", b"null", b"[1]", b'[{"frames": 1}]', b'[{"frames": [{}]}]', b"[" * 9**5],
+)
+def test_what_is_no_dump_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_dump(text, 7)
+
+
+# ------------------------------------------------------------------ the real one
+
+
+async def test_real_frames_of_a_real_process(sleeper: subprocess.Popen[bytes]) -> None:
+    await _until(lambda: process_state(sleeper.pid) == "S")
+    (found,) = await take(sleeper.pid)
+    assert found.note == ""
+    assert (found.rank, found.local_rank, found.pid) == (8, 0, sleeper.pid)
+    assert found.state in ("R", "S")
+    assert [(f.name, f.file) for f in found.frames] == [("<module>", "<string>")]
+    assert process_state(sleeper.pid) in ("R", "S")
+
+
+async def test_one_that_is_stopped_is_looked_at_and_stays_so(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    await _until(lambda: process_state(sleeper.pid) == "S")
+    sleeper.send_signal(signal.SIGSTOP)
+    await _until(lambda: process_state(sleeper.pid) == "T")
+    (found,) = await take(sleeper.pid)
+    assert (found.state, found.note) == ("T", "")
+    assert [f.name for f in found.frames] == ["<module>"]
+    assert process_state(sleeper.pid) == "T"
+
+
+async def test_one_that_has_exited_is_left_out(sleeper: subprocess.Popen[bytes]) -> None:
+    gone = subprocess.Popen(["true"])  # noqa: ASYNC220
+    gone.wait()
+    await _until(lambda: process_state(sleeper.pid) == "S")
+    assert [one.rank for one in await take(gone.pid, sleeper.pid)] == [9]
+
+
+async def test_what_is_no_python_is_told_by_the_kernel() -> None:
+    process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220
+    try:
+        await _until(lambda: process_state(process.pid) == "S")
+        (found,) = await take(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert found.threads == ()
+    assert found.note.startswith("py-spy: ")
+    assert found.state == "S"
+
+
+# ------------------------------------------------------------------ what may go wrong
+
+
+async def test_without_py_spy_a_note_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    (found,) = await take(sleeper.pid)
+    assert "pip install py-spy" in found.note
+
+
+async def test_a_refusal_is_told_and_the_other_way_is_tried(
+    py_spy: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    write(
+        py_spy,
+        "#!/bin/sh\n"
+        'case "$*" in *--nonblocking*) ;; *) echo "Error: Permission denied" >&2; exit 1;; esac\n'
+        f"echo '{dump(thread(tid=sleeper.pid)).decode()}'\n",
+    )
+    (found,) = await take(sleeper.pid)
+    assert (found.note, [f.line for f in found.frames]) == ("", [3])
+    write(py_spy, '#!/bin/sh\necho "Error: Permission denied" >&2\nexit 1\n')
+    (found,) = await take(sleeper.pid)
+    assert (found.threads, found.note) == ((), "py-spy: Permission denied")
+
+
+@pytest.mark.parametrize(("scope", "remedy"), [("1\n", True), ("0\n", False), ("", False)])
+async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
+    py_spy: Path,
+    sleeper: subprocess.Popen[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scope: str,
+    remedy: bool,
+) -> None:
+    write(py_spy, '#!/bin/sh\necho "Error: Permission denied" >&2\nexit 1\n')
+    write(tmp_path / "ptrace_scope", scope)
+    monkeypatch.setattr(stacks, "_PTRACE_SCOPE", tmp_path / "ptrace_scope")
+    owner = os.getuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner or 4711)
+    if owner == 0:
+        # As root nothing forbids it: so another's process it is.
+        (found,) = await take(sleeper.pid)
+        assert "it runs as uid 0, and this agent as uid 4711; give the agent CAP_SYS_PTRACE" in (
+            found.note
+        )
+        monkeypatch.setattr(os, "stat", lambda _: os.stat_result((0,) * 4 + (4711,) + (0,) * 5))
+    (found,) = await take(sleeper.pid)
+    assert ("kernel.yama.ptrace_scope is 1; set it to 0" in found.note) is remedy
+
+
+async def test_one_that_takes_too_long_costs_no_more_than_its_time(
+    py_spy: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "PY_SPY_TIMEOUT_S", 0.2)
+    write(py_spy, "#!/bin/sh\nexec sleep 600\n")
+    (found,) = await take(sleeper.pid)
+    assert (found.threads, found.note) == ((), "py-spy: py-spy took longer than 0.2 s")
+
+
+async def test_a_worker_that_was_left_stopped_goes_on(
+    py_spy: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """py-spy stops whom it looks at; if it is killed meanwhile, that must not last for ever."""
+    stop = f"kill -STOP {sleeper.pid}"
+    write(py_spy, f'#!/bin/sh\ncase "$*" in *--nonblocking*) ;; *) {stop};; esac\nexit 1\n')
+    (found,) = await take(sleeper.pid)
+    assert found.note == "py-spy: py-spy ended with 1"
+    await _until(lambda: process_state(sleeper.pid) == "S")
+
+
+async def test_for_whom_no_time_is_left_a_note_says_so(
+    py_spy: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    write(py_spy, "#!/bin/sh\nexec sleep 600\n")
+    found = await take(*[sleeper.pid] * 9, timeout_s=0.3)
+    assert len(found) == 9
+    assert any("no time left" in one.note for one in found)
+
+
+async def test_an_answer_ends_with_its_last_word_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    said: list[tuple[int, int, bool, str]] = []
+
+    async def say(number: int, workers: tuple[WorkerStack, ...], last: bool, error: str) -> None:
+        said.append((number, len(workers), last, error))
+
+    answers = StackAnswers(say)
+    answers.answer(ASKED, (), "its workers have all exited")
+    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    await _until(lambda: len(said) == 3)
+    assert said == [
+        (5, 0, True, "its workers have all exited"),
+        (5, 1, False, ""),
+        (5, 0, True, ""),
+    ]
+    said.clear()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(stacks, "process_state", fail)
+    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    await _until(lambda: bool(said))
+    assert said == [(5, 0, True, "a bug of its agent: RuntimeError('boom')")]
+    await answers.close()
+
+
+async def test_those_who_ask_too_often_hear_so(
+    py_spy: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    write(py_spy, "#!/bin/sh\nexec sleep 600\n")
+    said: list[str] = []
+
+    async def say(number: int, workers: tuple[WorkerStack, ...], last: bool, error: str) -> None:
+        said.append(error)
+
+    answers = StackAnswers(say)
+    for _ in range(stacks.MAX_ASKED + 1):
+        answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    await _until(lambda: bool(said))
+    assert said == ["this node looks at its workers 8 times already"]
+    await answers.close()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

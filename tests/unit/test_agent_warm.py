@@ -1,0 +1,209 @@
+"""--warm: what is asked for, what the zygote gets, and which workers can be forked from it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import warm
+from rdzv.agent.core.environ import worker_environ
+from rdzv.agent.launch import Launch
+from rdzv.agent.options import parse_launch
+from rdzv.agent.runner import WorkerSpec, ZygoteSpec
+from rdzv.errors import InvalidRequestError
+
+
+def launch(*argv: str) -> Launch:
+    return parse_launch([*argv, "train.py", "--lr=1"])[0]
+
+
+# ---------------------------------------------------------------------- the flag
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), ()),
+        (("--warm",), ("torch",)),
+        (("--warm=torch,transformers",), ("torch", "transformers")),
+        (("--warm=my.own",), ("my.own",)),
+        (("--warm", "--nproc-per-node=2"), ("torch",)),
+    ],
+)
+def test_what_is_preloaded(argv: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    """What follows a bare --warm is the script, or another flag."""
+    found = launch(*argv)
+    assert found.warm == expected
+    assert (found.script, found.args) == ("train.py", ("--lr=1",))
+
+
+def test_a_default_for_all_jobs_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_WARM", "torch,numpy")
+    assert launch().warm == ("torch", "numpy")
+
+
+@pytest.mark.parametrize("text", ["", "a-b", "torch,", "1", "a..b"])
+def test_what_is_no_module_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is no module's name; give such as --warm=torch"):
+        launch(f"--warm={text}")
+
+
+def test_what_ddp_imports_comes_with_torch() -> None:
+    assert warm.preloaded(["numpy", "torch"]) == ("numpy", "torch", "torch._dynamo")
+    assert warm.preloaded(["torch", "torch._dynamo"]) == ("torch", "torch._dynamo")
+    assert warm.preloaded(["numpy"]) == ("numpy",)
+
+
+# ---------------------------------------------------------------------- the zygote's environment
+
+
+def environ_of(local_rank: int, round_: int = 3, **base: str) -> dict[str, str]:
+    assignment = replace(
+        warm.ANY_ROUND,
+        **{"round": round_, "rank_first": 4, "world_size": 8, "group_rank": 2, "restarts": round_},
+        master_addr="10.0.0.1",
+        master_port=round_,
+        use_agent_store=False,
+        max_restarts=9,
+    )
+    return worker_environ(
+        base,
+        assignment,
+        rdzv_id="job",
+        role="default",
+        local_rank=local_rank,
+        local_world_size=2,
+        error_file=f"/logs/{round_}/{local_rank}",
+        progress_file=f"/progress/{round_}/{local_rank}",
+        notice_file=f"/progress/{round_}/notice",
+        virtual_local_rank=True,
+    )
+
+
+def worker(environ: dict[str, str], cpus: tuple[int, ...] | None = None) -> WorkerSpec:
+    return WorkerSpec(0, ("python",), environ, None, None, None, cpus)
+
+
+def zygote_of(environ: dict[str, str], *cpus: tuple[int, ...] | None) -> ZygoteSpec:
+    return warm.zygote_spec(launch("--warm"), environ, cpus or (None,))
+
+
+def test_the_zygote_has_what_workers_of_all_rounds_have_in_common() -> None:
+    zygote = zygote_of(environ_of(0, HOME="/home/me"))
+    assert zygote.env == {
+        "HOME": "/home/me",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    assert zygote.argv == (sys.executable, "-u", "train.py", "--lr=1")
+    for local_rank in range(2):
+        for round_ in range(3, 5):
+            environ = environ_of(local_rank, round_, HOME="/home/me")
+            assert warm.why_cold(zygote, worker(environ)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"TORCH_LOGS": "all"}, "its TORCH_LOGS is 'all', what was preloaded has seen unset"),
+        ({"OMP_NUM_THREADS": "4"}, "its OMP_NUM_THREADS is '4', what was preloaded has seen '1'"),
+        ({"MINE": ""}, "its MINE is '', what was preloaded has seen unset"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, ""),
+        ({"NCCL_DEBUG": "INFO"}, ""),
+    ],
+)
+def test_a_worker_whose_environment_a_module_may_have_read_is_cold(
+    changed: dict[str, str], why: str
+) -> None:
+    """A plug-in of --logs-specs, for one, may give each worker variables of its own."""
+    assert warm.why_cold(zygote_of(environ_of(0)), worker(environ_of(0) | changed)) == why
+
+
+def test_a_variable_that_a_worker_lacks_counts_as_well() -> None:
+    zygote = zygote_of(environ_of(0, LANG="C"))
+    why = "its LANG is unset, what was preloaded has seen 'C'"
+    assert warm.why_cold(zygote, worker(environ_of(0))) == why
+
+
+def test_bound_workers_are_cold_only_where_openmp_counts_cpus() -> None:
+    environ = environ_of(0)
+    assert zygote_of(environ, (0, 1), (0, 1)).cpus == (0, 1)
+    assert zygote_of(environ, (0,), (1,)).cpus is None
+    assert warm.why_cold(zygote_of(environ, (0,), (1,)), worker(environ, (0,))) == ""
+    del environ["OMP_NUM_THREADS"]
+    assert warm.why_cold(zygote_of(environ, (0, 1)), worker(environ, (0, 1))) == ""
+    why = warm.why_cold(zygote_of(environ, (0,), (1,)), worker(environ, (0,)))
+    assert why == "its CPUs, by which OpenMP counts threads on import, are not the zygote's"
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "601", "nan"])
+def test_a_wait_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDZV_WARM_WAIT", text)
+    with pytest.raises(InvalidRequestError, match=f"RDZV_WARM_WAIT={text}: give a number of sec"):
+        zygote_of({})
+
+
+def test_a_wait_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zygote_of({}).wait_s == 0.0
+    monkeypatch.setenv("RDZV_WARM_WAIT", "2.5")
+    assert zygote_of({}).wait_s == 2.5
+
+
+# ---------------------------------------------------------------------- asking beforehand
+
+
+async def test_modules_are_looked_for_from_where_the_script_is(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("raise SystemExit('imported')\n")
+    script = tmp_path / "train.py"
+    script.touch()
+    found = replace(launch("--warm=json,beside_it"), script=str(script))
+    assert await warm.check_warm(found) == ""
+    elsewhere = replace(found, script="/train.py")
+    with pytest.raises(InvalidRequestError, match="has no beside_it: No module named 'beside_it'"):
+        await warm.check_warm(elsewhere)
+    module = replace(found, script="train", module=True, chdir=tmp_path)
+    assert await warm.check_warm(module) == ""
+
+
+async def test_a_program_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="--warm=torch and --no-python exclude each oth"):
+        await warm.check_warm(launch("--warm", "--no-python"))
+
+
+async def test_a_sitecustomize_that_fails_is_told_beforehand(tmp_path: Path) -> None:
+    """Without --warm it would be a line in the log of each worker."""
+    (tmp_path / "sitecustomize.py").write_text("raise ValueError('not today')\n")
+    found = launch("--warm=json")
+    found = replace(found, environ={**found.environ, "PYTHONPATH": str(tmp_path)})
+    with pytest.raises(InvalidRequestError, match="its sitecustomize: ValueError: not today; le"):
+        await warm.check_warm(found)
+
+
+@pytest.mark.parametrize("how", ["-I", "-S", "-E"])
+async def test_an_interpreter_that_would_run_the_script_at_once_is_refused(
+    how: str, tmp_path: Path
+) -> None:
+    """The zygote has a worker's command line, so this is found out with another one before."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {how} "$@"\n')
+    python.chmod(0o755)
+    found = replace(launch("--warm=json"), python=str(python))
+    with pytest.raises(InvalidRequestError, match="runs no sitecustomize from PYTHONPATH"):
+        await warm.check_warm(found)
+
+
+async def test_an_interpreter_that_does_not_answer_means_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(warm, "ASK_TIMEOUT_S", 0.05)
+    why = await warm.check_warm(replace(launch("--warm=json"), python=str(python)))
+    assert why == f"{python} does not say what it has: no answer in time"

@@ -1,0 +1,76 @@
+"""Schemathesis tries the HTTP API against its own OpenAPI document, with whatever it makes up.
+
+Each answer has a status and a shape that the document tells of, what is wrong is refused, and no
+request makes the server fail. The stream has no end, and is tried elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from served import served
+
+from rdzv.server.config import Limits
+from rdzv.server.openapi import PREFIX, document, operations
+
+pytestmark = pytest.mark.slow
+
+NAMES = [one.path for one in operations(Limits()) if one.path != "/stream"]
+KNOWN = {"rdzv_id": "job-7", "node_id": "n1"}
+SETTINGS = settings(
+    max_examples=10,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served() as s:
+        s.join("job-7", "n1", "n2")
+        s.fail("job-7", "n1", "no", "Traceback")
+        yield f"{s.url}{PREFIX}"
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
+    schema = schemathesis.openapi.from_dict(document(Limits()))
+    operation = schema[path]["GET"]
+    # Any text may be a name, so that only what stands beside the path can be wrong.
+    modes = list(GenerationMode) if [*operation.query] else [GenerationMode.POSITIVE]
+    seen: set[int] = set()
+    for mode in modes:
+        for known in (True, False):
+            seen |= _try(operation, mode, url, known=known)
+    assert 200 in seen
+    assert not operation.path_parameters or seen & {400, 404}
+
+
+def _try(operation: Any, mode: GenerationMode, url: str, *, known: bool) -> set[int]:
+    """Try an operation, also with names that are known; return the statuses that came."""
+    named = known and mode is GenerationMode.POSITIVE
+    # A name that no job can have is refused, and so is a round or RANK that there was not.
+    excluded = [] if named and "logs" not in operation.path else [positive_data_acceptance]
+    seen = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @SETTINGS
+    def try_it(case: Any) -> None:
+        if named:
+            case.path_parameters.update({name: KNOWN[name] for name in case.path_parameters})
+        if str((case.query or {}).get("follow")).lower() == "true":
+            # That ends only with the job.
+            del case.query["follow"]
+        seen.add(case.call_and_validate(base_url=url, excluded_checks=excluded).status_code)
+
+    try_it()
+    return seen

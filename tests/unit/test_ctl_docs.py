@@ -1,0 +1,68 @@
+"""docs/rdzvctl.md names every command, every flag that submit adds, and every key of a document."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rdzv import client
+from rdzv.core.model import JobSpec, Settings
+from rdzv.ctl import submit
+from rdzv.ctl.__main__ import rdzvctl
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rdzvctl.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(rdzvctl.commands))
+def test_every_command_is_there(name: str) -> None:
+    assert re.search(rf"^\| \[?`{name}\b", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "option", [*submit._of_job(), *submit._of_command()], ids=lambda o: o[0][-1]
+)
+def test_every_flag_of_submit_is_there(option: submit.Option) -> None:
+    assert option[0][-1] in TEXT or option[0][-1] == "--help"
+
+
+@pytest.mark.parametrize("dest", sorted(submit.REFUSED))
+def test_every_flag_that_is_refused_is_there(dest: str) -> None:
+    assert f"`--{dest.replace('_', '-')}`" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("title", "kinds"),
+    [
+        (
+            "A job",
+            (
+                *(client.JobStatus, client.NodeStatus, client.LastFailure, client.WorkerFailure),
+                *(
+                    client.RankProgress,
+                    client.Straggler,
+                    client.Submission,
+                    client.DeclinedNode,
+                    client.Budgets,
+                ),
+            ),
+        ),
+        ("A job's line", (client.JobSummary,)),
+        ("A node", (client.Node, client.Resources, client.Gpu, client.NodeJob)),
+        (
+            "Stacks",
+            (
+                *(client.StackReport, client.StackGroup, client.WorkerStack, client.ThreadStack),
+                *(client.StackFrame, client.SilentNode),
+            ),
+        ),
+        ("What would be submitted", (Settings, JobSpec)),
+    ],
+)
+def test_every_key_is_there(title: str, kinds: tuple[type, ...]) -> None:
+    (part,) = re.findall(rf"^\*\*{title}\*\*.*?(?=^\*\*|\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    names = {field.name for kind in kinds for field in fields(kind)} - {"env"}
+    missing = {name for name in names if f"`{name}`" not in part}
+    assert not missing

@@ -1,0 +1,691 @@
+"""rdzvctl submit: what its words and its file mean, what it refuses, and what it sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import control_samples
+import grpc
+import pytest
+from fake_control import FakeControl, serving
+
+import rdzv.client
+from rdzv.core.model import ScaleUp
+from rdzv.ctl import submit
+from rdzv.ctl.__main__ import run
+from rdzv.errors import InvalidRequestError, JobExistsError, RendezvousConnectionError
+from rdzv.v1 import rdzv_pb2 as pb
+
+HERE = submit.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
+
+
+class SubmitControl(FakeControl):
+    """Takes what is submitted, and keeps the requests; then a run that ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[pb.SubmitJobRequest] = []
+        self.cuts = 0
+        """How many requests are taken without an answer."""
+        self.ends_as = "succeeded"
+        self.log_error: grpc.StatusCode | None = None
+        self.logs_read: list[pb.ReadLogsRequest] = []
+        self.watched = threading.Event()
+
+    def SubmitJob(  # noqa: N802
+        self, request: pb.SubmitJobRequest, context: grpc.ServicerContext
+    ) -> pb.JobStatus:
+        self.requests.append(request)
+        self._misbehave(context)
+        if self.cuts:
+            self.cuts -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        status = control_samples.joining()
+        status.rdzv_id, status.run = request.rdzv_id, request.run
+        del status.nodes[:]
+        status.reason = "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected"
+        status.submission.submitted_by = request.submitted_by
+        status.submission.args.extend(request.spec.args)
+        status.submission.env_names.extend(one.name for one in request.spec.env)
+        self.jobs[request.rdzv_id] = status
+        return status
+
+    def WatchJob(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.JobStatus]:
+        status = pb.JobStatus()
+        status.CopyFrom(self.jobs[request.rdzv_id])
+        yield status
+        self.watched.set()
+        status.state, status.reason = self.ends_as, "so it was told"
+        if not self.ends_as:
+            status.run = "another"
+        yield status
+
+    def ReadLogs(  # noqa: N802
+        self, request: pb.ReadLogsRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.LogLines]:
+        self.logs_read.append(request)
+        self.watched.wait(10)
+        if self.log_error is not None:
+            context.abort(self.log_error, "no more readers")
+        yield pb.LogLines(node_id="n1", rank=0, data=b"step 1\n", run=request.run)
+
+
+@pytest.fixture
+def control() -> SubmitControl:
+    return SubmitControl()
+
+
+@pytest.fixture
+def server(control: SubmitControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(control) as endpoint:
+        monkeypatch.setenv("RDZV_SERVER", endpoint)
+        yield endpoint
+
+
+@pytest.fixture(autouse=True)
+def _no_defaults_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def read(*words: str, caller: submit.Caller = HERE) -> submit.Request:
+    return submit.read(words, caller)
+
+
+def refusal(*words: str, caller: submit.Caller = HERE) -> str:
+    with pytest.raises(InvalidRequestError) as refused:
+        submit.read(words, caller)
+    return str(refused.value)
+
+
+# ------------------------------------------------------------------------------ the words
+
+
+def test_a_job_is_what_rdzvrun_would_run() -> None:
+    found = read(
+        *("--rdzv-id=night", "--nnodes=2:4", "--nproc_per_node", "8", "--max-restarts=3"),
+        *("--rdzv-conf=scale_up=after:60", "-t", "3", "--", "train.py", "--lr", "1"),
+    )
+    assert found.rdzv_id == "night"
+    assert (found.settings.min_nodes, found.settings.max_nodes) == (2, 4)
+    assert (found.settings.scale_up, found.settings.scale_up_after_ms) == (ScaleUp.AFTER, 60_000)
+    assert found.spec.args == (
+        *("--nnodes=2:4", "--nproc_per_node", "8", "--max-restarts=3"),
+        *("--rdzv-conf=scale_up=after:60", "-t", "3", "--", "train.py", "--lr", "1"),
+    )
+    assert (found.spec.local_world_size, found.spec.gpus_per_node) == (8, None)
+    assert found.spec.chdir == "/home/ada/gpt"
+    assert (found.spec.env, found.spec.labels, found.spec.priority) == ((), (), 0)
+    assert found.notes == ()
+
+
+def test_what_is_not_rdzvruns_is_not_among_its_arguments() -> None:
+    found = read(
+        *("--env", "A=b=c", "--env=TOKEN", "--labels=zone=a,gpu=h100", "--gpus-per-node=2"),
+        *("--priority", "-5", "--chdir", "src", "--rdzv-id", "night", "--nproc-per-node=gpu"),
+        *("--server=h:1", "--timeout=2", "-o", "json", "--role=r", "t.py", "--env", "X"),
+    )
+    assert found.spec.args == ("--nproc-per-node=gpu", "--role=r", "t.py", "--env", "X")
+    assert found.spec.env == (("A", "b=c"), ("TOKEN", "s3cret"))
+    assert found.spec.labels == (("gpu", "h100"), ("zone", "a"))
+    assert (found.spec.gpus_per_node, found.spec.priority) == (2, -5)
+    assert found.spec.local_world_size == 0
+    assert found.spec.chdir == "/home/ada/gpt/src"
+    assert (found.server, found.timeout_s, found.output) == ("h:1", 2.0, "json")
+
+
+def test_two_dashes_may_be_left_out() -> None:
+    assert read("--nnodes", "2", "t.py", "-x").spec.args == ("--nnodes", "2", "t.py", "-x")
+    assert read("--", "t.py").spec.args == ("--", "t.py")
+
+
+def test_abbreviations_are_torchruns() -> None:
+    """`--env` does not make `--e` mean two things."""
+    args = read("--e", "null", "--nn", "3", "t").spec.args
+    assert [arg.replace("_", "-") for arg in args] == [
+        *("--event-log-handler", "null"),
+        *("--nnodes", "3", "t"),
+    ]
+
+
+def test_logs_go_below_the_working_directory_of_the_job() -> None:
+    """The daemon that launches it has another."""
+    assert read("--log-dir", "logs", "t").spec.args[0] == "--log-dir=/home/ada/gpt/logs"
+    assert read("--log-dir=/var/log/x", "t").spec.args[0] == "--log-dir=/var/log/x"
+    words = ("--log-dir=logs", "--chdir=/srv", "t")
+    assert read(*words).spec.args[0] == "--log-dir=/srv/logs"
+
+
+@pytest.mark.parametrize(
+    ("words", "stem"),
+    [
+        (["a/train.py"], "train"),
+        (["-m", "pkg.finetune"], "finetune"),
+        (["--no-python", "/bin/bash"], "bash"),
+        (["My Train (2).py"], "My-Train-2"),
+        (["...py"], "job"),
+        (["ü.py"], "job"),
+        (["x" * 300], "x" * 64),
+    ],
+)
+def test_a_job_without_a_name_is_named_after_its_script(words: list[str], stem: str) -> None:
+    names = {read(*words).rdzv_id for _ in range(2)}
+    for name in names:
+        head, dash, digits = name.rpartition("-")
+        assert (head, dash, len(digits)) == (stem, "-", 4)
+        assert int(digits, 16) >= 0
+
+
+def test_every_request_has_a_uid_of_its_own() -> None:
+    assert len({read("--rdzv-id=a", "t").run for _ in range(3)}) == 3
+
+
+def test_the_working_directory_has_the_name_that_the_caller_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    monkeypatch.setenv("PWD", str(tmp_path / "link"))
+    assert submit.Caller.here().directory == str(tmp_path / "link")
+    monkeypatch.setenv("PWD", "/nowhere")
+    assert submit.Caller.here().directory == str(tmp_path / "real")
+    (tmp_path / "real").rmdir()
+    assert submit.Caller.here().directory == ""
+    assert "the working directory is gone" in refusal("t", caller=submit.Caller("", {}))
+    assert read("--chdir=/srv", "t", caller=submit.Caller("", {})).spec.chdir == "/srv"
+
+
+# ------------------------------------------------------------------------------ refusals
+
+REFUSED = [
+    ("", "what is to run is missing; give a script after the flags, or `script` in a --file"),
+    ("--nnodes=2 --", "what is to run is missing; give a script"),
+    ("--standalone t", "--standalone is not for submitted jobs: "),
+    ("--stand t", "--standalone is not for submitted jobs: "),
+    ("--rdzv-endpoint=h t", "name it with --server or RDZV_SERVER"),
+    ("--rdzv_backend c10d t", "--rdzv-backend is not for submitted jobs: "),
+    ("--node-id=n t", "choose nodes with --labels"),
+    ("--node-rank=0 t", "the server gives the ranks; leave it out"),
+    ("--master-addr=h t", "--master-addr is not for submitted jobs: "),
+    ("--master-port=1 t", "--master-port is not for submitted jobs: "),
+    ("--local-addr=h t", "every node knows its own address; leave it out"),
+    ("--user=bob t", "callers are not authenticated yet, and so jobs run as the agent's own"),
+    ("--nope t", "unrecognized arguments: --nope"),
+    ("--priority x t", "argument --priority: invalid int value: 'x'"),
+    ("--priority=1000001 t", "--priority=1000001 is out of bounds; give -1000000 to 1000000"),
+    ("--gpus-per-node=-1 t", "--gpus-per-node=-1 is too small; give at least 0"),
+    ("--labels=gpu t", "--labels: 'gpu' is not NAME=VALUE; give, for example, gpu=h100,zone=a"),
+    ("--labels=/x=1 t", "--labels: '/x=1' is not NAME=VALUE"),
+    ("--labels=a=1,a=2 t", "--labels: a is given twice; leave one of them out"),
+    ("--labels=a=\x1b t", "--labels: the value of a can not be used"),
+    ("--rdzv-id= t", "--rdzv-id is empty; give the job's name, or leave it out"),
+    ("--env =1 t", "--env: there is no name before the `=`; give NAME=VALUE, or NAME"),
+    ("--env A-B=1 t", "--env A-B: 'A-B' is no name of a variable"),
+    ("--env NOPE t", "--env NOPE: it is not set here; set it, or give NOPE=VALUE"),
+    ("--env A=1 --env A=2 t", "--env A is given twice; leave one of them out"),
+    ("--env WORLD_SIZE=2 t", "variable WORLD_SIZE: every worker is given its own in every round"),
+    ("--env CUDA_VISIBLE_DEVICES=0 t", "say how many with --gpus-per-node"),
+    ("--chdir= t", "--chdir is empty; name a folder, or leave it out"),
+    ("--timeout=0 t", "--timeout=0: give a number of seconds above 0, at most 86400"),
+    ("--timeout=nan t", "--timeout=nan: give a number of seconds"),
+    ("--rdzv-id=.x t", "--rdzv-id=.x can not be used; give at most 128 letters, digits"),
+    ("--rdzv-id=a/b t", "--rdzv-id=a/b can not be used"),
+    ("--nnodes=4:2 t", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
+    ("--nproc-per-node=x t", "--nproc-per-node=x is no number of workers"),
+    ("--redirects=4 t", "--redirects=4: '4' is not of the form LOCAL_RANK:N"),
+    ("--tee=x:1 t", "--tee=x:1: 'x:1' is not of the form LOCAL_RANK:N"),
+    ("--signals-to-handle=SIGKILL t", "SIGKILL is no signal that can be handled"),
+    ("--fence-after=0.5 t", "--fence-after=0.5: give a number of seconds from 1 to 3600"),
+    ("--hang-timeout=soon t", "--hang-timeout=soon: give a number of seconds from 1 to 86400"),
+    ("--shutdown-timeout=-1 t", "--shutdown-timeout=-1: give a number of seconds"),
+    ("--rdzv-conf=reuse=maybe t", "--rdzv-conf: reuse=maybe is neither true nor false"),
+    ("--rdzv-conf=server_timeout=-1 t", "server_timeout=-1 is no number of seconds"),
+    ("-m --no-python t", "-m and --no-python exclude each other"),
+    ("--role=\x1b t", "--role='\\x1b' has characters that can not be printed"),
+    ("-mo json t", "-mo mixes flags of rdzvrun and of rdzvctl; write them apart"),
+    ("--follow -o json t", "--follow shows what workers write, and -o json a document"),
+    ("--file=nowhere.toml", "--file=/home/ada/gpt/nowhere.toml can not be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_makes_no_sense_is_refused_with_the_remedy(words: str, message: str) -> None:
+    assert message in refusal(*(word for word in words.split(" ") if word))
+
+
+def test_every_flag_that_is_refused_is_there_to_be_refused() -> None:
+    known = {action.dest for action in submit.flags.options(submit._parser()).values()}
+    assert set(submit.REFUSED) <= known
+
+
+def test_no_value_of_a_variable_is_shown() -> None:
+    for words in (["--env=TOKEN=\0s3cret"], ["--env=A=s3cret\udcff"], ["--env=RANK=s3cret"]):
+        assert "s3cret" not in refusal(*words, "t")
+    large = f"--env=A=s3cret{'x' * submit.ENV_BYTES}"
+    assert "s3cret" not in refusal(large, "t")
+
+
+def test_an_environment_has_bounds() -> None:
+    names = [f"--env=V{number}=" for number in range(submit.ENV_VARIABLES)]
+    assert len(read(*names, "t").spec.env) == 1_000
+    assert "has 1001 variables; give at most 1000" in refusal(*names, "--env=W=", "t")
+    fits = f"--env=A={'x' * (submit.ENV_BYTES - 1)}"
+    assert read(fits, "t").spec.env
+    assert "has 131073 bytes; give at most 131072" in refusal(fits + "x", "t")
+    assert "has 131073 bytes" in refusal("--env=A=" + "ü" * (submit.ENV_BYTES // 2), "t")
+
+
+def test_arguments_have_bounds_and_can_travel() -> None:
+    assert read("t", "x" * (submit.ARGS_BYTES - 1))
+    assert "the arguments have 131073 bytes" in refusal("t", "x" * submit.ARGS_BYTES)
+    assert "argument '\\udcff' can not be used: no UTF-8" in refusal("t", "\udcff")
+    assert "--chdir '/\\udcff' can not be used: no UTF-8" in refusal("--chdir=/\udcff", "t")
+
+
+def test_what_has_no_effect_is_noted() -> None:
+    caller = submit.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
+    found = read("--rdzv-conf=timeot=9,timeout=9", "t", caller=caller)
+    assert found.notes == (
+        "--rdzv-conf: unknown timeot; known: " + ", ".join(submit.flags.CONF_KEYS),
+        "PET_NNODES, PET_TEE of this environment do not count here; give flags",
+    )
+    assert found.settings.min_nodes == 1
+
+
+# ------------------------------------------------------------------------------ the file
+
+JOB = """
+rdzv_id = "night"
+nnodes = "2:4"
+nproc-per-node = 8
+max_restarts = 3
+module = true
+virtual_local_rank = false
+chdir = "src"
+script = "pkg.train"
+args = ["--lr", "1"]
+priority = 5
+gpus_per_node = 4
+env_from = ["TOKEN"]
+[rdzv_conf]
+join_timeout = 60
+reuse = false
+[env]
+A = "1"
+B = "2"
+[labels]
+gpu = "h100"
+"""
+
+
+def file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return f"--file={path}"
+
+
+def test_a_file_says_all_of_it(tmp_path: Path) -> None:
+    found = read(file(tmp_path, JOB))
+    assert found.rdzv_id == "night"
+    assert found.spec.args == (
+        *("--nnodes=2:4", "--nproc-per-node=8", "--max-restarts=3", "--module"),
+        *("--rdzv-conf=join_timeout=60,reuse=false", "pkg.train", "--lr", "1"),
+    )
+    assert found.spec.env == (("A", "1"), ("B", "2"), ("TOKEN", "s3cret"))
+    assert found.spec.labels == (("gpu", "h100"),)
+    assert (found.spec.priority, found.spec.gpus_per_node) == (5, 4)
+    assert found.spec.chdir == str(tmp_path / "src")
+    assert found.settings.join_timeout_ms == 60_000
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    found = read(
+        *(file(tmp_path, JOB), "--nnodes", "3", "--env=A=9", "--chdir=x", "--labels=zone=a"),
+        *("--rdzv-id=day", "--priority=-1", "--rdzv-conf=join_timeout=5", "other.train"),
+    )
+    assert found.rdzv_id == "day"
+    assert found.spec.args == (
+        *("--nproc-per-node=8", "--max-restarts=3", "--module", "--nnodes", "3"),
+        *("--rdzv-conf=join_timeout=5", "other.train"),
+    )
+    assert dict(found.spec.env) == {"A": "9", "B": "2", "TOKEN": "s3cret"}
+    assert found.spec.labels == (("zone", "a"),)
+    assert (found.spec.chdir, found.spec.priority) == ("/home/ada/gpt/x", -1)
+
+
+def test_a_file_without_a_folder_leaves_the_callers(tmp_path: Path) -> None:
+    assert read(file(tmp_path, 'script = "t"')).spec.chdir == "/home/ada/gpt"
+
+
+def test_a_script_may_begin_with_a_dash(tmp_path: Path) -> None:
+    assert read(file(tmp_path, 'script = "-t.py"')).spec.args == ("--", "-t.py")
+
+
+BAD_FILES = [
+    ("nodes = 2", "`nodes` is not known; is `nnodes` meant?"),
+    ("zzzz = 2", "`zzzz` is not known; known: args, chdir, "),
+    ("training_script = 't'", "`training_script` is not known"),
+    ("follow = true", "`follow` is not known"),
+    ("server = 'h'", "`server` is not known"),
+    ("standalone = true", "`standalone` is not for submitted jobs; "),
+    ("user = 'bob'", "`user` is not for submitted jobs; callers are not authenticated yet"),
+    ("nnodes = true", "`nnodes` True is neither text nor a number; write it as one"),
+    ("nnodes = [2, 4]", "`nnodes` [2, 4] is neither text nor a number"),
+    ("nnodes = 2\nn = 1", "`n` is not known"),
+    ("rdzv-id = 'a'\nrdzv_id = 'b'", "`rdzv_id` is given twice, also as `rdzv-id`; keep one"),
+    ("module = 1", "`module` 1 is neither true nor false; give one of them"),
+    ("script = 3", "`script` 3 is no script; give the path of one, as text"),
+    ("script = ''", "`script` '' is no script"),
+    ("args = 'x'", '`args` is no list of texts; write args = ["...", "..."]'),
+    ("args = ['x']", "`args` are of no script; add `script`, or leave them out"),
+    ("script = 't'\nargs = [1]", "`args` is no list of texts"),
+    ("env = ['A']", '`env` is no table; write NAME = "VALUE" lines below [env]'),
+    ("[env]\nA = 31337", "`env.A` is no text; put its value in quotes"),
+    ("env_from = 'A'", "`env_from` is no list of texts"),
+    ("script='t'\nenv_from = ['NOPE']", "env_from: NOPE: it is not set here"),
+    ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is no name of a variable"),
+    ("[labels]\na = 'x,y'", "`labels.a` 'x,y' can not be used; give text without commas"),
+    ("[labels]\na = ['x']", "`labels.a` ['x'] can not be used"),
+    ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
+    ("script = 't'\npriority = 1.5", "argument --priority: invalid int value: '1.5'"),
+    ("= 3", "job.toml is not TOML: "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES, ids=[row[0] for row in BAD_FILES])
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    said = refusal(file(tmp_path, text))
+    assert message in said
+    assert "31337" not in said
+
+
+def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"script = '\xff'")
+    assert "is not TOML" in refusal(f"--file={path}")
+    path.write_bytes(b"#" * (1 << 20) + b"\n")
+    assert "is larger than 1048576 bytes" in refusal(f"--file={path}")
+    assert "can not be read: Is a directory" in refusal(f"--file={tmp_path}")
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def test_a_job_is_handed_over(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "submit --nnodes=2 --env=A=s3cret --labels=gpu=h100 --gpus-per-node=2 --rdzv-id=night"
+    assert run([*words.split(), "--", "train.py"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out == (
+        "night  is submitted\n"
+        "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected\n"
+        "  follow it    rdzvctl logs -f night\n"
+        "  see it       rdzvctl status -w night\n"
+    )
+    (request,) = control.requests
+    assert (request.rdzv_id, request.settings.min_nodes) == ("night", 2)
+    assert list(request.spec.args) == ["--nnodes=2", "--", "train.py"]
+    assert [(one.name, one.value) for one in request.spec.env] == [("A", "s3cret")]
+    assert [(one.name, one.value) for one in request.spec.labels] == [("gpu", "h100")]
+    assert (request.spec.gpus_per_node, request.spec.local_world_size) == (2, 1)
+    assert request.spec.chdir == str(Path.cwd())
+    assert " at " in request.submitted_by
+
+
+def test_when_newcomers_may_come_is_sent(control: SubmitControl, server: str) -> None:
+    for policy in ("eager", "on-restart", "after:90"):
+        assert run(["submit", f"--rdzv-conf=scale_up={policy}", "t"]) == 0
+    sent = [(one.settings.scale_up, one.settings.scale_up_after_ms) for one in control.requests]
+    assert sent == [
+        (pb.SCALE_UP_EAGER, 0),
+        (pb.SCALE_UP_ON_RESTART, 0),
+        (pb.SCALE_UP_AFTER, 90_000),
+    ]
+
+
+def test_gpus_that_are_not_named_are_not_sent(control: SubmitControl, server: str) -> None:
+    assert run(["submit", "t"]) == run(["submit", "--gpus-per-node=0", "t"]) == 0
+    left_out, none = control.requests
+    assert not left_out.spec.HasField("gpus_per_node")
+    assert none.spec.HasField("gpus_per_node")
+
+
+def test_the_hint_names_the_server_that_the_line_names(
+    server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RDZV_SERVER")
+    assert run(["submit", f"--server={server}", "--rdzv-id=night", "t"]) == 0
+    assert f"rdzvctl --server={server} logs -f night\n" in capsys.readouterr().out
+    assert run(["--server", server, "submit", "t"]) == 0
+
+
+@pytest.mark.parametrize("output", ["json", "yaml"])
+def test_programs_get_the_job(server: str, capsys: pytest.CaptureFixture[str], output: str) -> None:
+    import yaml
+
+    assert run(["submit", "-o", output, "--env=A=s3cret", "--rdzv-id=night", "t"]) == 0
+    text = capsys.readouterr().out
+    document = yaml.safe_load(text)
+    assert document == (json.loads(text) if output == "json" else document)
+    assert (document["version"], document["rdzv_id"], document["state"]) == (1, "night", "joining")
+    assert document["submission"]["env_names"] == ["A"]
+    assert "s3cret" not in text
+
+
+def test_a_dry_run_sends_nothing_and_shows_no_value(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dry-run", "--env=A=s3cret", "--nnodes=2:4", "--labels=gpu=h100", "--rdzv-id=night"]
+    assert run(["submit", *words, "--nproc-per-node=gpu", "--priority=2", "t x.py", "y"]) == 0
+    text = capsys.readouterr().out
+    assert text == (
+        "night  would be submitted; nothing was sent\n"
+        "  nodes        2:4\n"
+        "  workers      as many as each node counts on each node\n"
+        "  restarts     0\n"
+        "  runs         --nnodes=2:4 --nproc-per-node=gpu 't x.py' y\n"
+        f"  in           {Path.cwd()}\n"
+        "  environment  A (values are not shown)\n"
+        "  labels       gpu=h100\n"
+        "  priority     2\n"
+    )
+    assert run(["submit", *words, "-o", "json", "t"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["version", "rdzv_id", "settings", "spec"]
+    assert document["spec"]["env_names"] == ["A"]
+    assert "env" not in document["spec"]
+    assert control.requests == []
+
+
+def test_what_is_wrong_is_one_line_and_nothing_is_sent(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "--nnodes=x", "t"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "rdzvctl: --nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4; see rdzvctl "
+        "submit --help\n"
+    )
+    assert run(["submit", "--role=\x1b[2J", "t"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    assert control.requests == []
+
+
+def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["submit", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("--env", "--gpus-per-node", "--follow", "--nproc-per-node", "--numa-binding"):
+        assert f"  {name}" in text, name
+    for name in submit.REFUSED:
+        assert f"--{name.replace('_', '-')} " not in text, name
+    assert run(["submit", "-h"]) == 0
+
+
+def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) -> None:
+    assert run(["submit", "t.py", "--help"]) == 0
+    assert list(control.requests[0].spec.args) == ["t.py", "--help"]
+
+
+def test_a_name_that_is_taken_is_refused(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = JobExistsError("a job night is there already; choose another name")
+    assert run(["submit", "--rdzv-id=night", "t"]) == 1
+    assert "a job night is there already" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ bad connections
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat a request ten times as fast."""
+    monkeypatch.setattr(rdzv.client, "SUBMIT_RETRY_S", 0.05)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_lost_connection_repeats_the_same_request(control: SubmitControl, server: str) -> None:
+    control.cuts = 2
+    assert run(["submit", "--rdzv-id=night", "t"]) == 0
+    assert len(control.requests) == 3
+    assert len({request.SerializeToString(deterministic=True) for request in control.requests}) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_request_that_may_have_arrived_says_so(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.cuts = 1_000
+    assert run(["submit", "--timeout=0.3", "--rdzv-id=night", "t"]) == 75
+    assert "whether night was submitted is not known" in capsys.readouterr().err
+    assert 1 < len(control.requests) < 8
+    control.cuts, control.hangs = 0, True
+    assert run(["submit", "--timeout=0.2", "--rdzv-id=night", "t"]) == 75
+    said = capsys.readouterr().err
+    assert "no answer within 0.2 s" in said
+    assert "is not known" in said
+
+
+def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["submit", "--server=127.0.0.1:1", "t"]) == 75
+    said = capsys.readouterr().err
+    assert "connection refused" in said
+    assert "nothing was submitted" in said
+    assert "is not known" not in said
+
+
+def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["submit", "--server=no-such-host.invalid", "t"]) == 75
+    said = capsys.readouterr().err
+    assert "no such host name" in said
+    assert "nothing was submitted" in said
+    assert "is not known" not in said
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.cuts = 1_000
+    words = ["submit", f"--server={server},127.0.0.1:1", "--timeout=0.3", "--rdzv-id=night", "t"]
+    assert run(words) == 75
+    assert "whether night was submitted is not known" in capsys.readouterr().err
+    control.cuts = 1
+    assert run(words) == 0
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_store_that_is_away_is_waited_for(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = RendezvousConnectionError("the store is away: disk full")
+    assert run(["submit", "--timeout=1", "t"]) == 75
+    assert "the store is away: disk full" in capsys.readouterr().err
+    assert len(control.requests) > 1
+
+
+def test_an_older_server_is_told_apart_at_once(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = grpc.StatusCode.UNIMPLEMENTED
+    assert run(["submit", "t"]) == 75
+    said = capsys.readouterr().err
+    assert "not an rdzv server, or an older one" in said
+    assert "is not known" not in said
+    assert len(control.requests) == 1
+
+
+# ------------------------------------------------------------------------------ --follow
+
+
+@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 3)])
+def test_followed_to_its_end(
+    control: SubmitControl,
+    server: str,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    state: str,
+    code: int,
+) -> None:
+    control.ends_as = state
+    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == code
+    captured = capfdbinary.readouterr()
+    assert captured.out == b"[rank 0] step 1\n"
+    assert captured.err.decode().splitlines() == [
+        "night  is submitted",
+        "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected",
+        "rdzvctl: night is joining: queued: needs 2 nodes with gpu=h100, and no rdzv-agent is "
+        "connected",
+        f"rdzvctl: night has {state}: so it was told",
+    ]
+    assert [request.run for request in control.logs_read] == [control.requests[0].run]
+    assert control.logs_read[0].follow
+
+
+def test_logs_that_can_not_be_shown_end_nothing(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.log_error = grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
+    said = capsys.readouterr().err
+    assert "no more of what it writes can be shown: " in said
+    assert "night has succeeded" in said
+
+
+def test_another_run_of_that_name_is_not_taken_for_this_one(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.ends_as = ""
+    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 1
+    assert "another run of night has begun" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_it_running(
+    control: SubmitControl,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rdzv.ctl import follow
+
+    def interrupted(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "show", interrupted)
+    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == (
+        "rdzvctl: night goes on; `rdzvctl logs -f night` shows what it writes, `rdzvctl stop "
+        "night` ends it"
+    )

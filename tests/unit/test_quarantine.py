@@ -1,0 +1,235 @@
+"""Who is quarantined, and who is not: the rule, case by case.
+
+Each case is a list of strikes, `at_s node run`, at a server that knows four daemons unless it says
+otherwise; then who is quarantined by them, and what is said of the last.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rdzv.core.events import NodeStuck, RoundSettled
+from rdzv.core.model import Cause, Failure
+from rdzv.core.quarantine import (
+    MAX_STRIKES,
+    QuarantineTuning,
+    Record,
+    Strike,
+    judge,
+    lift,
+    strikes_in,
+)
+
+FOUR = ("n1", "n2", "n3", "n4")
+EIGHT = (*FOUR, "n5", "n6", "n7", "n8")
+HOUR_MS = 3_600_000
+
+
+def after(
+    strikes: str,
+    daemons: tuple[str, ...] = FOUR,
+    record: Record | None = None,
+    **tuning: int,
+) -> tuple[Record, str]:
+    """Judge strikes one after the other; each ends a round of its own."""
+    record, text = record or Record(), ""
+    for round_, line in enumerate(filter(None, map(str.strip, strikes.split(";")))):
+        at_s, node_id, run = line.split()
+        at_ms = int(at_s) * 1000
+        strike = Strike(node_id, f"job-{run}", run, 100 * int(at_s) + round_, at_ms, "exit code 3")
+        verdict = judge(record, strike, QuarantineTuning(**tuning), daemons, at_ms)
+        record, text = verdict.record, verdict.text
+        assert verdict.quarantined == ("is quarantined for" in text)
+    return record, text
+
+
+THRICE = "0 n2 a; 10 n2 a; 20 n2 a"
+
+CASES = {
+    "two strikes are not enough": ("0 n2 a; 10 n2 a", {}, [], ""),
+    "three are": (
+        THRICE,
+        {},
+        ["n2"],
+        "n2 is quarantined for 12 h 0 min: at fault 3 times within 20 s, last in job-a: exit "
+        "code 3",
+    ),
+    "of different nodes they do not add up": ("0 n1 a; 10 n2 a; 20 n3 a", {}, [], ""),
+    "of different runs they do": ("0 n2 a; 10 n2 b; 20 n2 c", {}, ["n2"], "n2 is quarantined"),
+    "those before the window do not count": ("0 n2 a; 10 n2 a; 3605 n2 a", {}, [], ""),
+    "those within it do": (
+        "0 n2 a; 3595 n2 a; 3599 n2 a",
+        {},
+        ["n2"],
+        "within 59 min 59 s, last in job-a",
+    ),
+    "with failures = 1 the first is enough": ("0 n2 a", {"failures": 1}, ["n2"], ""),
+    "with failures = 0 nobody is": (THRICE, {"failures": 0}, [], ""),
+    "one run has one node quarantined": (
+        f"{THRICE}; 30 n3 a; 40 n3 a; 50 n3 a",
+        {"max_nodes": 4},
+        ["n2"],
+        "n3 was at fault 3 times within 20 s, and is not quarantined: another was quarantined for "
+        "this run of job-a already, so it is rather the job that is wrong",
+    ),
+    "its strikes count against no other, also beside another run's": (
+        f"{THRICE}; 30 n3 a; 40 n3 b; 50 n3 b",
+        {"max_nodes": 4},
+        ["n2"],
+        "rather the job that is wrong",
+    ),
+    "other runs may have another node quarantined": (
+        f"{THRICE}; 30 n3 b; 40 n3 b; 50 n3 b",
+        {"max_nodes": 4},
+        ["n2", "n3"],
+        "n3 is quarantined",
+    ),
+    "a quarter of the nodes at a time": (
+        f"{THRICE}; 30 n3 b; 40 n3 b; 50 n3 b",
+        {},
+        ["n2"],
+        "and is not quarantined: n2 is already, and of 4 nodes only 1 may be at a time",
+    ),
+    "the next one may be when the time of the first is over": (
+        f"{THRICE}; 43230 n3 b; 43240 n3 b; 43250 n3 b",
+        {},
+        ["n3"],
+        "n3 is quarantined",
+    ),
+    "a run may have another one then": (
+        f"{THRICE}; 43230 n3 a; 43240 n3 a; 43250 n3 a",
+        {},
+        ["n3"],
+        "n3 is quarantined",
+    ),
+    "what still runs on a quarantined node changes nothing": (
+        f"{THRICE}; 30 n2 b; 40 n2 b; 50 n2 b",
+        {},
+        ["n2"],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rule(case: str) -> None:
+    strikes, tuning, quarantined, said = CASES[case]
+    record, text = after(strikes, **tuning)
+    at_ms = int(strikes.split(";")[-1].split()[0]) * 1000
+    assert sorted(record.quarantined(at_ms)) == quarantined
+    assert said in text
+    assert bool(text) == (bool(said) or bool(quarantined and tuning.get("failures") == 1))
+
+
+def test_two_of_eight_may_be_quarantined_at_a_time() -> None:
+    record, _ = after("0 n2 a; 1 n2 a; 2 n2 a; 3 n3 b; 4 n3 b; 5 n3 b", EIGHT)
+    assert sorted(record.quarantined(5_000)) == ["n2", "n3"]
+    record, text = after("6 n4 c; 7 n4 c; 8 n4 c", EIGHT, record)
+    assert sorted(record.quarantined(8_000)) == ["n2", "n3"]
+    assert "n2, n3 are already, and of 8 nodes only 2 may be at a time" in text
+
+
+def test_the_only_node_is_never_quarantined() -> None:
+    record, text = after(THRICE, ("n2",), max_nodes=3)
+    assert not record.quarantined(20_000)
+    assert text.endswith("is not quarantined: no other node is known")
+
+
+def test_a_node_without_a_daemon_is_not_judged() -> None:
+    record, text = after("0 laptop-4711 a; 1 laptop-4711 a; 2 laptop-4711 a")
+    assert (record, text) == (Record(), "")
+
+
+def test_a_strike_that_is_told_again_changes_nothing() -> None:
+    strike = Strike("n2", "job-7", "a", 5, 1_000, "exit code 3")
+    record = judge(Record(), strike, QuarantineTuning(), FOUR, 1_000).record
+    for at_ms in (1_000, 2_000, 3_000):
+        again = judge(record, strike, QuarantineTuning(), FOUR, at_ms)
+        assert again.record is record and not again.text
+    tuning = QuarantineTuning(failures=1)
+    record = judge(Record(), strike, tuning, FOUR, 1_000).record
+    assert judge(record, strike, tuning, FOUR, 2_000).record is record
+
+
+def test_a_quarantine_ends_with_its_time() -> None:
+    record, _ = after(THRICE)
+    over_ms = 20_000 + 12 * HOUR_MS
+    assert "n2" in record.quarantined(over_ms - 1)
+    assert "n2" not in record.quarantined(over_ms)
+
+
+def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
+    record, _ = after(THRICE)
+    record = lift(record, "n2")
+    assert not record.quarantined(20_000)
+    record, text = after("30 n2 b; 40 n2 b", record=record)
+    assert not text
+    # The run that it was quarantined for is still blamed.
+    record, text = after("50 n3 a; 60 n3 a; 70 n3 a", record=record)
+    assert "rather the job that is wrong" in text
+    # And what is remembered of nodes that were never quarantined goes as well.
+    assert not [s for s in lift(record, "n2").strikes if s.node_id == "n2"]
+
+
+def test_what_is_remembered_is_bounded_and_forgotten_in_time() -> None:
+    record = Record()
+    tuning = QuarantineTuning(failures=MAX_STRIKES * 2)
+    for number in range(MAX_STRIKES + 10):
+        strike = Strike("n2", "job-7", "a", number, number, "exit code 3")
+        record = judge(record, strike, tuning, FOUR, number).record
+    assert len(record.strikes) == MAX_STRIKES
+    assert record.strikes[0].round == 10
+    late = Strike("n2", "job-7", "a", 9_999, HOUR_MS * 3, "exit code 3")
+    assert judge(record, late, tuning, FOUR, HOUR_MS * 3).record.strikes == (late,)
+
+
+def test_the_record_is_stored_as_it_is() -> None:
+    record, _ = after(f"{THRICE}; 30 n3 b")
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    assert msgspec.json.decode(b"{}", type=Record) == Record()
+
+
+# ---------------------------------------------------------------- what is a strike
+
+
+def failure(message: str, node_id: str = "n2") -> Failure:
+    return Failure(node_id, "10.0.0.2", 0, 1, 99, 3, None, message, "", 5)
+
+
+def settled(cause: Cause, root_cause: Failure | None) -> RoundSettled:
+    return RoundSettled(4, cause, "it was so", 1, 3, root_cause)
+
+
+def test_the_node_of_the_root_cause_is_at_fault() -> None:
+    events = [settled(Cause.WORKER_FAILURE, failure("uncorrectable\nECC  error"))]
+    (strike,) = strikes_in("job-7", "a", events, 77)
+    reason = "rank 1 (local_rank 0) on n2: exit code 3: uncorrectable ECC error"
+    assert strike == Strike("n2", "job-7", "a", 4, 77, reason)
+
+
+def test_what_can_not_be_killed_is_the_fault_of_its_node_once_a_round() -> None:
+    stuck = NodeStuck("n2", 4, "workers survive SIGKILL (pid 99)")
+    (strike,) = strikes_in("job-7", "a", [stuck], 77)
+    assert (strike.node_id, strike.reason) == ("n2", "workers survive SIGKILL (pid 99)")
+    both = [stuck, settled(Cause.WORKER_FAILURE, failure("killed"))]
+    assert len(strikes_in("job-7", "a", both, 77)) == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        settled(Cause.NODE_LOST, None),
+        settled(Cause.STORE_HOST, None),
+        settled(Cause.WORKER_FAILURE, None),
+        settled(Cause.WORKER_FAILURE, failure("RuntimeError: Connection reset by peer")),
+    ],
+)
+def test_nobody_is_at_fault(event: RoundSettled) -> None:
+    assert strikes_in("job-7", "a", [event], 77) == ()
+
+
+def test_a_long_reason_is_cut() -> None:
+    (strike,) = strikes_in("job-7", "a", [settled(Cause.WORKER_FAILURE, failure("x" * 5_000))], 77)
+    assert len(strike.reason) == 200
+    assert strike.reason.endswith("...")

@@ -1,0 +1,283 @@
+"""rdzvd's configuration: every knob has an effect, and only what can be reloaded is."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rdzv.errors import InvalidRequestError
+from rdzv.knobs import Kind, load, render
+from rdzv.server import configuration
+from rdzv.server.__main__ import main
+from rdzv.server.config import Config, Limits, Listen, Timings
+from rdzv.server.configuration import _BOUND, KNOBS, Configuration, make_config
+
+
+@pytest.fixture(autouse=True)
+def _no_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(configuration, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "rdzvd.toml"
+
+
+def read(file: Path, text: str, **given: object) -> Config:
+    file.write_text(text)
+    return Configuration(file, given).config
+
+
+def run(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, args)
+    return done.exit_code, done.output
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def test_without_a_file_everything_has_the_default_of_its_field() -> None:
+    config = Configuration(None, {}).config
+    expected = Config(Listen("127.0.0.1", 29_400), config.data_dir)
+    assert config == expected
+
+
+@pytest.mark.parametrize("bound", _BOUND, ids=lambda bound: bound.knob.key)
+def test_each_knob_turns_its_field(bound: Any) -> None:
+    knob = bound.knob
+    # A value that differs from the default and breaks no rule with the other knobs.
+    down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "limits.nodes_per_job"}
+    down |= {"limits.job_timeout", "lease.heartbeats", "limits.log_window"}
+    step = -1 if knob.key in down or knob.default == knob.most else 1
+    turned = make_config(load(KNOBS, given={knob.key: knob.default + step}))
+    usual = make_config(load(KNOBS))
+    factor = 1000 if knob.kind is Kind.DURATION else 1
+    for field in bound.fields:
+        part, _, name = field.partition(".")
+        change = getattr(getattr(turned, part), name) - getattr(getattr(usual, part), name)
+        assert change == step * factor, field
+
+
+@pytest.mark.parametrize("bound", _BOUND, ids=lambda bound: bound.knob.key)
+def test_each_default_is_within_its_bounds(bound: Any) -> None:
+    load(KNOBS, given={bound.knob.key: bound.knob.default})
+
+
+def test_the_command_line_wins(file: Path) -> None:
+    config = read(file, 'listen = "127.0.0.1:1"\nhttp = "127.0.0.1:2"', listen="127.0.0.1:3")
+    assert (config.listen.port, config.http) == (3, Listen("127.0.0.1", 2))
+
+
+def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    options = {
+        "--listen": "127.0.0.1:1",
+        "--data-dir": str(tmp_path),
+        "--store": "etcd",
+        "--etcd-endpoints": "e1:1,e2:2",
+        "--etcd-prefix": "/p",
+        "--etcd-user": "me",
+        "--etcd-password-file": str(password),
+        "--etcd-ttl": "7",
+        "--advertise": "n1:1",
+        "--http": "127.0.0.1:4",
+        "--c10d": "127.0.0.1:5",
+        "--c10d-python": "/usr/bin/python3",
+        "--log-level": "debug",
+        "--log-format": "json",
+    }
+    code, said = run("--print-config", *(f"{name}={value}" for name, value in options.items()))
+    assert code == 0
+    assert "secret" not in said
+    file.write_text(said)
+    config = Configuration(file, {}).config
+    assert config.etcd is not None
+    assert [str(endpoint) for endpoint in config.etcd.endpoints] == ["e1:1", "e2:2"]
+    assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
+    assert config.etcd.password == "secret"
+    assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
+    given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
+    assert given >= options.keys()
+
+
+def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
+    assert run("--check-config", "--etcd-ttl=0")[0] == 2
+    code, said = run("--check-config", "--listen=x")
+    assert code == 2 and "`listen` = \"x\" can not be used: 'x' is not HOST:PORT; give" in said
+
+
+def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
+    file.write_text('lisen = 1\nstore = "disk"\n[retention]\nended_for = "0 s"\n')
+    code, said = run("--check-config", f"--config={file}")
+    assert code == 2
+    assert "the configuration has 3 problems:" in said
+    assert f"{file}: `lisen` is unknown; the nearest known key is `listen`" in said
+
+
+def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
+    code, said = run("--check-config", f"--config={tmp_path / 'none.toml'}")
+    assert (
+        code == 2 and "none.toml: it can not be read: No such file or directory; write it" in said
+    )
+
+
+def test_the_usual_file_is_read_if_it_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--check-config") == (0, "rdzvd: the configuration is in order: defaults\n")
+    monkeypatch.setattr(configuration, "DEFAULT_FILE", file)
+    file.write_text('log_level = "error"')
+    assert Configuration(None, {}).config.log_level == "error"
+    assert run("--check-config")[1].endswith(f"in order: {file}\n")
+    said = run("--check-config", "--log-level=info")[1]
+    assert said.endswith(f"in order: {file} and the command line\n")
+
+
+def test_one_thing_is_done_instead_of_serving() -> None:
+    code, said = run("--check", "--check-config")
+    assert code == 2 and "--check and --check-config do not go together" in said
+
+
+def test_a_secret_password_file_is_read_before_anything_starts(tmp_path: Path) -> None:
+    code, said = run(
+        *("--check-config", "--store=etcd", "--etcd-endpoints=e:1", "--etcd-user=me"),
+        f"--etcd-password-file={tmp_path / 'none'}",
+    )
+    assert code == 2 and "etcd password file" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            'lease.duration = "1 min"',
+            '`lease.duration` = 60 is above `lease.longest` = 30; lower the one or raise the other',
+        ),
+        (
+            "lease.heartbeats = 20\nlease.duration = 4",
+            "`lease.heartbeats` = 20 is more often than every 250 ms with `lease.duration` = 4; "
+            "lower it",
+        ),
+        (
+            'retention.ended_for = "7 d"',
+            '`limits.job_timeout` = "30 d" is above `retention.ended_for` = "7 d"; lower the one '
+            "or raise the other",
+        ),
+        (
+            "limits.nodes = 5",
+            "`limits.nodes_per_job` = 10000 is above `limits.nodes` = 5; lower the one or raise "
+            "the other",
+        ),
+    ],
+)  # fmt: skip
+def test_knobs_have_to_agree(file: Path, text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(file, text)
+    assert str(caught.value) == f"{file}: {problem}"
+
+
+def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="can be reached from other machines"):
+        read(file, 'listen = "0.0.0.0:1"')
+    assert read(file, 'listen = "0.0.0.0:1"\ninsecure = true').insecure
+
+
+# ------------------------------------------------------------------------------------ reloading
+
+
+def reload(configuration_: Configuration) -> bool:
+    levels = logging.getLogger("rdzv.test")
+    return configuration_.reload(lambda level, _: levels.setLevel(level.upper()))
+
+
+def test_a_reload_changes_what_everyone_holds(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    file.write_text("limits.jobs = 5")
+    held = Configuration(file, {})
+    limits, timings = held.config.limits, held.config.timings
+    file.write_text(
+        'listen = "127.0.0.1:5"\nlog_level = "error"\nlimits.jobs = 6\n'
+        'retention = { ended_for = "40 d", ended_jobs = 7 }\n'
+    )
+    assert reload(held)
+    assert limits.jobs == 6 and limits.ended_jobs == 7
+    assert timings.ended_kept_ms == 40 * 86_400_000
+    assert held.config.limits is limits
+    assert logging.getLogger("rdzv.test").level == logging.ERROR
+    assert [record.getMessage() for record in caplog.records] == [
+        'configuration: listen is to be "127.0.0.1:5" (it is "127.0.0.1:29400"): that needs a '
+        "restart",
+        'configuration: log_level is now "error" (it was "info")',
+        'configuration: retention.ended_for is now "40 d" (it was "30 d")',
+        "configuration: retention.ended_jobs is now 7 (it was 10000)",
+        "configuration: limits.jobs is now 6 (it was 5)",
+        f"the configuration is reloaded from {file}: 4 applied, 1 wait for a restart",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "limits.jobs = 6\nnonsense = 1",
+        "limits.jobs = 6\n[",
+        'limits.jobs = 6\netcd = { endpoints = ["e:1"], ca = "/none" }\nstore = "etcd"',
+        'limits.jobs = 6\nlisten = "0.0.0.0:1"',
+    ],
+)
+def test_a_broken_file_changes_nothing(
+    file: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text("limits.jobs = 5")
+    held = Configuration(file, {})
+    file.write_text(text)
+    assert not reload(held)
+    assert held.config.limits.jobs == 5
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "the configuration is not reloaded, and nothing was changed: " in record.getMessage()
+    file.write_text("limits.jobs = 7")
+    assert reload(held)
+    assert held.config.limits.jobs == 7
+
+
+def test_a_file_that_is_gone_changes_nothing(file: Path) -> None:
+    file.write_text("limits.jobs = 5")
+    held = Configuration(file, {})
+    file.unlink()
+    assert not reload(held)
+    assert held.config.limits.jobs == 5
+
+
+def test_the_command_line_is_not_reloaded_over(file: Path) -> None:
+    file.write_text("")
+    held = Configuration(file, {"log_level": "warning"})
+    file.write_text('log_level = "debug"')
+    assert reload(held)
+    assert held.values.get("log_level", str) == "warning"
+
+
+def test_only_limits_and_timings_are_reloaded() -> None:
+    """What the cores and the sockets were started with stays; the driver keeps copies of it."""
+    for bound in _BOUND:
+        if bound.knob.reload:
+            assert {field.partition(".")[0] for field in bound.fields} <= {"limits", "timings"}
+    assert {bound.partition(".")[2] for each in _BOUND for bound in each.fields} - {
+        *(field.name for field in fields(Limits)),
+        *(field.name for field in fields(Timings)),
+    } == {
+        *("lease_ms", "lease_nodes", "lease_max_ms", "lease_nodes_max", "heartbeats_per_lease"),
+        *("takeover_grace_ms", "reconnect_grace_ms", "gather_quiet_ms", "gather_ms"),
+        *("claims_quiet_ms", "stop_margin_ms", "flap_window_ms", "flap_hold_ms"),
+        *("store_backoff_ms", "store_backoff_max_ms", "root_cause_window_ms"),
+        *("window_ms", "ttl_ms", "max_nodes"),
+    }
+
+
+def test_what_is_printed_can_be_used_as_a_file(file: Path) -> None:
+    values = load(KNOBS)
+    file.write_text(render(values))
+    assert make_config(load(KNOBS, file)) == make_config(values)

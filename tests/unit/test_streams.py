@@ -1,0 +1,26 @@
+"""What a stream leaves out because it has been said, and what it says again."""
+
+from __future__ import annotations
+
+from rdzv.core.model import Cause, RoundEnd
+from rdzv.server.messages import Joined, RoundOver, Told
+from rdzv.server.streams import Stream
+
+OVER = RoundOver("job-7", "run-1", 3, RoundEnd(Cause.NODE_LEFT, "n2 leaves", 0, broken=False))
+
+
+def said(*messages: Told) -> list[Told]:
+    """Return what arrives of these messages."""
+    stream = Stream(1, "n1", 1, 10)
+    for message in messages:
+        stream.send(message)
+    return [stream._outbox.get_nowait() for _ in range(stream._outbox.qsize())]
+
+
+async def test_what_only_repeats_the_last_message_about_a_job_is_left_out() -> None:
+    assert said(OVER, OVER) == [OVER]
+
+
+async def test_what_was_said_before_the_node_knew_its_run_is_said_again() -> None:
+    joined = Joined("job-7", "run-1", 1)
+    assert said(OVER, joined, OVER) == [OVER, joined, OVER]
