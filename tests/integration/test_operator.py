@@ -66,24 +66,23 @@ def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server
 ) -> None:
     node = c.start_node("n1", nnodes="1")
     c.wait_for_round(0, workers=1)
-    watching = subprocess.Popen(
+    with subprocess.Popen(
         [BIN / "rdzvctl", "--server", c.endpoint, "status", JOB, "--watch", "-o", "json"],
         stdout=subprocess.PIPE,
         text=True,
         env=c.environ(),
-    )
-    assert watching.stdout is not None
-    try:
-        assert json.loads(watching.stdout.readline())["state"] == "running"
-        c.kill_server()
-        c.start_server()
-        c.finish()
-        # What readline read ahead is in the buffer of stdout; communicate() would not look there.
-        rest = watching.stdout.read()
-        watching.wait(60)
-    finally:
-        watching.kill()
-        watching.wait()
+    ) as watching:
+        assert watching.stdout is not None
+        try:
+            assert json.loads(watching.stdout.readline())["state"] == "running"
+            c.kill_server()
+            c.start_server()
+            c.finish()
+            # What readline read ahead is in the buffer; communicate() would not look there.
+            rest = watching.stdout.read()
+            watching.wait(60)
+        finally:
+            watching.kill()
     assert json.loads(rest.splitlines()[-1])["state"] == "succeeded"
     assert watching.returncode == 0
     assert node.wait() == 0
