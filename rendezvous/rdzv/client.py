@@ -30,6 +30,7 @@ from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
     LEADER_METADATA_KEY,
+    DeniedError,
     InvalidRequestError,
     LimitExceededError,
     NodeSupersededError,
@@ -93,6 +94,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
 FINAL_REFUSALS = frozenset(
     error.code
     for error in (
+        DeniedError,
         InvalidRequestError,
         NodeSupersededError,
         RendezvousClosedError,
@@ -484,6 +486,10 @@ class JobStatus:
     """It has failed for it did not move on: the same launch would do no better."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have straggled for a while, by RANK."""
+    owner: str | None = None
+    """Who alone, beside an admin, may stop it, and so on; None: an admin."""
+    has_secret: bool = False
+    """Whether those who join must know a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1212,6 +1218,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         submission=_submission(status.submission) if status.HasField("submission") else None,
         budgets=_budgets(status.budgets) if status.HasField("budgets") else None,
         no_progress=status.no_progress,
+        owner=status.owner or None,
+        has_secret=status.has_secret,
     )
 
 

@@ -386,6 +386,11 @@ class Membership:
     submission: Submission | None = None
     """None: nodes join of their own accord, and nobody else chooses them."""
     spent: Spent = Spent()
+    owner: str = ""
+    """Who began the first run of this job, as proven to the server; empty if nobody had to prove
+    anything, or if nodes began it by themselves."""
+    secret: str = ""
+    """Hash of the secret that whoever joins this run must know; empty: none is needed."""
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -88,6 +88,8 @@ def _key(parameter: str) -> str:
 @_flag("--advertise")
 @_flag("--http")
 @_flag("--insecure")
+@_flag("--auth")
+@_flag("--init-admin-token")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")

@@ -49,6 +49,8 @@ class Limits:
     """The longest DNS name."""
     label_chars: int = 255
     """role, topology, machine, versions."""
+    secret_chars_least: int = 16
+    """A job's secret: its hash is stored, and a short one could be found from that."""
     reason_chars: int = 1_000
     """A sentence for people; longer ones are cut."""
     traceback_chars: int = 16_384
@@ -132,6 +134,8 @@ class Limits:
     """Rows that ListEvents returns when none are asked for."""
     pending_rows: int = 256
     """Rows of history that wait for the next commit of their job before they get their own."""
+    tokens: int = 2_000
+    """Tokens of callers; all of them are in one document."""
     scrapes: int = 4
     """Callers that read /metrics at once: each has all of it in memory."""
     http_requests: int = 32
@@ -294,6 +298,10 @@ class Config:
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
     """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
+    auth: bool = False
+    """Whether every caller has to prove who it is."""
+    init_admin_token: Path | None = None
+    """Where the token of the first admin is, or is put, while there is no other admin."""
     c10d: Listen | None = None
     """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
     c10d_python: str = sys.executable
@@ -323,6 +331,11 @@ class Config:
             raise InvalidRequestError(
                 f"--http {self.http} can be reached from other machines, and nothing there is "
                 "encrypted or authenticated yet; listen on loopback, or say --insecure"
+            )
+        if self.init_admin_token is not None and not self.auth:
+            raise InvalidRequestError(
+                "--init-admin-token makes a token, and nobody would have to show one; give "
+                "--auth=required with it"
             )
         self._check_replica()
         if self.c10d is not None:

@@ -115,6 +115,21 @@ _PLAIN = (
         "who reaches the port may run and end jobs.",
     ),
     Knob(
+        key="auth",
+        kind=Kind.STR,
+        default="none",
+        choices=("none", "required"),
+        reason="Whether callers have to prove who they are, by a client certificate or a token; "
+        "docs/roles.md says who may then do what. `none`: everyone may do everything.",
+    ),
+    Knob(
+        key="init_admin_token",
+        kind=Kind.PATH,
+        default_words="none",
+        reason="While there is no token of an admin: the one in this file becomes one, and if "
+        "there is no such file, it is made. Only with `auth` = required.",
+    ),
+    Knob(
         key="data_dir",
         kind=Kind.PATH,
         default_words="`$STATE_DIRECTORY` if set (systemd does), `/var/lib/rdzv` for root, else "
@@ -698,6 +713,8 @@ def make_config(values: Values) -> Config:
         store=values.get("store", str),
         insecure=values.get("insecure", bool),
         advertise=_address(values, "advertise"),
+        auth=values.get("auth", str) == "required",
+        init_admin_token=values.maybe("init_admin_token", Path),
         etcd=_etcd(values),
         http=_address(values, "http"),
         c10d=_address(values, "c10d"),

@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.exposition import CONTENT_TYPE
+from rdzv.server.access import Gate, checking_roles
 from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
@@ -56,6 +57,7 @@ async def serving_http(
     listen: Listen,
     clock: Clock,
     facade: Facade | None = None,
+    gate: Gate | None = None,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
@@ -63,7 +65,10 @@ async def serving_http(
         InvalidRequestError: the address can not be listened on.
 
     """
-    app = web.Application(middlewares=[answering_errors, refusing_strangers(listen)])
+    gate = gate or Gate(replica, clock, config, metrics)
+    app = web.Application(
+        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+    )
     app.add_routes(
         [
             web.get("/healthz", _healthz),

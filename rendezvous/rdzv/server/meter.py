@@ -85,3 +85,6 @@ class Meter:
 
     def sent(self) -> None:
         """Note a message to a node, put on its stream."""
+
+    def call_refused(self, code: str) -> None:
+        """Note a call that its caller may not make, with the code of the refusal."""
