@@ -476,8 +476,8 @@ async def test_refused_calls_are_counted_and_logged_now_and_then(
             url = f"{server.url}/metrics"
             async with session.get(url, headers=dict(server.header("read"))) as answer:
                 text = await answer.text()
-        assert 'rdzv_refused_calls_total{error="DeniedError"} 3' in text
-        assert 'rdzv_refused_calls_total{error="UnauthenticatedError"} 1' in text
+        assert 'rdzv_refused_calls_total{reason="DeniedError"} 3' in text
+        assert 'rdzv_refused_calls_total{reason="UnauthenticatedError"} 1' in text
 
 
 async def test_where_nobody_proves_anything_everybody_may_do_everything() -> None:

@@ -106,7 +106,7 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
 
     """
     known = {role.value: role for role in Role}
-    found = {}
+    found = dict[Role, None]()
     for name in names:
         if name not in known:
             raise InvalidRequestError(

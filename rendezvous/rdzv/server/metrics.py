@@ -190,7 +190,7 @@ class Metrics(Meter, Collector):
         self._calls_refused = Counter(
             "rdzv_refused_calls_total",
             "Calls of those who have not proven who they are, or may not do that.",
-            ("error",),
+            ("reason",),
             registry=registry,
         )
         for error in (DeniedError, UnauthenticatedError):
