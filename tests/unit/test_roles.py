@@ -353,6 +353,8 @@ async def node(
     [
         ("node", "node", pb.AGENT_KIND_DAEMON, ""),
         ("node", "n2", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
+        ("node", "node-4711", pb.AGENT_KIND_FOREGROUND, ""),
+        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
         ("ada", "head-4711", pb.AGENT_KIND_FOREGROUND, ""),
         ("ada", "ada", pb.AGENT_KIND_DAEMON, "needs the role node"),
         ("admin", "n2", pb.AGENT_KIND_DAEMON, ""),

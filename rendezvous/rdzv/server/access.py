@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -248,7 +249,7 @@ def _header(context: Any) -> str | None:
 
 def _certified(context: Any) -> Caller | None:
     pems = list(context.auth_context().get("x509_pem_cert", ()))
-    return callers.from_pem(pems[0]) if pems else None
+    return callers.certified(pems[0]) if pems else None
 
 
 def _host(peer: str) -> str:
@@ -291,11 +292,6 @@ def checking_roles(gate: Gate) -> Middleware:
 
 
 def _certified_by_tls(request: web.Request) -> Caller | None:
-    certificate = request.get_extra_info("peercert")
-    if not certificate:
-        return None
-    found: dict[str, list[str]] = {"commonName": [], "organizationName": []}
-    for part in certificate["subject"]:
-        for kind, text in part:
-            found.setdefault(kind, []).append(text)
-    return callers.from_subject(found["commonName"], found["organizationName"])
+    connection = request.get_extra_info("ssl_object")
+    der = connection.getpeercert(binary_form=True) if connection is not None else None
+    return callers.certified(ssl.DER_cert_to_PEM_cert(der).encode()) if der else None

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rdzv.certificates import read_certificate
 from rdzv.errors import InvalidRequestError, UnauthenticatedError
 
 
@@ -123,44 +124,28 @@ def implied(roles: Iterable[Role]) -> frozenset[Role]:
     return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
 
 
-def from_subject(common_names: Iterable[str], organizations: Iterable[str]) -> Caller:
-    """Return the caller whose certificate has this subject.
-
-    Raises:
-        UnauthenticatedError: it names nobody.
-
-    """
-    match tuple(common_names):
-        case (name,) if _NAME.fullmatch(name):
-            known = {role.value: role for role in Role}
-            # Organizations that are no roles are an organization's own business.
-            roles = [known[other] for other in organizations if other in known]
-            return Caller(name, implied(roles), "certificate")
-        case names:
-            raise UnauthenticatedError(
-                f"the certificate's subject has the common names {list(names)}; it needs one, of "
-                "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
-            )
-
-
 @functools.lru_cache(maxsize=4096)
-def from_pem(pem: bytes) -> Caller:
+def certified(pem: bytes) -> Caller:
     """Return the caller that has this certificate, which TLS has verified.
 
     Raises:
         UnauthenticatedError: it names nobody.
 
     """
-    # Only where certificates are shown is what reads them loaded.
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
-    subject = x509.load_pem_x509_certificate(pem).subject
-
-    def texts(oid: x509.ObjectIdentifier) -> list[str]:
-        return [str(one.value) for one in subject.get_attributes_for_oid(oid)]
-
-    return from_subject(texts(NameOID.COMMON_NAME), texts(NameOID.ORGANIZATION_NAME))
+    try:
+        certificate = read_certificate(pem, "the certificate that was shown")
+    except InvalidRequestError as error:
+        raise UnauthenticatedError(str(error)) from error
+    name = certificate.common_name
+    if not _NAME.fullmatch(name):
+        raise UnauthenticatedError(
+            f"the certificate that was shown has the common name {name[:140]!r}; it needs one of "
+            "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
+        )
+    known = {role.value: role for role in Role}
+    # Organizations that are no roles are an organization's own business.
+    roles = [known[other] for other in certificate.organizations if other in known]
+    return Caller(name, implied(roles), "certificate")
 
 
 def bearer(header: str) -> str:

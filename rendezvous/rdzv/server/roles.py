@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -170,13 +171,17 @@ def owner_by(caller: Caller) -> str:
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
     """Refuse a hello by which a caller would speak for what is not its own.
 
+    A node is its name, and each rdzvrun on it that name with a process id, as rdzvrun makes it.
     `bound_to` is the name of the caller that speaks for this node_id already; None: nobody does.
 
     Raises:
         DeniedError: it would.
 
     """
-    if caller.admin or (Role.NODE in caller.roles and caller.name == node_id):
+    own = node_id == caller.name or (
+        foreground and re.fullmatch(rf"{re.escape(caller.name)}-[0-9]+", node_id) is not None
+    )
+    if caller.admin or (own and Role.NODE in caller.roles):
         return
     if Role.SUBMIT not in caller.roles:
         raise DeniedError(
