@@ -156,6 +156,12 @@ RULES = (
         ),
     ),
     Rule(
+        "a server that sends no traces runs without OpenTelemetry, which is an extra",
+        "**/*.py",
+        never=of("opentelemetry"),
+        but=of("server/otlp.py"),
+    ),
+    Rule(
         "configurations are described without knowing any program",
         "knobs.py",
         only=of("rdzv.errors"),

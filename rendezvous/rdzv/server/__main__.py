@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.server.clock import Clock
     from rdzv.server.config import Config, Listen
+    from rdzv.server.meter import Meter
     from rdzv.server.metrics import Metrics
     from rdzv.server.replica import Replica
-    from rdzv.stores.base import Store
+    from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_client import EtcdConfig
 
 log = logging.getLogger("rdzv.server")
@@ -87,6 +88,7 @@ def _key(parameter: str) -> str:
 @_flag("--etcd-ttl")
 @_flag("--advertise")
 @_flag("--http")
+@_flag("--otlp")
 @_flag("--insecure")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
@@ -235,7 +237,10 @@ async def _run_alone(
     replica = Replica(clock, store.place, server_version())
     metrics = _metrics(replica, config, facade)
     try:
-        async with Driver.running(store, clock, config, meter=metrics) as driver:
+        async with (
+            _meter(replica, metrics, config) as meter,
+            Driver.running(store, clock, config, meter=meter) as driver,
+        ):
             replica.lead(driver)
             async with (
                 serving(replica, clock, config, facade) as bound,
@@ -267,12 +272,13 @@ async def _run_replica(
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
+            _meter(replica, metrics, config) as meter,
             serving(replica, clock, config, facade) as bound,
             _http(replica, metrics, config, clock, facade) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
-            campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
+            campaign = tasks.create_task(replica.campaign(client, election, config, meter))
             _say_ready(bound, f"data in {etcd.place}", facade, http)
             await _stopped(stop)
             campaign.cancel()
@@ -289,6 +295,30 @@ def _metrics(replica: Replica, config: Config, facade: Facade | None) -> Metrics
     metrics = Metrics(replica.figures, config, server_version(), c10d=c10d)
     metrics.add_process()
     return metrics
+
+
+@asynccontextmanager
+async def _meter(
+    replica: Replica, metrics: Metrics | None, config: Config
+) -> AsyncIterator[Meter | None]:
+    """Say who is told what happens; where it is to be traced, trace it until the body ends."""
+    if config.otlp is None:
+        yield metrics
+        return
+    from rdzv.server.meter import Meters
+    from rdzv.server.otlp import OtlpSender
+    from rdzv.server.service import server_version
+    from rdzv.server.traces import tracing
+
+    async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
+        return await replica.driver.history(rdzv_id, limit)
+
+    sender = OtlpSender(config.otlp, server_version())
+    try:
+        async with tracing(history, sender.send) as traces:
+            yield traces if metrics is None else Meters(metrics, traces)
+    finally:
+        await sender.close(config.timings.traces_close_ms)
 
 
 @asynccontextmanager

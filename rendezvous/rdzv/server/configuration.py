@@ -19,7 +19,7 @@ from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, compare, load, spelled
-from rdzv.server.config import Config, Limits, Listen, Timings, alter, default_data_dir
+from rdzv.server.config import Config, Limits, Listen, Timings, alter, check_otlp, default_data_dir
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
@@ -106,6 +106,15 @@ _PLAIN = (
         default_words="nowhere",
         reason="Serve the live page, /api, /metrics, /sd, /healthz and /readyz here. Other than "
         "loopback only with `insecure`.",
+    ),
+    Knob(
+        key="otlp",
+        kind=Kind.STR,
+        unit="URL",
+        parse=check_otlp,
+        default_words="nowhere",
+        reason="Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: "
+        "where OTEL_EXPORTER_OTLP_ENDPOINT says. Needs rdzv[otel].",
     ),
     Knob(
         key="insecure",
@@ -700,6 +709,7 @@ def make_config(values: Values) -> Config:
         advertise=_address(values, "advertise"),
         etcd=_etcd(values),
         http=_address(values, "http"),
+        otlp=values.maybe("otlp", str),
         c10d=_address(values, "c10d"),
         c10d_python=str(python) if python else sys.executable,
         log_level=values.get("log_level", str),
