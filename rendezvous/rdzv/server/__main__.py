@@ -334,8 +334,8 @@ async def _http(
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, metrics, config, config.http, clock, facade) as bound:
-        yield bound
+    async with serving_http(replica, metrics, config, config.http, clock, facade) as serving:
+        yield serving.bound
 
 
 def _say_ready(bound: Listen, data: str, facade: Facade | None, http: Listen | None) -> None:
