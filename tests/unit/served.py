@@ -121,7 +121,7 @@ class Served:
         http = serving_http(
             self._replica, metrics, self._config, self._listen, self._clock, self._facade
         )
-        self._listen = await self._http.enter_async_context(http)
+        self._listen = (await self._http.enter_async_context(http)).bound
         self.url = f"http://{self._listen}"
 
     async def _hear(self) -> None:
