@@ -104,14 +104,14 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
         gate = access.Gate(replica, clock, config, metrics)
         async with (
             serving(replica, clock, config, gate=gate) as grpc_bound,
-            serving_http(replica, metrics, config, config.listen, clock, gate=gate) as http_bound,
+            serving_http(replica, metrics, config, config.listen, clock, gate=gate) as http,
         ):
             tokens = {}
             for name in ("read", "submit", "node", "admin", "ada", "bob"):
                 role = Role(name) if name in set(Role) else Role.SUBMIT
                 _, tokens[name] = await driver.create_token(name, [role], 0)
             routes = [str(r.resource.canonical) for r in made[0].router.routes() if r.resource]
-            url = f"http://{http_bound}"
+            url = f"http://{http.bound}"
             yield Guarded(driver, clock, str(grpc_bound), url, routes, methods, tokens)
 
 
