@@ -34,6 +34,7 @@ from rdzv.job_options import (
     shutdown_timeout_ms,
     unknown_keys,
 )
+from rdzv.job_secret import read_secret, without_secrets
 
 log = logging.getLogger("rdzv.agent")
 
@@ -81,13 +82,14 @@ def parse_launch(
         no_python=args.no_python and not args.run_path,
         run_path=args.run_path,
         python=python,
-        environ=environ,
+        environ=without_secrets(environ),
         chdir=chdir,
         snapshot=_absolute("--snapshot", args.snapshot, chdir) if args.snapshot else None,
         role=args.role,
         topology=args.topology,
         local_addr=args.local_addr,
         refuse_reuse=not conf_bool(conf, "reuse", default=True),
+        secret=read_secret(environ),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
         warm=parse_modules(args.warm),
