@@ -978,7 +978,9 @@ def test_workers_without_a_place_are_stopped(code: str) -> None:
     assert outcome_of(node.hear(gone())) == Outcome(1, "the reason")
 
 
-@pytest.mark.parametrize("code", ["InvalidRequestError", "SettingsMismatchError", "DeniedError", "Unheard"])
+@pytest.mark.parametrize(
+    "code", ["InvalidRequestError", "SettingsMismatchError", "DeniedError", "Unheard"]
+)
 @pytest.mark.parametrize("name", ["running", "stopping", "sweeping", "at_barrier", "leaving"])
 def test_workers_go_on_when_only_what_was_said_is_refused(name: str, code: str) -> None:
     node = PHASES[name]()
