@@ -87,8 +87,6 @@ FULL = KeptState(
     progress_folder="/run/rdzv_progress_1",
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 # ---------------------------------------------------------------------- what is kept
 

@@ -87,6 +87,7 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
         "--etcd-ttl": "7",
         "--advertise": "n1:1",
         "--http": "127.0.0.1:4",
+        "--otlp": "http://127.0.0.1:6",
         "--c10d": "127.0.0.1:5",
         "--c10d-python": "/usr/bin/python3",
         "--log-level": "debug",
@@ -101,6 +102,7 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
     assert [str(endpoint) for endpoint in config.etcd.endpoints] == ["e1:1", "e2:2"]
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
     assert config.etcd.password == "secret"
+    assert config.otlp == "http://127.0.0.1:6"
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
     given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
     assert given >= options.keys()
@@ -184,6 +186,37 @@ def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
     with pytest.raises(InvalidRequestError, match="can be reached from other machines"):
         read(file, 'listen = "0.0.0.0:1"')
     assert read(file, 'listen = "0.0.0.0:1"\ninsecure = true').insecure
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "nothing here is encrypted or authenticated"),
+        ('tls.cert = "/c"\ntls.key = "/k"', "nobody who connects is asked who they are"),
+    ],
+)
+@pytest.mark.parametrize("port", ["listen", "http"])
+def test_beyond_this_machine_it_is_encrypted_and_asks_who_connects(
+    file: Path, port: str, text: str, problem: str
+) -> None:
+    beyond = f'{port} = "0.0.0.0:1"\n'
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, beyond + text)
+    assert read(file, f"insecure = true\n{beyond}{text}").open.startswith(problem)
+    assert not read(file, f'{beyond}tls.cert = "/c"\ntls.key = "/k"\ntls.client_ca = "/ca"').open
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
+    ],
+)
+def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, text)
 
 
 # ------------------------------------------------------------------------------------ reloading
