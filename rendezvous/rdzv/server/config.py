@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rdzv import protocol
+from rdzv.certificates import Certificate, check_authorities, check_pair, read_certificate
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
@@ -294,6 +296,23 @@ class TlsFiles:
         """All of them."""
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
 
+    def check(self) -> Certificate:
+        """Return what the certificate says.
+
+        Raises:
+            InvalidRequestError: the files can not be used; the message names file and remedy.
+
+        """
+        if self.client_ca is not None:
+            check_authorities(self.client_ca, "client CA")
+        check_pair(self.cert, self.key, "certificate")
+        found = read_certificate(self.cert.read_bytes(), f"certificate {self.cert}")
+        if trouble := found.trouble(datetime.now(UTC)):
+            raise InvalidRequestError(
+                f"certificate {self.cert} can not be used: it {trouble}; give one that is valid"
+            )
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -324,10 +343,10 @@ class Config:
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
-        """Refuse what would be unsafe.
+        """Refuse what would be unsafe, and files that can not be used.
 
         Raises:
-            InvalidRequestError: it would listen beyond this machine without being told to.
+            InvalidRequestError: one of these; the message has the remedy.
 
         """
         if not self.listen.loopback and not self.insecure and self.open:
@@ -341,6 +360,8 @@ class Config:
                 f"--http {self.http} can be reached from other machines, and {self.open}; listen "
                 f"on loopback, {self._remedy}, or say --insecure"
             )
+        if self.tls is not None:
+            self.tls.check()
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
