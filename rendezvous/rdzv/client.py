@@ -579,6 +579,8 @@ class Server:
     store: str
     version: str
     state_age_ms: int
+    insecure: str | None = None
+    """Why everyone who reaches it may do everything; of the one that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1194,6 +1196,7 @@ def _server(server: pb.Server) -> Server:
         store=server.store,
         version=server.server_version,
         state_age_ms=server.state_age_ms,
+        insecure=server.insecure or None,
     )
 
 

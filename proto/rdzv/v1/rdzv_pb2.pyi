@@ -3174,6 +3174,7 @@ class Server(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -3184,6 +3185,10 @@ class Server(google.protobuf.message.Message):
     server_version: builtins.str
     state_age_ms: builtins.int
     """How long it has led, or stood by."""
+    insecure: builtins.str
+    """Why everyone who reaches it, also from other machines, may do everything. Empty: not everyone
+    may, or it is not the one that answers, and so not known.
+    """
     def __init__(
         self,
         *,
@@ -3193,8 +3198,9 @@ class Server(google.protobuf.message.Message):
         store: builtins.str = ...,
         server_version: builtins.str = ...,
         state_age_ms: builtins.int = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
 
 global___Server = Server
 

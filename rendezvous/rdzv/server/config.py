@@ -412,6 +412,12 @@ class Config:
         return ""
 
     @property
+    def exposed(self) -> str:
+        """Say why everyone on other machines may do everything; empty: not everyone may."""
+        reached = [self.listen, *([self.http] if self.http is not None else [])]
+        return "" if all(listen.loopback for listen in reached) else self.open
+
+    @property
     def _remedy(self) -> str:
         if self.tls is None:
             return "give --tls-cert, --tls-key and --tls-client-ca (`rdzvctl certs` makes them)"

@@ -586,7 +586,8 @@ async def serving(
     bound = replace(config.listen, port=_bind(server, config.listen, tls))
     await server.start()
     try:
-        async with _telling_health(replica, health_servicer, str(config.advertise or bound)):
+        at = str(config.advertise or bound)
+        async with _telling_health(replica, health_servicer, at, config.exposed):
             yield bound
     finally:
         replica.stand_by(
@@ -613,7 +614,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def _telling_health(
-    replica: Replica, servicer: health.aio.HealthServicer, address: str
+    replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
     """Let the health service say whether nodes are served here; a server that stands by lives."""
     changed = asyncio.Event()
@@ -632,7 +633,7 @@ async def _telling_health(
             await changed.wait()
 
     await servicer.set("", _SERVING)
-    replica.serve_as(address, tell)
+    replica.serve_as(address, tell, exposed)
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(follow())

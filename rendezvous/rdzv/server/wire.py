@@ -1196,4 +1196,5 @@ def server(view: ServerView) -> pb.Server:
         store=view.store,
         server_version=view.version,
         state_age_ms=view.state_age_ms,
+        insecure=view.insecure,
     )
