@@ -31,6 +31,7 @@ from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
     LEADER_METADATA_KEY,
+    DeniedError,
     InvalidRequestError,
     LimitExceededError,
     NodeSupersededError,
@@ -95,6 +96,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
 FINAL_REFUSALS = frozenset(
     error.code
     for error in (
+        DeniedError,
         InvalidRequestError,
         NodeSupersededError,
         RendezvousClosedError,
@@ -429,6 +431,8 @@ class Submission:
     placed: tuple[str, ...]
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
+    submitter: str | None = None
+    """Who has proven to the server to have submitted it; None where nobody has to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +488,10 @@ class JobStatus:
     """It has failed for it did not move on: the same launch would do no better."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have straggled for a while, by RANK."""
+    owner: str | None = None
+    """Who alone, beside an admin, may stop it, and so on; None: an admin."""
+    has_secret: bool = False
+    """Whether those who join must know a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1231,6 +1239,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         submission=_submission(status.submission) if status.HasField("submission") else None,
         budgets=_budgets(status.budgets) if status.HasField("budgets") else None,
         no_progress=status.no_progress,
+        owner=status.owner or None,
+        has_secret=status.has_secret,
     )
 
 
@@ -1260,6 +1270,7 @@ def _submission(submission: pb.Submission) -> Submission:
         placed=tuple(submission.placed),
         jobs_before=_optional(submission, "jobs_before"),
         declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
+        submitter=submission.submitter or None,
     )
 
 

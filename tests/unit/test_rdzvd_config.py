@@ -89,6 +89,8 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
         "--advertise": "n1:1",
         "--http": "127.0.0.1:4",
         "--otlp": "http://127.0.0.1:6",
+        "--auth": "required",
+        "--init-admin-token": "/run/rdzv/admin",
         "--c10d": "127.0.0.1:5",
         "--c10d-python": "/usr/bin/python3",
         "--log-level": "debug",
@@ -104,9 +106,15 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
     assert config.etcd.password == "secret"
     assert config.otlp == "http://127.0.0.1:6"
+    assert (config.auth, config.init_admin_token) == (True, Path("/run/rdzv/admin"))
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
     given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
     assert given >= options.keys()
+
+
+def test_a_token_that_nobody_has_to_show_is_not_made(file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="give --auth=required with it"):
+        read(file, 'init_admin_token = "/run/rdzv/admin"')
 
 
 def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:

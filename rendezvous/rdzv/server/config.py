@@ -56,6 +56,8 @@ class Limits:
     """The longest DNS name."""
     label_chars: int = 255
     """role, topology, machine, versions."""
+    secret_chars_least: int = 16
+    """A job's secret: its hash is stored, and a short one could be found from that."""
     reason_chars: int = 1_000
     """A sentence for people; longer ones are cut."""
     traceback_chars: int = 16_384
@@ -139,6 +141,8 @@ class Limits:
     """Rows that ListEvents returns when none are asked for."""
     pending_rows: int = 256
     """Rows of history that wait for the next commit of their job before they get their own."""
+    tokens: int = 2_000
+    """Tokens of callers; all of them are in one document."""
     scrapes: int = 4
     """Callers that read /metrics at once: each has all of it in memory."""
     http_requests: int = 32
@@ -359,6 +363,10 @@ class Config:
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
     """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
+    auth: bool = False
+    """Whether every caller has to prove who it is."""
+    init_admin_token: Path | None = None
+    """Where the token of the first admin is, or is put, while there is no other admin."""
     otlp: str | None = None
     """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None: nowhere."""
     c10d: Listen | None = None
@@ -393,6 +401,11 @@ class Config:
             )
         if self.tls is not None:
             self.tls.check()
+        if self.init_admin_token is not None and not self.auth:
+            raise InvalidRequestError(
+                "--init-admin-token makes a token, and nobody would have to show one; give "
+                "--auth=required with it"
+            )
         if self.otlp is not None and not _has_opentelemetry():
             raise InvalidRequestError(
                 f"`otlp` = {self.otlp!r} needs OpenTelemetry, which is not installed here; "
@@ -405,9 +418,11 @@ class Config:
     @property
     def open(self) -> str:
         """Say why whoever reaches this server may do everything; empty: not everyone may."""
+        if self.tls is None and self.auth:
+            return "nothing here is encrypted, so whoever is on the way may take a token"
         if self.tls is None:
             return "nothing here is encrypted or authenticated"
-        if self.tls.client_ca is None:
+        if self.tls.client_ca is None and not self.auth:
             return "nobody who connects is asked who they are"
         return ""
 
@@ -420,8 +435,9 @@ class Config:
     @property
     def _remedy(self) -> str:
         if self.tls is None:
-            return "give --tls-cert, --tls-key and --tls-client-ca (`rdzvctl certs` makes them)"
-        return "give --tls-client-ca (`rdzvctl certs` makes one)"
+            also = "" if self.auth else " and --tls-client-ca"
+            return f"give --tls-cert, --tls-key{also} (`rdzvctl certs` makes them)"
+        return "give --tls-client-ca (`rdzvctl certs` makes one) or --auth=required"
 
     def _check_replica(self) -> None:
         """Refuse a server that shares its store and that the others' nodes could not reach."""
