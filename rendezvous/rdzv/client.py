@@ -427,6 +427,8 @@ class Submission:
     placed: tuple[str, ...]
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
+    submitter: str | None = None
+    """Who has proven to the server to have submitted it; None where nobody has to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1239,6 +1241,7 @@ def _submission(submission: pb.Submission) -> Submission:
         placed=tuple(submission.placed),
         jobs_before=_optional(submission, "jobs_before"),
         declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
+        submitter=submission.submitter or None,
     )
 
 

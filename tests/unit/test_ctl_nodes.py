@@ -137,6 +137,7 @@ def submitted() -> pb.JobStatus:
     status.submission.CopyFrom(
         pb.Submission(
             submitted_by="ada at head-1",
+            submitter="ada",
             age_ms=300_000,
             args=["--nnodes=3:4", "--", "train me.py", "--lr", "1"],
             env_names=["TOKEN", "HF_HOME"],
@@ -337,6 +338,7 @@ def test_a_submission_for_programs(
         "placed": ["n1", "n4"],
         "jobs_before": 2,
         "declined": [{"node_id": "n9", "reason": "no folder /home/ada/gpt there"}],
+        "submitter": "ada",
     }
     control.jobs["gpt-small"] = control_samples.joining()
     assert run(["status", "gpt-small", "-o", "json"]) == 0

@@ -1739,6 +1739,7 @@ class JobSpec(google.protobuf.message.Message):
     GPUS_PER_NODE_FIELD_NUMBER: builtins.int
     LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
     NEEDS_GPU_FIELD_NUMBER: builtins.int
+    SUBMITTER_FIELD_NUMBER: builtins.int
     chdir: builtins.str
     """The working directory, on every node; empty: the node's own choice."""
     priority: builtins.int
@@ -1749,6 +1750,10 @@ class JobSpec(google.protobuf.message.Message):
     """Workers of each node; 0: the node counts its GPUs or CPUs, and gives the job all its GPUs."""
     needs_gpu: builtins.bool
     """A node without any GPU is not used."""
+    submitter: builtins.str
+    """Who submitted it, as the caller has proven to the server, which alone says it; empty where
+    nobody has to prove anything.
+    """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """rdzvrun's: its flags, the script, and the script's own."""
@@ -1772,9 +1777,10 @@ class JobSpec(google.protobuf.message.Message):
         gpus_per_node: builtins.int | None = ...,
         local_world_size: builtins.int = ...,
         needs_gpu: builtins.bool = ...,
+        submitter: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "gpus_per_node", b"gpus_per_node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
 
 global___JobSpec = JobSpec
@@ -2281,6 +2287,7 @@ class Submission(google.protobuf.message.Message):
     PLACED_FIELD_NUMBER: builtins.int
     JOBS_BEFORE_FIELD_NUMBER: builtins.int
     DECLINED_FIELD_NUMBER: builtins.int
+    SUBMITTER_FIELD_NUMBER: builtins.int
     submitted_by: builtins.str
     age_ms: builtins.int
     chdir: builtins.str
@@ -2288,6 +2295,8 @@ class Submission(google.protobuf.message.Message):
     gpus_per_node: builtins.int
     jobs_before: builtins.int
     """Jobs that are served before this one; unset for one that does not wait."""
+    submitter: builtins.str
+    """As in `JobSpec`; `submitted_by` is what the caller says of itself."""
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -2316,9 +2325,10 @@ class Submission(google.protobuf.message.Message):
         placed: collections.abc.Iterable[builtins.str] | None = ...,
         jobs_before: builtins.int | None = ...,
         declined: collections.abc.Iterable[global___DeclinedNode] | None = ...,
+        submitter: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
     @typing.overload

@@ -326,6 +326,8 @@ class JobSpec:
     """Workers of each node; 0: the node counts its GPUs, and gives the job all of them."""
     needs_gpu: bool = False
     """A node without any GPU is not used."""
+    submitter: str = ""
+    """Who submitted it, as proven to the server; empty where nobody has to prove anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -905,6 +905,7 @@ def _job_spec(spec: JobSpec) -> pb.JobSpec:
         gpus_per_node=spec.gpus_per_node,
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
+        submitter=spec.submitter,
     )
 
 
@@ -1065,6 +1066,7 @@ def _submission(submission: Submission, jobs_before: int | None, now_ms: int) ->
         declined=[
             pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
         ],
+        submitter=spec.submitter,
     )
 
 
