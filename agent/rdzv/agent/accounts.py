@@ -28,7 +28,7 @@ __all__ = [
     "Account",
     "Accounts",
     "Identity",
-    "Rule",
+    "SubmitterRule",
     "acting_as",
     "identity_of_owner",
     "open_untrusted",
@@ -68,7 +68,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SubmitterRule:
     """Which accounts one submitter may have."""
 
     submitter: str
@@ -88,7 +88,7 @@ class Accounts:
 
     def __init__(
         self,
-        rules: Sequence[Rule] = (),
+        rules: Sequence[SubmitterRule] = (),
         find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
         own_uid: int | None = None,
     ) -> None:
@@ -134,7 +134,7 @@ class Accounts:
             )
         return self._look_up(name, rule)
 
-    def _look_up(self, name: str, rule: Rule) -> Account | None:
+    def _look_up(self, name: str, rule: SubmitterRule) -> Account | None:
         try:
             found = self._find(name)
         except (KeyError, ValueError) as error:
@@ -285,6 +285,6 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
 def write_anew(path: Path, content: bytes) -> None:
     """Write a file in a folder that others may write to; `OSError` if it can not be."""
     fd = open_untrusted(path, os.O_WRONLY | os.O_CREAT, 0o666)
-    with open(fd, "wb") as file:
+    with os.fdopen(fd, "wb") as file:
         file.truncate()
         file.write(content)

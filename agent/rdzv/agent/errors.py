@@ -49,7 +49,7 @@ def read_error(
         # A FIFO would have the agent wait for somebody to write into it.
         with acting_as(identity):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
+        with os.fdopen(fd, "rb") as file:
             stat = os.fstat(file.fileno())
             text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
     except FileNotFoundError:

@@ -22,10 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as, write_anew
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.watches import Watches
-
-from rdzv.agent.accounts import Identity, acting_as, write_anew
 
 log = logging.getLogger("rdzv.agent")
 

@@ -67,7 +67,7 @@ class RunFolder:
                 fd = open_untrusted(
                     self.path / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
                 )
-            with open(fd, "ab", buffering=0) as index:
+            with os.fdopen(fd, "ab", buffering=0) as index:
                 index.write(_as_line(found))
         except OSError as error:
             log.warning(
@@ -244,7 +244,7 @@ def _read_index(index: Path) -> list[WrittenRound]:
         identity = identity_of_owner(index.parent)
         with acting_as(identity):
             fd = open_untrusted(index, os.O_RDONLY)
-        with open(fd, "rb") as file:
+        with os.fdopen(fd, "rb") as file:
             lines = file.read(_MAX_INDEX_BYTES).splitlines()
     except OSError:
         return []
