@@ -248,10 +248,12 @@ class Operators:
         state = leader.driver._jobs.peek(job.rdzv_id) if leader is not None else None
         wait = leader.driver._placer.wait(job.rdzv_id) if leader is not None else None
         held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
-        if any(h.placed.key == (job.rdzv_id, job.run) and self._waits_for_room(h) for h in held):
+        mine = [h for h in held if h.placed.key == (job.rdzv_id, job.run)]
+        without_room = [h for h in mine if self._waits_for_room(h)]
+        # The others may begin without them.
+        if without_room and len(mine) - len(without_room) < job.min_nodes:
             return "a node that is to run it has no room yet"
-        mine = [h.part for h in held if h.placed.key == (job.rdzv_id, job.run) and h.part]
-        if any(part.runner.workers is not None for part in mine):
+        if any(h.part is not None and h.part.runner.workers is not None for h in mine):
             # They have not stopped yet.
             return ""
         if state is not None and job.submission is None:
