@@ -245,7 +245,7 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
             folder = os.open(chdir or "/", flags)
             stack.callback(os.close, folder)
-            if not os.access(chdir or "/", os.X_OK, effective_ids=True):
+            if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
                 raise PermissionError(None, f"it can not be entered by {account.name}", str(chdir))
         # By its descriptor: what the name leads to may have changed before root follows it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}

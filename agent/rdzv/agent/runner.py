@@ -479,7 +479,6 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
         _set_file_ids(identity.uid, identity.gid)
         yield
     finally:
-        # The user last: with it come back the rights over files, which nothing here needs.
         _set_file_ids(0, own_gid)
         _set_thread_groups(own_groups)
 
