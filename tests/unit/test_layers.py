@@ -156,6 +156,12 @@ RULES = (
         ),
     ),
     Rule(
+        "certificates are made by who asks for them, and read by the TLS libraries",
+        "**/*.py",
+        never=of("cryptography"),
+        but=of("ctl/authority.py"),
+    ),
+    Rule(
         "configurations are described without knowing any program",
         "knobs.py",
         only=of("rdzv.errors"),
@@ -254,6 +260,17 @@ def test_the_rules_see_what_breaks_them(
     path = tmp_path / "file.py"
     path.write_text(line, encoding="utf-8")
     assert bool(offences(rule, path, "core/file.py")) is offends
+
+
+def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
+    makers = {
+        name
+        for path, name in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
+    }
+    # etcd has credentials of its own.
+    assert makers == {"transport.py", "stores/etcd_client.py"}
 
 
 def test_the_rules_are_about_files_that_are_there() -> None:

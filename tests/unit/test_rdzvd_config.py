@@ -186,6 +186,37 @@ def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
     assert read(file, 'listen = "0.0.0.0:1"\ninsecure = true').insecure
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "nothing here is encrypted or authenticated"),
+        ('tls.cert = "/c"\ntls.key = "/k"', "nobody who connects is asked who they are"),
+    ],
+)
+@pytest.mark.parametrize("port", ["listen", "http"])
+def test_beyond_this_machine_it_is_encrypted_and_asks_who_connects(
+    file: Path, port: str, text: str, problem: str
+) -> None:
+    beyond = f'{port} = "0.0.0.0:1"\n'
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, beyond + text)
+    assert read(file, f"insecure = true\n{beyond}{text}").open.startswith(problem)
+    assert not read(file, f'{beyond}tls.cert = "/c"\ntls.key = "/k"\ntls.client_ca = "/ca"').open
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
+    ],
+)
+def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, text)
+
+
 # ------------------------------------------------------------------------------------ reloading
 
 

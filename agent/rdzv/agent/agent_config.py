@@ -38,6 +38,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN, check_printable
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, load
 from rdzv.server.config import Listen
+from rdzv.transport import PLAIN, Credentials
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 
@@ -400,6 +401,13 @@ KNOBS = Knobs(
             reason="Where rdzvd is; several with commas between them, if they share an etcd.",
         ),
         Knob(
+            key="token_file",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TOKEN_FILE` if set",
+            reason="The token that rdzvd is sent, where nodes have no certificates of their own; "
+            "only by TLS, or to this machine.",
+        ),
+        Knob(
             key="node_id",
             kind=Kind.STR,
             default=socket.gethostname(),
@@ -548,6 +556,25 @@ KNOBS = Knobs(
             "are ended.",
         ),
         Knob(
+            key="tls.ca",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_CA` if set; else connections are plain",
+            reason="Reach rdzvd by TLS: the CA of its certificate (PEM). These files "
+            "are read anew for each connection, so that they may be renewed at any time.",
+        ),
+        Knob(
+            key="tls.cert",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_CERT` if set",
+            reason="The certificate that rdzvd is shown: of this node, by its `node_id`.",
+        ),
+        Knob(
+            key="tls.key",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_KEY` if set",
+            reason="The key of that certificate.",
+        ),
+        Knob(
             key="preemption.file",
             kind=Kind.PATH,
             reason="When this file appears, this machine is about to be taken away: workers are "
@@ -631,6 +658,8 @@ class Config:
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
     """The jobs that the file itself names; none: it takes submitted ones."""
+    credentials: Credentials = PLAIN
+    """What is trusted and shown when it connects."""
 
     @property
     def node_id(self) -> str:
@@ -796,9 +825,15 @@ def read_config(path: Path) -> Config:
     endpoints = parse_endpoints(values.get("server", str))
     try:
         launches = _read_jobs(values, endpoints)
+        credentials = Credentials.parse(_files(values), os.environ)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error}") from error
-    return Config(values, endpoints, launches)
+    return Config(values, endpoints, launches, credentials)
+
+
+def _files(values: Values) -> dict[str, Path | None]:
+    keys = {"ca": "tls.ca", "cert": "tls.cert", "key": "tls.key", "token_file": "token_file"}
+    return {name: values.maybe(key, Path) for name, key in keys.items()}
 
 
 def _read_jobs(values: Values, endpoints: tuple[Endpoint, ...]) -> tuple[Launch, ...]:
@@ -833,6 +868,11 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
             "for what it takes"
         ) from error
     check_startable(launch)
+    if any((meeting.files or {}).values()):
+        raise InvalidRequestError(
+            f"args {given} have credentials of their own, and a node has one connection; leave "
+            "--tls-* and --token-file to `tls` and `token_file`"
+        )
     if launch.job.node_id != node_id or meeting.endpoints != endpoints:
         raise InvalidRequestError(
             f"args {given} name a node or a server of their own; leave --node-id, "

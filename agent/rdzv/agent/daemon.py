@@ -134,7 +134,7 @@ class Daemon:
         runner_link.become_subreaper()
         runners, folders = Runners(config.state_dir), RunFolders(config.state_dir)
         who = await daemon_identity(config.node_id, config.endpoints[0], heritage.instance)
-        link = ServerLink(config.endpoints, who)
+        link = ServerLink(config.endpoints, who, credentials=config.credentials)
         link.on_welcome = heritage.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)

@@ -50,6 +50,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
+from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -141,9 +142,14 @@ class ServerLink:
     """Keeps one stream to one of the servers open until it is closed."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], identity: Identity, backoff: Backoff = BACKOFF
+        self,
+        endpoints: Sequence[Endpoint],
+        identity: Identity,
+        backoff: Backoff = BACKOFF,
+        credentials: Credentials = PLAIN,
     ) -> None:
         self._attempts = Attempts(endpoints, backoff)
+        self._credentials = credentials
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -338,7 +344,12 @@ class ServerLink:
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
-        async with grpc.aio.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
+        try:
+            opened = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+        except InvalidRequestError as unusable:
+            # It may just be about to be renewed.
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")
+        async with opened as channel:
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
             while True:
                 self._renewing = False
@@ -354,7 +365,11 @@ class ServerLink:
         self._unanswered.clear()
         timeout_s = min(WELCOME_TIMEOUT_S, self._shortest_fence_s() or WELCOME_TIMEOUT_S)
         outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
-        call = stub.Attach(self._outgoing(outbox))
+        try:
+            metadata = self._credentials.metadata(endpoint)
+        except InvalidRequestError as error:
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+        call = stub.Attach(self._outgoing(outbox), metadata=metadata)
         # What is said from here on follows this Hello; what came before is in it.
         outbox.put_nowait(pb.NodeMessage(hello=self._hello()))
         self._outbox, self._hang_up = outbox, call.cancel
@@ -551,7 +566,12 @@ class ServerLink:
         """Tell a refusal, which is final, from a failure, after which it tries again."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
-            error.code(), error.details(), trailing, endpoint, WELCOME_TIMEOUT_S
+            error.code(),
+            error.details(),
+            trailing,
+            endpoint,
+            WELCOME_TIMEOUT_S,
+            self._credentials,
         )
         if failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):

@@ -42,6 +42,11 @@ REFUSED = {
     "master_addr": "the node of GROUP_RANK 0 is the master, whichever that is; leave it out",
     "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
     "local_addr": "every node knows its own address; leave it out",
+    **dict.fromkeys(
+        ("tls_ca", "tls_cert", "tls_key", "token_file"),
+        "every node connects with its own credentials; those of rdzvctl stand before the command, "
+        "or in the environment",
+    ),
 }
 """Flags that a submitted job can not have, by their dest: why not, and the remedy."""
 

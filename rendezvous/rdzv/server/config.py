@@ -281,6 +281,21 @@ def default_data_dir() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What the server shows to those who connect, and what it asks of them; all in PEM."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    """Who has signed the certificates of those who connect; None: they are not asked for any."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All of them."""
+        return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that one rdzvd was started with."""
 
@@ -288,6 +303,8 @@ class Config:
     data_dir: Path
     store: str = "sqlite"
     insecure: bool = False
+    tls: TlsFiles | None = None
+    """How connections are encrypted; None: they are not."""
     advertise: Listen | None = None
     """Where nodes and operators reach this server, if not where it listens."""
     etcd: EtcdConfig | None = None
@@ -313,20 +330,35 @@ class Config:
             InvalidRequestError: it would listen beyond this machine without being told to.
 
         """
-        if not self.listen.loopback and not self.insecure:
+        if not self.listen.loopback and not self.insecure and self.open:
             raise InvalidRequestError(
-                f"{self.listen} can be reached from other machines, and nothing here is encrypted "
-                f"or authenticated yet; listen on loopback ({_EXAMPLE}), or say --insecure if "
-                "everyone who can reach this port may run and end jobs"
+                f"{self.listen} can be reached from other machines, and {self.open}; listen on "
+                f"loopback ({_EXAMPLE}), {self._remedy}, or say --insecure if everyone who can "
+                "reach this port may run and end jobs"
             )
-        if self.http is not None and not self.http.loopback and not self.insecure:
+        if self.http is not None and not self.http.loopback and not self.insecure and self.open:
             raise InvalidRequestError(
-                f"--http {self.http} can be reached from other machines, and nothing there is "
-                "encrypted or authenticated yet; listen on loopback, or say --insecure"
+                f"--http {self.http} can be reached from other machines, and {self.open}; listen "
+                f"on loopback, {self._remedy}, or say --insecure"
             )
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
+
+    @property
+    def open(self) -> str:
+        """Say why whoever reaches this server may do everything; empty: not everyone may."""
+        if self.tls is None:
+            return "nothing here is encrypted or authenticated"
+        if self.tls.client_ca is None:
+            return "nobody who connects is asked who they are"
+        return ""
+
+    @property
+    def _remedy(self) -> str:
+        if self.tls is None:
+            return "give --tls-cert, --tls-key and --tls-client-ca (`rdzvctl certs` makes them)"
+        return "give --tls-client-ca (`rdzvctl certs` makes one)"
 
     def _check_replica(self) -> None:
         """Refuse a server that shares its store and that the others' nodes could not reach."""

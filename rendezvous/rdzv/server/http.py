@@ -27,6 +27,7 @@ from rdzv.server.replica import Replica
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
+    from rdzv.server.tls import Tls
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,6 +57,7 @@ async def serving_http(
     listen: Listen,
     clock: Clock,
     facade: Facade | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
@@ -87,7 +89,8 @@ async def serving_http(
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listen.host, listen.port)
+            context = None if tls is None else tls.http
+            site = web.TCPSite(runner, listen.host, listen.port, ssl_context=context)
             try:
                 await site.start()
             except OSError as error:

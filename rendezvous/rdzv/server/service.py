@@ -49,6 +49,7 @@ from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.core.explain import JobView
+    from rdzv.server.tls import Tls
 
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
@@ -559,7 +560,11 @@ async def _in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def serving(
-    replica: Replica, clock: Clock, config: Config, facade: Facade | None = None
+    replica: Replica,
+    clock: Clock,
+    config: Config,
+    facade: Facade | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
@@ -578,7 +583,7 @@ async def serving(
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    bound = replace(config.listen, port=_bind(server, config.listen))
+    bound = replace(config.listen, port=_bind(server, config.listen, tls))
     await server.start()
     try:
         async with _telling_health(replica, health_servicer, str(config.advertise or bound)):
@@ -641,9 +646,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def _bind(server: grpc.aio.Server, listen: Listen) -> int:
+def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None) -> int:
     try:
-        return server.add_insecure_port(str(listen))
+        if tls is None:
+            return server.add_insecure_port(str(listen))
+        return server.add_secure_port(str(listen), tls.grpc_credentials())
     except RuntimeError as error:
         raise InvalidRequestError(_why_not(listen)) from error
 
