@@ -120,7 +120,6 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
             made.stop()
 
 
-@pytest.mark.timeout(180)
 def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> None:
     """SIGKILL at random moments, in some before all nodes are back from the kill before."""
     seed = random.randrange(10**6)
@@ -137,7 +136,6 @@ def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> No
     training.finish()
 
 
-@pytest.mark.timeout(180)
 def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
     """The leader of three is killed again and again, and comes back to stand by."""
     leader = replicas.wait_for_leader()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ports import free_port
 from test_driver import Server, join
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
@@ -95,7 +96,7 @@ class Served:
     # ---------------------------------------------------------------- in its thread
 
     async def serve(self, ready: asyncio.Future[None], timings: Timings) -> None:
-        config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), timings=timings)
+        config = Config(Listen("127.0.0.1", free_port()), Path("/nowhere"), timings=timings)
         self._clock, self._config = MonotonicClock(), config
         self._replica = Replica(self._clock, "memory", "1.2.3")
         async with Driver.running(MemoryStore(), self._clock, config) as driver:
@@ -121,7 +122,7 @@ class Served:
         http = serving_http(
             self._replica, metrics, self._config, self._listen, self._clock, self._facade
         )
-        self._listen = await self._http.enter_async_context(http)
+        self._listen = (await self._http.enter_async_context(http)).bound
         self.url = f"http://{self._listen}"
 
     async def _hear(self) -> None:

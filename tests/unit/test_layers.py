@@ -162,6 +162,12 @@ RULES = (
         but=of("ctl/authority.py"),
     ),
     Rule(
+        "a server that sends no traces runs without OpenTelemetry, which is an extra",
+        "**/*.py",
+        never=of("opentelemetry"),
+        but=of("server/otlp.py"),
+    ),
+    Rule(
         "configurations are described without knowing any program",
         "knobs.py",
         only=of("rdzv.errors"),

@@ -87,6 +87,7 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
         "--etcd-ttl": "7",
         "--advertise": "n1:1",
         "--http": "127.0.0.1:4",
+        "--otlp": "http://127.0.0.1:6",
         "--c10d": "127.0.0.1:5",
         "--c10d-python": "/usr/bin/python3",
         "--log-level": "debug",
@@ -101,6 +102,7 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
     assert [str(endpoint) for endpoint in config.etcd.endpoints] == ["e1:1", "e2:2"]
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
     assert config.etcd.password == "secret"
+    assert config.otlp == "http://127.0.0.1:6"
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
     given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
     assert given >= options.keys()

@@ -106,6 +106,7 @@ async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) 
         instance=instance.instance,
         incarnation=instance.incarnation,
         leadership=instance.leadership,
+        lease_ms=instance.lease_ms,
     )
 
 

@@ -136,6 +136,8 @@ class Identity:
     """What this instance was given before, where an agent before this one has begun it."""
     leadership: int = 0
     """The highest that was heard of, likewise."""
+    lease_ms: int | None = None
+    """The lease that it had, likewise."""
 
 
 class ServerLink:
@@ -156,8 +158,8 @@ class ServerLink:
         """Who takes up submitted jobs; None: nobody."""
         self._lease_ms: int | None = None
         """The lease that the open stream gives; None: there is no such stream."""
-        self._last_lease_ms: int | None = None
-        """The lease that the last stream gave, open or not."""
+        self._last_lease_ms = identity.lease_ms
+        """The lease that the last stream gave, open or not; None: there was none."""
         self._declined: dict[tuple[str, str], str] = {}
         """By rdzv_id and run, the jobs that this node can not take up, and why. Said again when a
         stream opens, for nothing else says it."""
@@ -166,8 +168,8 @@ class ServerLink:
         self._outbox: asyncio.Queue[pb.NodeMessage | None] | None = None
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
-        self.on_welcome: Callable[[int, int], None] = lambda incarnation, leadership: None
-        """Called with what the server has given to this instance, before anybody relies on it."""
+        self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
+        """Called with incarnation, leadership and lease, before anybody relies on them."""
         self.superseded: NodeSupersededError | None = None
         """Why this instance speaks for its node no more, once `is_superseded`."""
         self.is_superseded = asyncio.Event()
@@ -505,7 +507,7 @@ class ServerLink:
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._incarnation = welcome.incarnation
-        self.on_welcome(self._incarnation, self._leadership)
+        self.on_welcome(self._incarnation, self._leadership, welcome.lease_ms)
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
         self.meter.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.server.clock import Clock
     from rdzv.server.config import Config, Listen
+    from rdzv.server.meter import Meter
     from rdzv.server.metrics import Metrics
     from rdzv.server.replica import Replica
     from rdzv.server.tls import Tls
-    from rdzv.stores.base import Store
+    from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_client import EtcdConfig
 
 log = logging.getLogger("rdzv.server")
@@ -93,6 +94,7 @@ def _key(parameter: str) -> str:
 @_flag("--etcd-ttl")
 @_flag("--advertise")
 @_flag("--http")
+@_flag("--otlp")
 @_flag("--insecure")
 @_flag("--tls-cert")
 @_flag("--tls-key")
@@ -258,7 +260,10 @@ async def _run_alone(
     replica = Replica(clock, store.place, server_version())
     metrics = _metrics(replica, config, facade)
     try:
-        async with Driver.running(store, clock, config, meter=metrics) as driver:
+        async with (
+            _meter(replica, metrics, config) as meter,
+            Driver.running(store, clock, config, meter=meter) as driver,
+        ):
             replica.lead(driver)
             async with (
                 serving(replica, clock, config, facade, tls) as bound,
@@ -291,12 +296,13 @@ async def _run_replica(
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
+            _meter(replica, metrics, config) as meter,
             serving(replica, clock, config, facade, tls) as bound,
             _http(replica, metrics, config, clock, facade, tls) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
-            campaign = tasks.create_task(replica.campaign(client, election, config, metrics))
+            campaign = tasks.create_task(replica.campaign(client, election, config, meter))
             _say_ready(config, bound, f"data in {etcd.place}", facade, http)
             await _stopped(stop)
             campaign.cancel()
@@ -316,6 +322,30 @@ def _metrics(replica: Replica, config: Config, facade: Facade | None) -> Metrics
 
 
 @asynccontextmanager
+async def _meter(
+    replica: Replica, metrics: Metrics | None, config: Config
+) -> AsyncIterator[Meter | None]:
+    """Say who is told what happens; where it is to be traced, trace it until the body ends."""
+    if config.otlp is None:
+        yield metrics
+        return
+    from rdzv.server.meter import Meters
+    from rdzv.server.otlp import OtlpSender
+    from rdzv.server.service import server_version
+    from rdzv.server.traces import tracing
+
+    async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
+        return await replica.driver.history(rdzv_id, limit)
+
+    sender = OtlpSender(config.otlp, server_version())
+    try:
+        async with tracing(history, sender.send) as traces:
+            yield traces if metrics is None else Meters(metrics, traces)
+    finally:
+        await sender.close(config.timings.traces_close_ms)
+
+
+@asynccontextmanager
 async def _http(
     replica: Replica,
     metrics: Metrics | None,
@@ -329,8 +359,8 @@ async def _http(
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, metrics, config, config.http, clock, facade, tls) as bound:
-        yield bound
+    async with serving_http(replica, metrics, config, config.http, clock, facade, tls) as serving:
+        yield serving.bound
 
 
 def _say_ready(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rdzv import protocol
 from rdzv.core.model import Tuning
@@ -31,6 +33,9 @@ def oldest_protocol_version(ours: int) -> int:
 
 
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
+
+OTLP_ENVIRONMENT = "env"
+"""In the place of a collector's address: OTEL_EXPORTER_OTLP_ENDPOINT says it."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -201,6 +206,8 @@ class Timings:
     """How long such a reader may take nothing: a page that sleeps comes back by itself."""
     log_answer_most_ms: int = 30_000
     """How long one HTTP answer waits for logs in all: what has come by then is shown."""
+    traces_close_ms: int = 2_000
+    """How long a collector may take for the last traces when the server stops."""
     ended_job_ms: int = 5 * MINUTE_MS
     """How long /metrics tells of a job that has ended, so that its last counts are scraped."""
 
@@ -263,6 +270,28 @@ class Listen:
         return f"{host}:{self.port}"
 
 
+def check_otlp(text: str) -> None:
+    """Refuse what is no address of a collector.
+
+    Raises:
+        InvalidRequestError: it is neither a URL nor `env`.
+
+    """
+    url = urlsplit(text)
+    if text != OTLP_ENVIRONMENT and (url.scheme not in ("http", "https") or not url.hostname):
+        raise InvalidRequestError(
+            f"{text!r} is no collector; give a URL such as http://127.0.0.1:4318, or "
+            f"{OTLP_ENVIRONMENT!r} for what OTEL_EXPORTER_OTLP_ENDPOINT says"
+        )
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 _EXAMPLE = f"127.0.0.1:{protocol.DEFAULT_PORT}"
 
 
@@ -311,6 +340,8 @@ class Config:
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
     """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
+    otlp: str | None = None
+    """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None: nowhere."""
     c10d: Listen | None = None
     """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
     c10d_python: str = sys.executable
@@ -340,6 +371,11 @@ class Config:
             raise InvalidRequestError(
                 f"--http {self.http} can be reached from other machines, and {self.open}; listen "
                 f"on loopback, {self._remedy}, or say --insecure"
+            )
+        if self.otlp is not None and not _has_opentelemetry():
+            raise InvalidRequestError(
+                f"`otlp` = {self.otlp!r} needs OpenTelemetry, which is not installed here; "
+                "pip install 'rdzv[otel]', or leave `otlp` out"
             )
         self._check_replica()
         if self.c10d is not None:

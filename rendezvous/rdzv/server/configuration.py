@@ -26,6 +26,7 @@ from rdzv.server.config import (
     Timings,
     TlsFiles,
     alter,
+    check_otlp,
     default_data_dir,
 )
 
@@ -114,6 +115,15 @@ _PLAIN = (
         default_words="nowhere",
         reason="Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if "
         "`tls.cert` is given. Other than loopback only with `tls.client_ca`, or `insecure`.",
+    ),
+    Knob(
+        key="otlp",
+        kind=Kind.STR,
+        unit="URL",
+        parse=check_otlp,
+        default_words="nowhere",
+        reason="Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: "
+        "where OTEL_EXPORTER_OTLP_ENDPOINT says. Needs rdzv[otel].",
     ),
     Knob(
         key="insecure",
@@ -743,6 +753,7 @@ def make_config(values: Values) -> Config:
         advertise=_address(values, "advertise"),
         etcd=_etcd(values),
         http=_address(values, "http"),
+        otlp=values.maybe("otlp", str),
         c10d=_address(values, "c10d"),
         c10d_python=str(python) if python else sys.executable,
         log_level=values.get("log_level", str),

@@ -227,7 +227,7 @@ class Jobs:
         rows = self._rows(transition)
         if after.membership is before.membership:
             self._postpone(job, rows)
-        observe.publish(rows, transition.events)
+        self._say(rows, transition.events)
         self._meter.stepped(before, after, transition.events, self._clock.now_ms())
         self._tell(job, News(command, before, after, transition.events))
 
@@ -238,7 +238,7 @@ class Jobs:
             run = job.loaded.membership.run
             rows = observe.records(rdzv_id, run, events, self._clock.now_ms())
             self._postpone(job, rows)
-            observe.publish(rows, events)
+            self._say(rows, events)
 
     def _rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
@@ -251,7 +251,12 @@ class Jobs:
             membership, now_ms = job.loaded.membership, self._clock.now_ms()
             rows = observe.records(rdzv_id, membership.run, (event,), now_ms)
             self._postpone(job, rows)
-            observe.publish(rows, (event,))
+            self._say(rows, (event,))
+
+    def _say(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
+        """Tell the log, and whoever counts, what history tells."""
+        observe.publish(rows, events)
+        self._meter.recorded(rows)
 
     def _postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
         """Keep history for the next commit; too much of it gets one of its own."""
