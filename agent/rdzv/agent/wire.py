@@ -378,6 +378,7 @@ def placed(message: pb.Placed) -> Placed:
             local_world_size=spec.local_world_size,
             needs_gpu=spec.needs_gpu,
             submitter=spec.submitter,
+            account=spec.account,
         ),
     )
 

@@ -1746,6 +1746,7 @@ class JobSpec(google.protobuf.message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
     NEEDS_GPU_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     chdir: builtins.str
     """The working directory, on every node; empty: the node's own choice."""
     priority: builtins.int
@@ -1759,6 +1760,10 @@ class JobSpec(google.protobuf.message.Message):
     submitter: builtins.str
     """Who submitted it, as the caller has proven to the server, which alone says it; empty where
     nobody has to prove anything.
+    """
+    account: builtins.str
+    """The account of the node that it asks to run as; empty: the one that the node has for its
+    submitter. A node that does not let the submitter have it declines.
     """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1784,9 +1789,10 @@ class JobSpec(google.protobuf.message.Message):
         local_world_size: builtins.int = ...,
         needs_gpu: builtins.bool = ...,
         submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "gpus_per_node", b"gpus_per_node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "account", b"account", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
 
 global___JobSpec = JobSpec
@@ -2304,6 +2310,7 @@ class Submission(google.protobuf.message.Message):
     JOBS_BEFORE_FIELD_NUMBER: builtins.int
     DECLINED_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     submitted_by: builtins.str
     age_ms: builtins.int
     chdir: builtins.str
@@ -2313,6 +2320,8 @@ class Submission(google.protobuf.message.Message):
     """Jobs that are served before this one; unset for one that does not wait."""
     submitter: builtins.str
     """As in `JobSpec`; `submitted_by` is what the caller says of itself."""
+    account: builtins.str
+    """As in `JobSpec`."""
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -2342,9 +2351,10 @@ class Submission(google.protobuf.message.Message):
         jobs_before: builtins.int | None = ...,
         declined: collections.abc.Iterable[global___DeclinedNode] | None = ...,
         submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "account", b"account", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
     @typing.overload

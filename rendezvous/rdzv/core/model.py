@@ -328,6 +328,8 @@ class JobSpec:
     """A node without any GPU is not used."""
     submitter: str = ""
     """Who submitted it, as proven to the server; empty where nobody has to prove anything."""
+    account: str = ""
+    """The account that it asks to run as; empty: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)

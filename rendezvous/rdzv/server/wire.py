@@ -804,6 +804,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
             limits.local_world_size,
         ),
         needs_gpu=message.needs_gpu,
+        account=_label("--user: account", message.account, limits),
     )
 
 
@@ -932,6 +933,7 @@ def _job_spec(spec: JobSpec) -> pb.JobSpec:
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
         submitter=spec.submitter,
+        account=spec.account,
     )
 
 
@@ -1093,6 +1095,7 @@ def _submission(submission: Submission, jobs_before: int | None, now_ms: int) ->
             pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
         ],
         submitter=spec.submitter,
+        account=spec.account,
     )
 
 
