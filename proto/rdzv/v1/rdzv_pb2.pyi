@@ -1858,6 +1858,7 @@ class RoundCompleted(google.protobuf.message.Message):
     USE_AGENT_STORE_FIELD_NUMBER: builtins.int
     RESTARTS_FIELD_NUMBER: builtins.int
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
+    TALLY_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1876,6 +1877,10 @@ class RoundCompleted(google.protobuf.message.Message):
     restarts: builtins.int
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
+    @property
+    def tally(self) -> global___Tally:
+        """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -1893,10 +1898,56 @@ class RoundCompleted(google.protobuf.message.Message):
         use_agent_store: builtins.bool = ...,
         restarts: builtins.int = ...,
         max_restarts: builtins.int = ...,
+        tally: global___Tally | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tally", b"tally"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
 
 global___RoundCompleted = RoundCompleted
+
+@typing.final
+class Tally(google.protobuf.message.Message):
+    """What a run had spent, beside the number of its restarts, when a round was announced."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    STORE_FAILURES_FIELD_NUMBER: builtins.int
+    SOON_FIELD_NUMBER: builtins.int
+    IN_VAIN_FIELD_NUMBER: builtins.int
+    FURTHEST_STEP_FIELD_NUMBER: builtins.int
+    RESTART_AGES_MS_FIELD_NUMBER: builtins.int
+    preemptions: builtins.int
+    """Rounds that ended because a node was lost or left."""
+    store_failures: builtins.int
+    """Rounds that ended because their store host failed."""
+    soon: builtins.int
+    """Rounds in a row that failed soon, and had not moved the job on."""
+    in_vain: builtins.int
+    """Restarts in a row that did not move the job on."""
+    furthest_step: builtins.int
+    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    @property
+    def restart_ages_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How long ago the restarts were spent that `restart_window` has not forgotten: the last 64 of
+        them, the oldest first. None without a window, for then all count.
+        """
+
+    def __init__(
+        self,
+        *,
+        preemptions: builtins.int = ...,
+        store_failures: builtins.int = ...,
+        soon: builtins.int = ...,
+        in_vain: builtins.int = ...,
+        furthest_step: builtins.int | None = ...,
+        restart_ages_ms: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step", "in_vain", b"in_vain", "preemptions", b"preemptions", "restart_ages_ms", b"restart_ages_ms", "soon", b"soon", "store_failures", b"store_failures"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
+
+global___Tally = Tally
 
 @typing.final
 class RoundEnded(google.protobuf.message.Message):

@@ -172,6 +172,8 @@ class Claim:
     restarts: int
     settings: Settings
     offer: Offer
+    tally: Tally | None = None
+    """None: nothing was spent, or its server was one that did not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,24 @@ class Spent:
     """Restarts in a row that did not move the job on."""
     step: int | None = None
     """The highest step that the job was ever at."""
+
+
+MAX_RESTART_AGES = 64
+"""So much of a tally is told to each node; older restarts are taken to be as old as the oldest
+of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a run had spent when a round was announced, beside the number of its restarts.
+
+    Its nodes keep it, so that a server without memory knows it from their claims.
+    """
+
+    spent: Spent = Spent()
+    restart_ages_ms: tuple[int, ...] = ()
+    """How long ago the restarts were spent that `restart_window` has not forgotten, the oldest
+    first; none without a window, for then all count."""
 
 
 @dataclass(frozen=True, slots=True)
