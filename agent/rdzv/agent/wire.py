@@ -381,6 +381,8 @@ def placed(message: pb.Placed) -> Placed:
             gpus_per_node=spec.gpus_per_node if spec.HasField("gpus_per_node") else None,
             local_world_size=spec.local_world_size,
             needs_gpu=spec.needs_gpu,
+            submitter=spec.submitter,
+            account=spec.account,
         ),
     )
 

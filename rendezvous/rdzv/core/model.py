@@ -346,6 +346,10 @@ class JobSpec:
     """Workers of each node; 0: the node counts its GPUs, and gives the job all of them."""
     needs_gpu: bool = False
     """A node without any GPU is not used."""
+    submitter: str = ""
+    """Who submitted it, as proven to the server; empty where nobody has to prove anything."""
+    account: str = ""
+    """The account that it asks to run as; empty: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +408,11 @@ class Membership:
     submission: Submission | None = None
     """None: nodes join of their own accord, and nobody else chooses them."""
     spent: Spent = Spent()
+    owner: str = ""
+    """Who began the first run of this job, as proven to the server; empty if nobody had to prove
+    anything, or if nodes began it by themselves."""
+    secret: str = ""
+    """Hash of the secret that whoever joins this run must know; empty: none is needed."""
 
     @property
     def bounds(self) -> tuple[int, int]:

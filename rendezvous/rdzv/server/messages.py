@@ -430,3 +430,5 @@ class ServerView:
     store: str
     version: str
     state_age_ms: int
+    insecure: str = ""
+    """Why everyone who reaches it may do everything; of this server alone."""
