@@ -5,6 +5,8 @@ A scripted history has a golden file. The runner and the stream are made up; wha
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import shutil
 import subprocess
@@ -330,6 +332,22 @@ async def test_the_page_is_served_and_its_place_is_announced() -> None:
         with pytest.raises(InvalidRequestError, match=f"'{bound}' can not be listened on"):
             async with serving_metrics(bound, link):
                 pass
+
+
+async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    n = Node()
+    async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
+        reader, writer = await asyncio.open_connection(bound.host, bound.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+        writer.close()
+        await writer.wait_closed()
+    (record,) = [r for r in caplog.records if r.name == "rdzv.agent.http"]
+    assert record.getMessage().endswith(
+        ", which is no HTTP/1.1; rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
+    )
+    assert (record.levelno, record.exc_info) == (logging.WARNING, None)
 
 
 # ------------------------------------------------------------------ the knobs

@@ -31,7 +31,7 @@ from rdzv.server.answers import Answers
 from rdzv.server.config import Config, Limits, Listen
 from rdzv.server.driver import Driver
 from rdzv.server.feeds import Reader
-from rdzv.server.http import serving_http
+from rdzv.server.http import Serving, serving_http
 from rdzv.server.messages import LogPiece, Progress, RankProgress, ReadLog
 from rdzv.server.metrics import Metrics
 from rdzv.server.openapi import PREFIX, document, operations
@@ -122,12 +122,13 @@ class Asked(Server):
         clock: FakeClock,
         replica: Replica,
         session: aiohttp.ClientSession,
-        url: str,
+        serving: Serving,
     ) -> None:
         super().__init__(driver, clock)
         self.replica = replica
         self.session = session
-        self.url = url
+        self.url = f"http://127.0.0.1:{serving.bound.port}"
+        self.feeds = serving.feeds
 
     async def get(self, path: str, status: int = 200, **headers: str) -> Any:
         """Return the document at a path below /api/v1, which is not encoded any further."""
@@ -166,10 +167,10 @@ async def asked(
     ) as driver:
         replica.lead(driver)
         async with (
-            serving_http(replica, metrics, config, Listen(listen, 0), clock, facade) as bound,
+            serving_http(replica, metrics, config, Listen(listen, 0), clock, facade) as serving,
             aiohttp.ClientSession() as session,
         ):
-            yield Asked(driver, clock, replica, session, f"http://127.0.0.1:{bound.port}")
+            yield Asked(driver, clock, replica, session, serving)
 
 
 # ------------------------------------------------------------------ documents
@@ -588,7 +589,7 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
         await s.pair()
         async with s.stream("?job=job-7") as slow:
             await slow.first()
-            (feed,) = held(s)._feeds.values()
+            (feed,) = s.feeds._feeds.values()
             (reader,) = feed._readers
             # As if its connection took nothing: what is put waits.
             reader.put([feeds_module.READY] * 5)
@@ -598,19 +599,6 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
             assert (await again.first())["job"]
 
 
-def held(s: Asked) -> feeds_module.Feeds:
-    """Return the feeds of a server: whoever follows its driver knows them."""
-    import gc
-
-    (found,) = [
-        one
-        for one in gc.get_objects()
-        # Not `isinstance`: it asks objects of libraries what they are, and some warn of that.
-        if type(one) is feeds_module.Feeds and one._answers.replica is s.replica
-    ]
-    return found
-
-
 async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_count() -> None:
     async with asked(Limits(http_streams=1)) as s:
         await s.pair()
@@ -618,8 +606,8 @@ async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_cou
             await events.first()
             error = await s.get("/stream", 429)
             assert "`http_streams`" in error["message"]
-        await until(lambda: not held(s)._readers)
-        assert not held(s)._feeds
+        await until(lambda: not s.feeds._readers)
+        assert not s.feeds._feeds
         assert not s.driver._followers
 
 
@@ -643,7 +631,7 @@ async def test_streams_end_when_http_is_closed() -> None:
             events = await opened.__aenter__()
             await events.first()
             ending = asyncio.ensure_future(events.until("end"))
-            held(s).close()
+            s.feeds.close()
             assert (await ending)["code"] == "RendezvousConnectionError"
             with pytest.raises(AssertionError, match="stopping"):
                 async with s.stream():

@@ -29,10 +29,15 @@ from rdzv.agent.placements import Placements
 from rdzv.agent.server_link import ServerLink
 from rdzv.errors import InvalidRequestError
 from rdzv.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label
+from rdzv.http_log import http_log
 from rdzv.meeting import is_loopback
 from rdzv.server.config import Listen
 
 log = logging.getLogger("rdzv.agent")
+
+_http_log = http_log(
+    "rdzv.agent.http", "rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
+)
 
 RUN, STOP = "run", "stop"
 """When a worker exits: of itself, or after it was told to."""
@@ -392,7 +397,7 @@ async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Lis
 
     app = web.Application()
     app.add_routes([web.get("/metrics", page), web.get("/healthz", healthz)])
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, logger=_http_log)
     await runner.setup()
     try:
         site = web.TCPSite(runner, listen.host, listen.port)

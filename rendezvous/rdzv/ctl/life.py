@@ -130,7 +130,7 @@ def runs_of(history: Iterable[Event]) -> list[Run]:
         run = runs.get(name)
         if run is None:
             run = runs[name] = Run(name, event.unix_ms)
-        _note(run, event)
+        note(run, event)
     return list(runs.values())
 
 
@@ -144,8 +144,8 @@ def name_present(run: Run, status: JobStatus) -> None:
         _take_part(run, round_, node)
 
 
-def _note(run: Run, event: Event) -> None:
-    """Take one event into its run."""
+def note(run: Run, event: Event) -> None:
+    """Take the next event of a run into it."""
     said, now_ms = words(event), event.unix_ms
     if node := said.get("node"):
         run.nodes.setdefault(node)

@@ -14,13 +14,13 @@ from typing import Any
 
 from rdzv.client import Event, JobStatus
 from rdzv.core.words import counted
-from rdzv.ctl.life import Round, Run, following, name_present, runs_of, words
+from rdzv.ctl.life import Round, Run, name_present, runs_of, words
+from rdzv.ctl.spans import Phase, about, spans_of, went_wrong
 
 _JOB_TRACK = 0
 
 # Names of colours that both viewers know.
 _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
-_BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 # These are slices, or what a slice begins and ends with.
 _NO_INSTANTS = {"NodeStopped"}
@@ -79,50 +79,27 @@ def _slice(
 
 def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
     """Yield what the job as a whole did: a round, stopping, forming, the next round."""
-    yield from _between(process, run, None, until_ms)
-    for round_ in run.rounds:
-        ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
-        yield _slice(
-            process,
-            _JOB_TRACK,
-            f"round {round_.number}",
-            (round_.at_ms, ended_ms),
-            _colour(round_),
-            **_about(round_),
-            nodes=counted(len(round_.nodes) + round_.more, "node"),
-            workers=str(round_.workers or ""),
-        )
-        yield from _between(process, run, round_, until_ms)
-
-
-def _between(
-    process: int, run: Run, before: Round | None, until_ms: int
-) -> Iterator[dict[str, Any]]:
-    """Yield what came after a round, or before the first: stopping, and then forming."""
-    after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
-    since_ms = run.began_ms if before is None else before.ended_ms
-    if since_ms is None or (after is not None and after.adopted):
-        return
-    end_ms = until_ms if after is None else after.at_ms
-    if before is not None:
-        settled_ms = end_ms if before.settled_ms is None else before.settled_ms
-        yield _slice(process, _JOB_TRACK, "stopping", (since_ms, settled_ms), _STOPPING)
-        since_ms = settled_ms
-    if since_ms < end_ms:
-        yield _slice(process, _JOB_TRACK, "forming", (since_ms, end_ms), _FORMING)
+    for span in spans_of(run, until_ms):
+        times_ms = (span.since_ms, span.until_ms)
+        if span.phase is Phase.LIVE and span.round is not None:
+            round_ = span.round
+            yield _slice(
+                process,
+                _JOB_TRACK,
+                f"round {round_.number}",
+                times_ms,
+                _colour(round_),
+                **about(round_),
+                nodes=counted(len(round_.nodes) + round_.more, "node"),
+                workers=str(round_.workers or ""),
+            )
+        else:
+            colour = _STOPPING if span.phase is Phase.STOPPING else _FORMING
+            yield _slice(process, _JOB_TRACK, span.phase, times_ms, colour)
 
 
 def _colour(round_: Round) -> str:
-    return _FAILED if (round_.charge or round_.cause) in _BAD_CAUSES else _LIVE
-
-
-def _about(round_: Round) -> dict[str, str]:
-    return {
-        "ended by": round_.cause,
-        "because": round_.reason,
-        "charged to": round_.charge,
-        "restarts spent": round_.restarts,
-    }
+    return _FAILED if went_wrong(round_) else _LIVE
 
 
 def _node_slices(
@@ -134,10 +111,10 @@ def _node_slices(
         track = tracks[node]
         times_ms = (round_.at_ms, ended_ms)
         name = f"round {round_.number}"
-        yield _slice(process, track, name, times_ms, _colour(round_), **_about(round_))
+        yield _slice(process, track, name, times_ms, _colour(round_), **about(round_))
         stopped_ms = round_.stopped_ms.get(node)
         if stopped_ms is not None and round_.ended_ms is not None:
-            yield _slice(process, track, "stopping", (ended_ms, stopped_ms), _STOPPING)
+            yield _slice(process, track, Phase.STOPPING, (ended_ms, stopped_ms), _STOPPING)
 
 
 def _instants(

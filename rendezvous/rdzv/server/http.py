@@ -6,16 +6,17 @@ Prometheus' HTTP service discovery expects.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.exposition import CONTENT_TYPE
+from rdzv.http_log import http_log
+from rdzv.server.access import Gate, checking_roles
 from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
@@ -27,25 +28,22 @@ from rdzv.server.replica import Replica
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
+    from rdzv.server.tls import Tls
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _one_line(record: logging.LogRecord) -> bool:
-    """Tell in a line, without a traceback, who has sent what is no HTTP: that is no fault of ours.
-
-    It is most often gRPC at the wrong port, which tries again and again.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.msg += ", which is no HTTP/1.1; rdzvctl and nodes connect to --listen, not to --http"
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.exc_info = record.exc_text = None
-    return True
+_log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
 
 
-_log = logging.getLogger("rdzv.http")
-_log.addFilter(_one_line)
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What is served."""
+
+    bound: Listen
+    """Where, with the port that was given for port 0."""
+    feeds: Feeds
+    """What is told to those who follow."""
 
 
 @asynccontextmanager
@@ -56,14 +54,19 @@ async def serving_http(
     listen: Listen,
     clock: Clock,
     facade: Facade | None = None,
-) -> AsyncIterator[Listen]:
-    """Serve until the body ends; yield the address, with the port that was given for port 0.
+    tls: Tls | None = None,
+    gate: Gate | None = None,
+) -> AsyncIterator[Serving]:
+    """Serve until the body ends.
 
     Raises:
         InvalidRequestError: the address can not be listened on.
 
     """
-    app = web.Application(middlewares=[answering_errors, refusing_strangers(listen)])
+    gate = gate or Gate(replica, clock, config, metrics)
+    app = web.Application(
+        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+    )
     app.add_routes(
         [
             web.get("/healthz", _healthz),
@@ -87,7 +90,8 @@ async def serving_http(
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listen.host, listen.port)
+            context = None if tls is None else tls.http
+            site = web.TCPSite(runner, listen.host, listen.port, ssl_context=context)
             try:
                 await site.start()
             except OSError as error:
@@ -95,7 +99,7 @@ async def serving_http(
                     f"can not listen on {listen}: {error.strerror}; give another address with "
                     "--http"
                 ) from error
-            yield Listen(listen.host, runner.addresses[0][1])
+            yield Serving(Listen(listen.host, runner.addresses[0][1]), feeds)
         finally:
             feeds.close()
             await runner.cleanup()

@@ -5,13 +5,14 @@ So the driver knows of no library for metrics, and a server that nobody can scra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from rdzv.core.events import Event
 from rdzv.core.model import State
 from rdzv.server.messages import RankProgress
+from rdzv.stores.base import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,9 @@ class Meter:
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
         """Note a step of a job that is stored, with what happened in it."""
 
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Note rows of history, as the log has them."""
+
     def forget_jobs(self) -> None:
         """Note that this server leads no more, so that its jobs are another's."""
 
@@ -85,3 +89,76 @@ class Meter:
 
     def sent(self) -> None:
         """Note a message to a node, put on its stream."""
+
+    def call_refused(self, code: str) -> None:
+        """Note a call that its caller may not make, with the code of the refusal."""
+
+
+class Meters(Meter):
+    """Passes on what it is told to several."""
+
+    def __init__(self, *meters: Meter) -> None:
+        self._meters = meters
+
+    def loaded(self, state: State, now_ms: int) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.loaded(state, now_ms)
+
+    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.stepped(before, after, events, now_ms)
+
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.recorded(rows)
+
+    def forget_jobs(self) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.forget_jobs()
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Let each time the commit."""
+        with ExitStack() as stack:
+            for meter in self._meters:
+                stack.enter_context(meter.committing())
+            yield
+
+    def store_failed(self, *, writes: bool) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.store_failed(writes=writes)
+
+    def loop_late(self, late_ms: int) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.loop_late(late_ms)
+
+    def stream_opened(self) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.stream_opened()
+
+    def node_lost(self) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.node_lost()
+
+    def received(self) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.received()
+
+    def sent(self) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.sent()
+
+    def call_refused(self, code: str) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.call_refused(code)

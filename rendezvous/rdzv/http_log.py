@@ -1,0 +1,27 @@
+"""What aiohttp logs of those who speak something else at a port for HTTP."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp.http_exceptions import HttpProcessingError
+
+
+def http_log(name: str, remedy: str) -> logging.Logger:
+    """Return a logger for aiohttp that tells in a line who sends what is no HTTP, with a remedy.
+
+    That is no fault of ours, and so needs no traceback. It is most often gRPC at the wrong port,
+    which tries again and again.
+    """
+
+    def in_one_line(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg += f", which is no HTTP/1.1; {remedy}"
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+    log = logging.getLogger(name)
+    log.addFilter(in_one_line)
+    return log
