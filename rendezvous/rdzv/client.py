@@ -433,6 +433,8 @@ class Submission:
     declined: tuple[DeclinedNode, ...]
     submitter: str | None = None
     """Who has proven to the server to have submitted it; None where nobody has to."""
+    account: str | None = None
+    """The account that it asks to run as; None: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1271,6 +1273,7 @@ def _submission(submission: pb.Submission) -> Submission:
         jobs_before=_optional(submission, "jobs_before"),
         declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
         submitter=submission.submitter or None,
+        account=submission.account or None,
     )
 
 
@@ -1288,6 +1291,7 @@ def _spec_message(spec: JobSpec) -> pb.JobSpec:
         gpus_per_node=spec.gpus_per_node,
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
+        account=spec.account,
     )
 
 

@@ -340,6 +340,7 @@ def test_a_submission_for_programs(
         "jobs_before": 2,
         "declined": [{"node_id": "n9", "reason": "no folder /home/ada/gpt there"}],
         "submitter": "ada",
+        "account": None,
     }
     control.jobs["gpt-small"] = control_samples.joining()
     assert run(["status", "gpt-small", "-o", "json"]) == 0
@@ -431,7 +432,8 @@ def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
 def test_flags_of_submit_are_completed() -> None:
     assert completed("submit", "--nproc") == ["--nproc-per-node"]
     assert completed("submit", "--gpus") == ["--gpus-per-node"]
-    assert completed("submit", "--stand") == completed("submit", "--user") == []
+    assert completed("submit", "--use") == ["--user"]
+    assert completed("submit", "--stand") == []
     assert completed("subm") == ["submit"]
     assert "uncordon" in completed("unc")
 
