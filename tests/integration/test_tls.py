@@ -17,7 +17,7 @@ from test_invisible_server import Training
 from tls_files import Files, put
 
 from rdzv.client import ControlClient, Endpoint, parse_endpoints
-from rdzv.errors import RendezvousConnectionError
+from rdzv.errors import RendezvousConnectionError, UnauthenticatedError
 from rdzv.transport import Credentials
 from tests.faults.network import Network
 
