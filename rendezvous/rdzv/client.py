@@ -448,6 +448,8 @@ class Submission:
     declined: tuple[DeclinedNode, ...]
     submitter: str | None = None
     """Who has proven to the server to have submitted it; None where nobody has to."""
+    account: str | None = None
+    """The account that it asks to run as; None: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,6 +604,8 @@ class Server:
     store: str
     version: str
     state_age_ms: int
+    insecure: str | None = None
+    """Why everyone who reaches it may do everything; of the one that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1252,6 +1256,7 @@ def _server(server: pb.Server) -> Server:
         store=server.store,
         version=server.server_version,
         state_age_ms=server.state_age_ms,
+        insecure=server.insecure or None,
     )
 
 
@@ -1318,6 +1323,7 @@ def _submission(submission: pb.Submission) -> Submission:
         jobs_before=_optional(submission, "jobs_before"),
         declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
         submitter=submission.submitter or None,
+        account=submission.account or None,
     )
 
 
@@ -1335,6 +1341,7 @@ def _spec_message(spec: JobSpec) -> pb.JobSpec:
         gpus_per_node=spec.gpus_per_node,
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
+        account=spec.account,
     )
 
 

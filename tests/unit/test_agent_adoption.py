@@ -118,7 +118,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ("{", "its placement can not be read"),
         ("[]", "its placement can not be read"),
         ("{}", "its placement can not be read: .*node_id"),
-        ('{"format": 2}', "what it keeps has format 2, and this agent reads format 1"),
+        ('{"format": 3}', "what it keeps has format 3, and this agent reads format 2"),
     ],
 )
 def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import Kind, load, render
@@ -196,22 +197,32 @@ def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
     assert read(file, 'listen = "0.0.0.0:1"\ninsecure = true').insecure
 
 
+PAIR = 'tls.cert = "{0}/server.crt"\ntls.key = "{0}/server.key"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("", "nothing here is encrypted or authenticated"),
-        ('tls.cert = "/c"\ntls.key = "/k"', "nobody who connects is asked who they are"),
+        (PAIR, "nobody who connects is asked who they are"),
     ],
 )
 @pytest.mark.parametrize("port", ["listen", "http"])
 def test_beyond_this_machine_it_is_encrypted_and_asks_who_connects(
     file: Path, port: str, text: str, problem: str
 ) -> None:
-    beyond = f'{port} = "0.0.0.0:1"\n'
+    files = Files(file.parent / "certs")
+    text = f'{port} = "0.0.0.0:1"\n{text.format(files.folder)}'
     with pytest.raises(InvalidRequestError, match=problem):
-        read(file, beyond + text)
-    assert read(file, f"insecure = true\n{beyond}{text}").open.startswith(problem)
-    assert not read(file, f'{beyond}tls.cert = "/c"\ntls.key = "/k"\ntls.client_ca = "/ca"').open
+        read(file, text)
+    assert read(file, f"insecure = true\n{text}").open.startswith(problem)
+    asking = f'{PAIR.format(files.folder)}tls.client_ca = "{files.ca}"'
+    assert not read(file, f'{port} = "0.0.0.0:1"\n{asking}').open
+
+
+def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"certificate .*server\.crt.*: No such file"):
+        read(file, PAIR.format(file.parent))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +231,8 @@ def test_beyond_this_machine_it_is_encrypted_and_asks_who_connects(
         ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
+        ('tls.token_listen = "127.0.0.1:1"', "without `tls.client_ca` nobody is asked for one"),
+        ('tls.http_client_auth = "accept"', "without `tls.client_ca` nobody is asked for one"),
     ],
 )
 def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:

@@ -138,7 +138,10 @@ class Daemon:
         link.on_welcome = heritage.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
-        placements = Placements(link, resources, around, folders, runners, heritage, health)
+        health.idle_interval_s = config.values.ms("health_interval") / 1000
+        placements = Placements(
+            link, resources, around, folders, runners, heritage, health, config.accounts
+        )
         link.placements = placements
         link.log_reading.past = folders.written
         return cls(path, config, link, placements, folders, set_log_level, orphans, health)
@@ -327,9 +330,11 @@ def _own_directories(config: Config) -> Iterator[None]:
         InvalidRequestError: another does, or they can not be made.
 
     """
+    # The accounts of jobs pass through to what is theirs, and list nothing.
+    mode = 0o711 if config.values.tables("user") else 0o700
     for key, path in (("state_dir", config.state_dir), ("runtime_dir", config.runtime_dir)):
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
                 f"`{key}` = {str(path)!r} can not be made: {error.strerror}; give another"

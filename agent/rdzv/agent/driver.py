@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec
 
-from rdzv.agent import runner_link, wire
+from rdzv.agent import runner_link, strays, wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.machine import EXIT_FAILED, rejoin, rejoins_after_failure
 from rdzv.agent.core.model import Assignment, Leaving, Phase
@@ -90,14 +90,17 @@ class JobDriver:
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
         self.local_world_size = launch.job.local_world_size
+        if keeping is not None:
+            marked = {**launch.environ, strays.RUNNER: strays.mark_of(keeping.socket)}
+            launch = replace(launch, environ=marked)
         self._launch = launch
         self._link = link
         self._state = begin(launch.job, _now_ms(), run)
         self._joined = False
-        self._progress = ProgressFiles(self._say_progress, launch.progress_dir)
-        self._notice = NoticeFile(self._progress.beside)
+        self._progress = ProgressFiles(self._say_progress, launch.progress_dir, launch.identity)
+        self._notice = NoticeFile(self._progress.beside, launch.identity)
         self._workers = LocalWorkerGroup(launch, self._progress.file, self._notice.path)
-        self._snapshot = Snapshot(launch.snapshot)
+        self._snapshot = Snapshot(launch.snapshot, identity=launch.identity)
         self._witness = Witness(launch, _now_ms, self._workers.error_file)
         self._pids: dict[int, int] = {}
         """By LOCAL_RANK: the workers of this round that have been started."""
@@ -314,7 +317,7 @@ class JobDriver:
             topology=launch.topology,
             host_name=host_name,
             machine=machine_id(),
-            can_host_store=await has_torch(launch.python, launch.environ),
+            can_host_store=await has_torch(launch.python, launch.environ, launch.account),
             shutdown_timeout_ms=launch.job.shutdown_timeout_ms,
         )
         self._store_socket = StoreSocket(loopback_only=_only_loopback(offer))
@@ -595,7 +598,11 @@ class JobDriver:
                 self._lack_store_socket(assignment)
             elif assignment.hosts_store:
                 self._owner.start_store_host(
-                    assignment.round, listening, self._launch.python, self._launch.environ
+                    assignment.round,
+                    listening,
+                    self._launch.python,
+                    self._launch.environ,
+                    self._launch.identity,
                 )
 
     def _lack_store_socket(self, assignment: Assignment) -> None:
@@ -680,6 +687,9 @@ class JobDriver:
         """Kill what a dead runner has left behind, before anyone is told that it is gone."""
         if event.exit_code != 0 or not self._ended.done():
             runner_link.sweep_orphans()
+            if self._keeping is not None:
+                # Was it adopted, they are init's.
+                strays.kill_strays(strays.mark_of(self._keeping.socket))
         if not self._ended.done():
             how = "nobody knows how" if event.exit_code is None else event.exit_code
             reason = f"its runner exited unexpectedly ({how})"
@@ -689,7 +699,7 @@ class JobDriver:
         """Add to an exit what the worker's error file says of it."""
         succeeded = event.exit_code == 0
         error_file = self._workers.error_file(event.local_rank)
-        error = read_error(error_file, event.signal, event.pid)
+        error = read_error(error_file, event.signal, event.pid, self._launch.identity)
         return events.WorkerExited(
             round=event.round,
             local_rank=event.local_rank,

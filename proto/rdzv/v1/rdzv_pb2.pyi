@@ -1746,6 +1746,7 @@ class JobSpec(google.protobuf.message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
     NEEDS_GPU_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     chdir: builtins.str
     """The working directory, on every node; empty: the node's own choice."""
     priority: builtins.int
@@ -1759,6 +1760,10 @@ class JobSpec(google.protobuf.message.Message):
     submitter: builtins.str
     """Who submitted it, as the caller has proven to the server, which alone says it; empty where
     nobody has to prove anything.
+    """
+    account: builtins.str
+    """The account of the node that it asks to run as; empty: the one that the node has for its
+    submitter. A node that does not let the submitter have it declines.
     """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1784,9 +1789,10 @@ class JobSpec(google.protobuf.message.Message):
         local_world_size: builtins.int = ...,
         needs_gpu: builtins.bool = ...,
         submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "gpus_per_node", b"gpus_per_node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "account", b"account", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
 
 global___JobSpec = JobSpec
@@ -1852,6 +1858,7 @@ class RoundCompleted(google.protobuf.message.Message):
     USE_AGENT_STORE_FIELD_NUMBER: builtins.int
     RESTARTS_FIELD_NUMBER: builtins.int
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
+    TALLY_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1870,6 +1877,10 @@ class RoundCompleted(google.protobuf.message.Message):
     restarts: builtins.int
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
+    @property
+    def tally(self) -> global___Tally:
+        """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -1887,10 +1898,56 @@ class RoundCompleted(google.protobuf.message.Message):
         use_agent_store: builtins.bool = ...,
         restarts: builtins.int = ...,
         max_restarts: builtins.int = ...,
+        tally: global___Tally | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tally", b"tally"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
 
 global___RoundCompleted = RoundCompleted
+
+@typing.final
+class Tally(google.protobuf.message.Message):
+    """What a run had spent, beside the number of its restarts, when a round was announced."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    STORE_FAILURES_FIELD_NUMBER: builtins.int
+    SOON_FIELD_NUMBER: builtins.int
+    IN_VAIN_FIELD_NUMBER: builtins.int
+    FURTHEST_STEP_FIELD_NUMBER: builtins.int
+    RESTART_AGES_MS_FIELD_NUMBER: builtins.int
+    preemptions: builtins.int
+    """Rounds that ended because a node was lost or left."""
+    store_failures: builtins.int
+    """Rounds that ended because their store host failed."""
+    soon: builtins.int
+    """Rounds in a row that failed soon, and had not moved the job on."""
+    in_vain: builtins.int
+    """Restarts in a row that did not move the job on."""
+    furthest_step: builtins.int
+    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    @property
+    def restart_ages_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How long ago the restarts were spent that `restart_window` has not forgotten: the last 64 of
+        them, the oldest first. None without a window, for then all count.
+        """
+
+    def __init__(
+        self,
+        *,
+        preemptions: builtins.int = ...,
+        store_failures: builtins.int = ...,
+        soon: builtins.int = ...,
+        in_vain: builtins.int = ...,
+        furthest_step: builtins.int | None = ...,
+        restart_ages_ms: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step", "in_vain", b"in_vain", "preemptions", b"preemptions", "restart_ages_ms", b"restart_ages_ms", "soon", b"soon", "store_failures", b"store_failures"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
+
+global___Tally = Tally
 
 @typing.final
 class RoundEnded(google.protobuf.message.Message):
@@ -2304,6 +2361,7 @@ class Submission(google.protobuf.message.Message):
     JOBS_BEFORE_FIELD_NUMBER: builtins.int
     DECLINED_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     submitted_by: builtins.str
     age_ms: builtins.int
     chdir: builtins.str
@@ -2313,6 +2371,8 @@ class Submission(google.protobuf.message.Message):
     """Jobs that are served before this one; unset for one that does not wait."""
     submitter: builtins.str
     """As in `JobSpec`; `submitted_by` is what the caller says of itself."""
+    account: builtins.str
+    """As in `JobSpec`."""
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -2342,9 +2402,10 @@ class Submission(google.protobuf.message.Message):
         jobs_before: builtins.int | None = ...,
         declined: collections.abc.Iterable[global___DeclinedNode] | None = ...,
         submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "account", b"account", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
     @typing.overload
@@ -3200,6 +3261,7 @@ class Server(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -3210,6 +3272,10 @@ class Server(google.protobuf.message.Message):
     server_version: builtins.str
     state_age_ms: builtins.int
     """How long it has led, or stood by."""
+    insecure: builtins.str
+    """Why everyone who reaches it, also from other machines, may do everything. Empty: not everyone
+    may, or it is not the one that answers, and so not known.
+    """
     def __init__(
         self,
         *,
@@ -3219,8 +3285,9 @@ class Server(google.protobuf.message.Message):
         store: builtins.str = ...,
         server_version: builtins.str = ...,
         state_age_ms: builtins.int = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
 
 global___Server = Server
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import TypeVar
 
-from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known
+from rdzv.core.adopt import (
+    adoptable,
+    first_claim,
+    further_claim,
+    restarts_known,
+    spent_known,
+)
 from rdzv.core.budgets import backoff_ms, exceeded, further, spend
 from rdzv.core.commands import (
     Bar,
@@ -89,6 +95,7 @@ from rdzv.core.model import (
     State,
     Stuck,
     Submission,
+    Tally,
     Tuning,
     Waiting,
     is_stand_in,
@@ -610,7 +617,7 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
             return
         if command.run != work.membership.run:
             _adopt_run(work, command, claim.settings)
-        _adopt_round(work, round_)
+        _adopt_round(work, round_, claim.tally)
     work.put(
         seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
         waiting=_without(work.state.waiting, node_id),
@@ -636,7 +643,7 @@ def _adopt_run(work: _Step, command: Join | Resume, settings: Settings) -> None:
     work.events.append(RunBegan(run, membership.run_number, reason))
 
 
-def _adopt_round(work: _Step, round_: Round) -> None:
+def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
     """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
@@ -652,7 +659,8 @@ def _adopt_round(work: _Step, round_: Round) -> None:
             membership,
             round=round_,
             next_round=max(membership.next_round, round_.number + 1),
-            restarts=restarts_known(membership, round_.restarts, work.now_ms),
+            restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
+            spent=spent_known(membership, tally),
             # What is outside the bounds was scaled by an operator; how far is not known.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )

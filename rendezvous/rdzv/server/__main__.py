@@ -102,6 +102,8 @@ def _key(parameter: str) -> str:
 @_flag("--tls-cert")
 @_flag("--tls-key")
 @_flag("--tls-client-ca")
+@_flag("--tls-http-client-auth")
+@_flag("--tls-token-listen")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")
@@ -377,10 +379,14 @@ def _say_ready(
 ) -> None:
     also = f", c10d on {facade.bound}" if facade else ""
     also += f", http on {http}" if http else ""
+    if config.exposed:
+        reached = [listen for listen in (bound, http) if listen and not listen.loopback]
+        where = " or ".join(map(str, reached))
+        log.warning(
+            "insecure: %s; everyone who reaches %s may run and end jobs", config.exposed, where
+        )
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
     systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
-    if not bound.loopback and config.open:
-        log.warning("insecure: everyone who reaches %s may run and end jobs", bound)
 
 
 async def _stopped(stop: asyncio.Event) -> None:

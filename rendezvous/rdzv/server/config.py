@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rdzv import protocol
+from rdzv.certificates import Certificate, check_authorities, check_pair, read_certificate
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
@@ -321,11 +323,32 @@ class TlsFiles:
     key: Path
     client_ca: Path | None = None
     """Who has signed the certificates of those who connect; None: they are not asked for any."""
+    http_requires: bool = True
+    """Whether, with a client CA, who connects by HTTP has to show one, too."""
+    token_listen: Listen | None = None
+    """Where gRPC is served to those who have none; None: nowhere."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """All of them."""
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
+
+    def check(self) -> Certificate:
+        """Return what the certificate says.
+
+        Raises:
+            InvalidRequestError: the files can not be used; the message names file and remedy.
+
+        """
+        if self.client_ca is not None:
+            check_authorities(self.client_ca, "client CA")
+        check_pair(self.cert, self.key, "certificate")
+        found = read_certificate(self.cert.read_bytes(), f"certificate {self.cert}")
+        if trouble := found.trouble(datetime.now(UTC)):
+            raise InvalidRequestError(
+                f"certificate {self.cert} can not be used: it {trouble}; give one that is valid"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +386,10 @@ class Config:
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
-        """Refuse what would be unsafe.
+        """Refuse what would be unsafe, and files that can not be used.
 
         Raises:
-            InvalidRequestError: it would listen beyond this machine without being told to.
+            InvalidRequestError: one of these; the message has the remedy.
 
         """
         if not self.listen.loopback and not self.insecure and self.open:
@@ -380,6 +403,14 @@ class Config:
                 f"--http {self.http} can be reached from other machines, and {self.open}; listen "
                 f"on loopback, {self._remedy}, or say --insecure"
             )
+        if self.tls is not None:
+            self.tls.check()
+            if (self.tls.token_listen or not self.tls.http_requires) and not self.auth:
+                raise InvalidRequestError(
+                    "--tls-token-listen and --tls-http-client-auth=accept are for callers with a "
+                    "token in place of a certificate, and nobody would have to show one; give "
+                    "--auth=required with it"
+                )
         if self.init_admin_token is not None and not self.auth:
             raise InvalidRequestError(
                 "--init-admin-token makes a token, and nobody would have to show one; give "
@@ -404,6 +435,13 @@ class Config:
         if self.tls.client_ca is None and not self.auth:
             return "nobody who connects is asked who they are"
         return ""
+
+    @property
+    def exposed(self) -> str:
+        """Say why everyone on other machines may do everything; empty: not everyone may."""
+        token_listen = None if self.tls is None else self.tls.token_listen
+        reached = [listen for listen in (self.listen, self.http, token_listen) if listen]
+        return "" if all(listen.loopback for listen in reached) else self.open
 
     @property
     def _remedy(self) -> str:

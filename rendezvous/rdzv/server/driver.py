@@ -364,7 +364,7 @@ class Driver:
 
     def _repeat_line(self, before: State, command: Join) -> None:
         stream = self._streams.get(command.node_id)
-        line = told.unheard_line(before, command)
+        line = told.unheard_line(before, command, self._clock.now_ms())
         if stream is not None and stream.incarnation == command.incarnation and line is not None:
             stream.send(line, again=True)
 

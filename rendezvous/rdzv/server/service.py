@@ -638,10 +638,15 @@ async def serving(
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    bound = replace(config.listen, port=_bind(server, config.listen, tls))
+    asks = config.tls is not None and config.tls.client_ca is not None
+    bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
+    if config.tls is not None and (listen := config.tls.token_listen) is not None:
+        at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
+        log.info("who has no certificate connects to %s, and shows a token", at_port)
     await server.start()
     try:
-        async with _telling_health(replica, health_servicer, str(config.advertise or bound)):
+        at = str(config.advertise or bound)
+        async with _telling_health(replica, health_servicer, at, config.exposed):
             yield bound
     finally:
         replica.stand_by(
@@ -668,7 +673,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def _telling_health(
-    replica: Replica, servicer: health.aio.HealthServicer, address: str
+    replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
     """Let the health service say whether nodes are served here; a server that stands by lives."""
     changed = asyncio.Event()
@@ -687,7 +692,7 @@ async def _telling_health(
             await changed.wait()
 
     await servicer.set("", _SERVING)
-    replica.serve_as(address, tell)
+    replica.serve_as(address, tell, exposed)
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(follow())
@@ -701,11 +706,12 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None) -> int:
+def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
+    """Bind an address; `asks`: who connects has to show a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
-        return server.add_secure_port(str(listen), tls.grpc_credentials())
+        return server.add_secure_port(str(listen), tls.grpc_credentials(asks=asks))
     except RuntimeError as error:
         raise InvalidRequestError(_why_not(listen)) from error
 

@@ -17,14 +17,7 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from rdzv.certificates import (
-    Certificate,
-    Stamp,
-    check_authorities,
-    load_pair,
-    read_certificate,
-    stamp_of,
-)
+from rdzv.certificates import Certificate, Stamp, stamp_of
 from rdzv.errors import InvalidRequestError
 from rdzv.server.config import TlsFiles
 
@@ -63,8 +56,6 @@ class Tls:
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()
-        self._told = self._now
-        """What gRPC was told last."""
         self._tried = self._now.stamp
         """The files as they were when they were read last, whether they could be used or not."""
         self._warn()
@@ -77,13 +68,22 @@ class Tls:
         """The certificate that is shown now."""
         return self._now.shown
 
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC port is opened with."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._now.grpc,
-            self._fetch,  # type: ignore[arg-type]  # None is allowed: nothing has changed.
-            self._files.client_ca is not None,
-        )
+    def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
+        """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
+        told = self._now
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Say, at a handshake, what has changed since this was called last."""
+            nonlocal told
+            with self._lock:
+                self._refresh()
+                if self._now is told:
+                    return None
+                told = self._now
+                return told.grpc
+
+        # None is allowed: nothing has changed.
+        return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
         """Read the files anew if they have changed; if they can not be used, those before stay."""
@@ -106,15 +106,6 @@ class Tls:
         log.info("TLS files read anew: %s", self._now.shown.in_words)
         self._warn()
 
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Tell gRPC, at a handshake, what has changed since it asked last."""
-        with self._lock:
-            self._refresh()
-            if self._now is self._told:
-                return None
-            self._told = self._now
-            return self._now.grpc
-
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
     ) -> None:
@@ -127,7 +118,12 @@ class Tls:
     def _load(self) -> _Loaded:
         for _ in range(READS):
             stamp = stamp_of(self._files.paths)
-            loaded = self._read(stamp)
+            try:
+                loaded = self._read(stamp)
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"{error.filename} can not be read: {error.strerror}"
+                ) from error
             # Else what was checked may not be what was read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
@@ -137,18 +133,11 @@ class Tls:
 
     def _read(self, stamp: Stamp) -> _Loaded:
         files = self._files
-        if files.client_ca is not None:
-            check_authorities(files.client_ca, "client CA")
+        shown = files.check()
         context = _context(files)
-        load_pair(context, files.cert, files.key, "certificate")
-        pem = files.cert.read_bytes()
-        shown = read_certificate(pem, f"certificate {files.cert}")
-        if trouble := shown.trouble(datetime.now(UTC)):
-            raise InvalidRequestError(
-                f"certificate {files.cert} can not be used: it {trouble}; give one that is valid"
-            )
+        context.load_cert_chain(files.cert, files.key)
         authorities = files.client_ca.read_bytes() if files.client_ca else None
-        pair = (files.key.read_bytes(), pem)
+        pair = (files.key.read_bytes(), files.cert.read_bytes())
         config = grpc.ssl_server_certificate_configuration([pair], authorities)
         return _Loaded(stamp, shown, config, context)
 
@@ -168,5 +157,5 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if files.client_ca is not None:
         context.load_verify_locations(cafile=files.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if files.http_requires else ssl.CERT_OPTIONAL
     return context

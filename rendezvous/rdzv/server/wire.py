@@ -94,6 +94,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.tokens import Token
 from rdzv.stores.base import Record
+from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*")
@@ -503,6 +504,7 @@ def _checked_claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim
         restarts=_within("restarts", line.restarts, 0, limits.restarts),
         settings=join.settings,
         offer=join.offer,
+        tally=tally_of(line.tally) if line.HasField("tally") else None,
     )
 
 
@@ -804,6 +806,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
             limits.local_world_size,
         ),
         needs_gpu=message.needs_gpu,
+        account=_label("--user: account", message.account, limits),
     )
 
 
@@ -891,7 +894,7 @@ def server_message(
         case Joined():
             message.joined.CopyFrom(_copied(pb.Joined(), told))
         case Line():
-            message.round_completed.CopyFrom(_copied(pb.RoundCompleted(), told))
+            message.round_completed.CopyFrom(_line(told))
         case RoundOver():
             message.round_ended.CopyFrom(_round_ended(told))
         case Closed():
@@ -932,6 +935,7 @@ def _job_spec(spec: JobSpec) -> pb.JobSpec:
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
         submitter=spec.submitter,
+        account=spec.account,
     )
 
 
@@ -959,9 +963,11 @@ _Flat = (
 )
 
 _FIELDS = {
-    kind: tuple(field.name for field in fields(kind)) for kind in (*get_args(_Flat), LogPosition)
+    kind: tuple(field.name for field in fields(kind) if field.name != "tally")
+    for kind in (*get_args(_Flat), LogPosition)
 }
-"""Looked up once for each kind, not for each message: a round is told to thousands of nodes."""
+"""Looked up once for each kind, not for each message: a round is told to thousands of nodes. What
+is no plain field is written apart."""
 
 
 def _copied(message: M, value: _Flat | LogPosition) -> M:
@@ -970,6 +976,13 @@ def _copied(message: M, value: _Flat | LogPosition) -> M:
         content = getattr(value, name)
         if content is not None:
             setattr(message, name, content)
+    return message
+
+
+def _line(told: Line) -> pb.RoundCompleted:
+    tally, message = told.tally, _copied(pb.RoundCompleted(), told)
+    if tally is not None:
+        message.tally.CopyFrom(tally_message(tally))
     return message
 
 
@@ -1093,6 +1106,7 @@ def _submission(submission: Submission, jobs_before: int | None, now_ms: int) ->
             pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
         ],
         submitter=spec.submitter,
+        account=spec.account,
     )
 
 
@@ -1224,6 +1238,7 @@ def server(view: ServerView) -> pb.Server:
         store=view.store,
         server_version=view.version,
         state_age_ms=view.state_age_ms,
+        insecure=view.insecure,
     )
 
 
