@@ -1228,7 +1228,13 @@ def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnec
 # ------------------------------------------------------------------------------------ the wire
 
 _Message = (
-    pb.JobStatus | pb.JobSummary | pb.NodeStatus | pb.WorkerFailure | pb.Submission | pb.Budgets
+    pb.JobStatus
+    | pb.JobSummary
+    | pb.NodeStatus
+    | pb.WorkerFailure
+    | pb.Submission
+    | pb.Budgets
+    | pb.Token
 )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from rdzv.client import Event, Token
-from rdzv.ctl.as_text import duration
+from rdzv.core.words import duration
 from rdzv.ctl.layout import Cell, Page
 from rdzv.errors import InvalidRequestError
 
