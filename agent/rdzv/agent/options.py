@@ -34,7 +34,7 @@ from rdzv.job_options import (
     shutdown_timeout_ms,
     unknown_keys,
 )
-from rdzv.job_secret import read_secret, without_secrets
+from rdzv.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
 
@@ -89,7 +89,6 @@ def parse_launch(
         topology=args.topology,
         local_addr=args.local_addr,
         refuse_reuse=not conf_bool(conf, "reuse", default=True),
-        secret=read_secret(environ),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
         warm=parse_modules(args.warm),

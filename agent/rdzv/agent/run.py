@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from rdzv.agent.launch import check_startable
 from rdzv.agent.options import parse_launch
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.job_secret import read_secret
 
 log = logging.getLogger("rdzv.agent")
 
@@ -43,6 +45,7 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
     set_up_logging("rdzvrun")
     try:
         launch, meeting = parse_launch(argv, legacy=legacy)
+        launch = replace(launch, secret=read_secret(os.environ))
         check_startable(launch)
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)

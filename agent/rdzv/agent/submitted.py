@@ -153,8 +153,6 @@ async def make_launch(
         )
     return replace(
         launch,
-        # The server has placed it here, and lets nobody else in.
-        secret="",
         job=replace(job, server_timeout_ms=SERVER_TIMEOUT_MS),
         output=_to_files(launch.output, job.local_world_size, share.run_dir),
         progress_dir=around.progress_dir,
