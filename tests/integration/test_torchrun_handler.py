@@ -188,6 +188,7 @@ class FakeStream:
     def __init__(
         self,
         endpoints: object,
+        credentials: object,
         hello: pb.Hello,
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
