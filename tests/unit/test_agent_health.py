@@ -226,17 +226,10 @@ async def test_a_command_is_told_which_gpus_nobody_has() -> None:
 
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    found = await command(
-        f"""
-        import subprocess, sys, time
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        open({str(pid)!r}, "w").write(str(child.pid))
-        print("waits for ever", flush=True)
-        time.sleep(600)
-        """,
-        timeout_s=3.0,
-    ).look(NONE)
-    assert found == "did not end within 3 s: waits for ever"
+    # A shell is up in a moment, on any machine.
+    script = f"sleep 600 & echo $! >'{pid}'; echo waits for ever; wait"
+    found = await Command("command sh", 1.0, ("/bin/sh", "-c", script), {}).look(NONE)
+    assert found == "did not end within 1 s: waits for ever"
     await until(lambda: _gone(int(pid.read_text())))
 
 
