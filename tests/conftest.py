@@ -17,6 +17,11 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+# A Python that may not keep its byte code compiles all sources anew, in each of the many programs
+# that the tests start, and all tests in each run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     # `make test &` in a script, and nohup, have these ignored; whatever is started here would
     # inherit that, and be deaf to the Ctrl-C that a test sends it.

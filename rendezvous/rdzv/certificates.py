@@ -98,11 +98,6 @@ def check_pair(cert: Path, key: Path, what: str) -> None:
 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    load_pair(context, cert, key, what)
-
-
-def load_pair(context: ssl.SSLContext, cert: Path, key: Path, what: str) -> None:
-    """Let a context show a certificate; refuse as `check_pair` does."""
     try:
         context.load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ssl.SSLError) as error:

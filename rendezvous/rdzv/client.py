@@ -31,6 +31,7 @@ from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
     LEADER_METADATA_KEY,
+    DeniedError,
     InvalidRequestError,
     LimitExceededError,
     NodeSupersededError,
@@ -95,6 +96,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
 FINAL_REFUSALS = frozenset(
     error.code
     for error in (
+        DeniedError,
         InvalidRequestError,
         NodeSupersededError,
         RendezvousClosedError,
@@ -488,6 +490,10 @@ class JobStatus:
     """It has failed for it did not move on: the same launch would do no better."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have straggled for a while, by RANK."""
+    owner: str | None = None
+    """Who alone, beside an admin, may stop it, and so on; None: an admin."""
+    has_secret: bool = False
+    """Whether those who join must know a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +589,8 @@ class Server:
     store: str
     version: str
     state_age_ms: int
+    insecure: str | None = None
+    """Why everyone who reaches it may do everything; of the one that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1198,6 +1206,7 @@ def _server(server: pb.Server) -> Server:
         store=server.store,
         version=server.server_version,
         state_age_ms=server.state_age_ms,
+        insecure=server.insecure or None,
     )
 
 
@@ -1232,6 +1241,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         submission=_submission(status.submission) if status.HasField("submission") else None,
         budgets=_budgets(status.budgets) if status.HasField("budgets") else None,
         no_progress=status.no_progress,
+        owner=status.owner or None,
+        has_secret=status.has_secret,
     )
 
 

@@ -18,6 +18,7 @@ from ports import free_port
 
 from rdzv.client import ControlClient, JobStatus, parse_endpoints
 from rdzv.errors import RendezvousError
+from rdzv.transport import PLAIN
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
@@ -73,6 +74,8 @@ class Cluster:
         self.nodes: list[Node] = []
         self.server: subprocess.Popen[str] | None = None
         self.endpoint = ""
+        self.credentials = PLAIN
+        """What the test itself connects with."""
 
     # ------------------------------------------------------------------ processes
 
@@ -197,8 +200,11 @@ class Cluster:
 
     def status(self) -> JobStatus:
         """Ask the server what the job does."""
-        with ControlClient(parse_endpoints(self.endpoint)) as client:
+        with self.client() as client:
             return client.status(JOB)
+
+    def client(self) -> ControlClient:
+        return ControlClient(parse_endpoints(self.endpoint), credentials=self.credentials)
 
     def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
         """Wait until something holds, and return what it returned."""

@@ -22,6 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import ERROR_CODE_METADATA_KEY
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
@@ -230,6 +231,16 @@ def test_a_data_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> Non
 def test_other_than_loopback_needs_to_be_said(listen: str) -> None:
     code, said = refused("--listen", listen)
     assert (code, "--insecure" in said) == (2, True)
+
+
+def test_who_everyone_may_reach_warns_of_it(tmp_path: Path) -> None:
+    why = "nothing here is encrypted or authenticated"
+    with rdzvd(tmp_path, "--insecure", "--store=memory", listen="0.0.0.0:0") as server:
+        host, _, port = server.address.rpartition(":")
+        with ControlClient(Endpoint("127.0.0.1", int(port)), 60) as client:
+            [shown] = client.servers()
+        assert (host, shown.insecure) == ("0.0.0.0", why)
+        assert f"insecure: {why}; everyone who reaches 0.0.0.0:{port}" in server.stderr.read_text()
 
 
 @pytest.mark.parametrize("listen", ["29400", ":29400", "::1:29400", "host:http", "[::1]:99999"])

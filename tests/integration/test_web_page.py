@@ -129,6 +129,16 @@ def once(page: Page) -> None:
 # ------------------------------------------------------------------ what is shown
 
 
+def test_a_server_that_is_open_to_everyone_is_warned_of(open_page: Open) -> None:
+    with to_the_end(open_page, served()) as s:
+        expect(open_page(s.url).locator("#insecure")).to_be_hidden()
+        s.expose("nothing here is encrypted or authenticated")
+        expect(open_page(s.url).locator("#insecure")).to_have_text(
+            "Insecure: nothing here is encrypted or authenticated; everyone who reaches "
+            "10.0.0.5:29400 may run and end jobs."
+        )
+
+
 def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
     with fleet(open_page) as s:
         page = open_page(s.url)

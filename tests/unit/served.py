@@ -90,6 +90,14 @@ class Served:
         """End what is served, as if the server had died; `start_http` brings it back."""
         self.do(self._turn_http(on=False))
 
+    def expose(self, why: str) -> None:
+        """Have the server say that everyone may do everything."""
+
+        async def expose() -> None:
+            self._replica.serve_as("10.0.0.5:29400", lambda leads: None, why)
+
+        self.do(expose())
+
     def start_http(self) -> None:
         self.do(self._turn_http(on=True))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
 import rdzv.ctl.__main__
-from rdzv.client import ControlClient, parse_endpoint
+from rdzv.client import ControlClient, Server, parse_endpoint
 from rdzv.ctl import as_text, as_text_nodes
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page
@@ -417,6 +418,15 @@ def test_a_server_that_does_not_answer_completes_nothing(
     monkeypatch.setattr(rdzv.ctl.__main__, "_COMPLETION_TIMEOUT_S", 0.1)
     control.hangs = True
     assert completed("status", "g") == []
+
+
+def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
+    shut = Server("10.0.0.4:29400", True, 5, "memory", "1.2.3", 60_000)
+    why = "nothing here is encrypted or authenticated"
+    open_to_all = replace(shut, address="10.0.0.5:29400", leads=False, insecure=why)
+    assert "insecure" not in as_text.servers([shut], PAGE)
+    last = as_text.servers([open_to_all, shut], PAGE).splitlines()[-1]
+    assert last == f"insecure: {why}; everyone who reaches 10.0.0.5:29400 may run and end jobs"
 
 
 def test_flags_of_submit_are_completed() -> None:

@@ -81,7 +81,8 @@ RULES = (
         "**/*.py",
         never=of("rdzv.v1"),
         but=of(
-            *("server/service.py", "server/wire.py", "server/__main__.py", "client.py"),
+            *("server/service.py", "server/wire.py", "server/__main__.py"),
+            *("client.py", "tallies.py"),
             # The agent's driver and node only pass on what its wire has made.
             *("agent/wire.py", "agent/server_link.py", "agent/driver.py", "agent/node.py"),
             *("torchrun/*.py", "torchrun.py"),

@@ -560,7 +560,7 @@ class ServerLink:
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
         else:
-            event = wire.event(message)
+            event = wire.event(message, _now_ms())
             if event is not None:
                 job.post(event)
 

@@ -149,7 +149,16 @@ def servers(found: Sequence[Server], page: Page) -> str:
         for server in found
     ]
     header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
-    return "\n".join(page.table(header, rows))
+    warned = [
+        Cell(
+            f"insecure: {server.insecure}; everyone who reaches {server.address} may run and end "
+            "jobs",
+            "red",
+        )
+        for server in found
+        if server.insecure
+    ]
+    return "\n".join([*page.table(header, rows), *map(page.line, warned)])
 
 
 # ------------------------------------------------------------------------------------ one job

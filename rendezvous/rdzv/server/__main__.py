@@ -20,6 +20,7 @@ from rdzv.server.configuration import DEFAULT_FILE, KNOBS, Configuration
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
+    from rdzv.server.access import Gate
     from rdzv.server.clock import Clock
     from rdzv.server.config import Config, Listen
     from rdzv.server.meter import Meter
@@ -96,6 +97,8 @@ def _key(parameter: str) -> str:
 @_flag("--http")
 @_flag("--otlp")
 @_flag("--insecure")
+@_flag("--auth")
+@_flag("--init-admin-token")
 @_flag("--tls-cert")
 @_flag("--tls-key")
 @_flag("--tls-client-ca")
@@ -252,6 +255,7 @@ async def _run_alone(
     config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     """Serve from a store that belongs to this process."""
+    from rdzv.server.access import Gate
     from rdzv.server.driver import Driver
     from rdzv.server.replica import Replica
     from rdzv.server.service import server_version, serving
@@ -259,6 +263,7 @@ async def _run_alone(
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
     metrics = _metrics(replica, config, facade)
+    gate = Gate(replica, clock, config, metrics)
     try:
         async with (
             _meter(replica, metrics, config) as meter,
@@ -266,8 +271,8 @@ async def _run_alone(
         ):
             replica.lead(driver)
             async with (
-                serving(replica, clock, config, facade, tls) as bound,
-                _http(replica, metrics, config, clock, facade, tls) as http,
+                serving(replica, clock, config, facade, tls, gate) as bound,
+                _http(replica, metrics, config, clock, facade, tls, gate) as http,
             ):
                 _say_ready(config, bound, f"data in {store.place}", facade, http)
                 await _stopped(stop)
@@ -285,6 +290,7 @@ async def _run_replica(
 ) -> None:
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
     from rdzv.concurrency import single_error
+    from rdzv.server.access import Gate
     from rdzv.server.replica import Replica
     from rdzv.server.service import server_version, serving
     from rdzv.stores.election import Election
@@ -293,12 +299,13 @@ async def _run_replica(
     version = server_version()
     replica = Replica(clock, etcd.place, version)
     metrics = _metrics(replica, config, facade)
+    gate = Gate(replica, clock, config, metrics)
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
             _meter(replica, metrics, config) as meter,
-            serving(replica, clock, config, facade, tls) as bound,
-            _http(replica, metrics, config, clock, facade, tls) as http,
+            serving(replica, clock, config, facade, tls, gate) as bound,
+            _http(replica, metrics, config, clock, facade, tls, gate) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
@@ -353,13 +360,15 @@ async def _http(
     clock: Clock,
     facade: Facade | None,
     tls: Tls | None,
+    gate: Gate,
 ) -> AsyncIterator[Listen | None]:
     if config.http is None or metrics is None:
         yield None
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, metrics, config, config.http, clock, facade, tls) as serving:
+    made = serving_http(replica, metrics, config, config.http, clock, facade, tls, gate)
+    async with made as serving:
         yield serving.bound
 
 
@@ -368,10 +377,14 @@ def _say_ready(
 ) -> None:
     also = f", c10d on {facade.bound}" if facade else ""
     also += f", http on {http}" if http else ""
+    if config.exposed:
+        reached = [listen for listen in (bound, http) if listen and not listen.loopback]
+        where = " or ".join(map(str, reached))
+        log.warning(
+            "insecure: %s; everyone who reaches %s may run and end jobs", config.exposed, where
+        )
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
     systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
-    if not bound.loopback and config.open:
-        log.warning("insecure: everyone who reaches %s may run and end jobs", bound)
 
 
 async def _stopped(stop: asyncio.Event) -> None:

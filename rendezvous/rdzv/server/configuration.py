@@ -133,6 +133,21 @@ _PLAIN = (
         "everyone who reaches the port may run and end jobs.",
     ),
     Knob(
+        key="auth",
+        kind=Kind.STR,
+        default_words="required with `tls.client_ca`, else none",
+        choices=("none", "required"),
+        reason="Whether callers have to prove who they are, by a client certificate or a token; "
+        "docs/roles.md says who may then do what. `none`: everyone may do everything.",
+    ),
+    Knob(
+        key="init_admin_token",
+        kind=Kind.PATH,
+        default_words="none",
+        reason="While there is no token of an admin: the one in this file becomes one, and if "
+        "there is no such file, it is made. Only with `auth` = required.",
+    ),
+    Knob(
         key="data_dir",
         kind=Kind.PATH,
         default_words="`$STATE_DIRECTORY` if set (systemd does), `/var/lib/rdzv` for root, else "
@@ -799,6 +814,8 @@ def make_config(values: Values) -> Config:
         insecure=values.get("insecure", bool),
         tls=_tls(values),
         advertise=_address(values, "advertise"),
+        auth=_auth(values),
+        init_admin_token=values.maybe("init_admin_token", Path),
         etcd=_etcd(values),
         http=_address(values, "http"),
         otlp=values.maybe("otlp", str),
@@ -810,6 +827,12 @@ def make_config(values: Values) -> Config:
     )
     config.check()
     return config
+
+
+def _auth(values: Values) -> bool:
+    """Say whether callers must prove who they are: where certificates can do that, they must."""
+    said = values.maybe("auth", str)
+    return said == "required" if said else values.maybe("tls.client_ca", Path) is not None
 
 
 def _part(part: str, values: Values) -> Any:

@@ -16,6 +16,7 @@ from aiohttp import web
 from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.exposition import CONTENT_TYPE
 from rdzv.http_log import http_log
+from rdzv.server.access import Gate, checking_roles
 from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
@@ -55,6 +56,7 @@ async def serving_http(
     clock: Clock,
     facade: Facade | None = None,
     tls: Tls | None = None,
+    gate: Gate | None = None,
 ) -> AsyncIterator[Serving]:
     """Serve until the body ends.
 
@@ -62,7 +64,10 @@ async def serving_http(
         InvalidRequestError: the address can not be listened on.
 
     """
-    app = web.Application(middlewares=[answering_errors, refusing_strangers(listen)])
+    gate = gate or Gate(replica, clock, config, metrics)
+    app = web.Application(
+        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+    )
     app.add_routes(
         [
             web.get("/healthz", _healthz),

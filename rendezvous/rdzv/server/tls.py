@@ -17,14 +17,7 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 
-from rdzv.certificates import (
-    Certificate,
-    Stamp,
-    check_authorities,
-    load_pair,
-    read_certificate,
-    stamp_of,
-)
+from rdzv.certificates import Certificate, Stamp, stamp_of
 from rdzv.errors import InvalidRequestError
 from rdzv.server.config import TlsFiles
 
@@ -127,7 +120,12 @@ class Tls:
     def _load(self) -> _Loaded:
         for _ in range(READS):
             stamp = stamp_of(self._files.paths)
-            loaded = self._read(stamp)
+            try:
+                loaded = self._read(stamp)
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"{error.filename} can not be read: {error.strerror}"
+                ) from error
             # Else what was checked may not be what was read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
@@ -137,18 +135,11 @@ class Tls:
 
     def _read(self, stamp: Stamp) -> _Loaded:
         files = self._files
-        if files.client_ca is not None:
-            check_authorities(files.client_ca, "client CA")
+        shown = files.check()
         context = _context(files)
-        load_pair(context, files.cert, files.key, "certificate")
-        pem = files.cert.read_bytes()
-        shown = read_certificate(pem, f"certificate {files.cert}")
-        if trouble := shown.trouble(datetime.now(UTC)):
-            raise InvalidRequestError(
-                f"certificate {files.cert} can not be used: it {trouble}; give one that is valid"
-            )
+        context.load_cert_chain(files.cert, files.key)
         authorities = files.client_ca.read_bytes() if files.client_ca else None
-        pair = (files.key.read_bytes(), pem)
+        pair = (files.key.read_bytes(), files.cert.read_bytes())
         config = grpc.ssl_server_certificate_configuration([pair], authorities)
         return _Loaded(stamp, shown, config, context)
 
