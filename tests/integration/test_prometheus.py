@@ -248,6 +248,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
         # One scrape after the other is to see it: a counter that is first seen at its end has not
         # grown.
         *("--rdzv-id=crash", "--max-restarts=5", "--restart-backoff=1.5:1.5"),
+        *("--max-preemptions=9", "--max-store-failures=9", "--no-progress-restarts=9"),
         nnodes="1:1",
         args=("exit=3",),
         environ={"RDZV_TEST_REPORTS": str(apart)},
