@@ -101,7 +101,7 @@ async def measure(
     chosen: Sequence[Point], runs: int, end_s: float, directory: Path, lifeline: Path
 ) -> Outcomes:
     """Run everything so often, in passes, so that a pass that is cut short lacks no contender."""
-    from etcd_cluster import free_ports
+    from ports import free_port
 
     outcomes: Outcomes = defaultdict(list)
     number = 0
@@ -113,7 +113,7 @@ async def measure(
         number += 1
         below = directory / str(number)
         below.mkdir()
-        (port,) = free_ports(1)
+        port = free_port()
         try:
             async with Job.running(point.contender, below, f"127.0.0.1:{port}", lifeline) as job:
                 outcome = await job.measure(point.case, point.nodes, point.deadline_s)

@@ -150,13 +150,13 @@ class Trial:
 
 def measure(nodes: int, repetitions: int, directory: Path) -> Samples:
     """Measure one number of nodes."""
-    from etcd_cluster import free_ports
+    from ports import free_port
 
     samples = Samples()
     for number in range(repetitions):
         below = directory / f"{nodes}-{number}"
         below.mkdir()
-        (port,) = free_ports(1)
+        port = free_port()
         server = Rdzvd(f"127.0.0.1:{port}", [f"--data-dir={below / 'data'}"], below / "rdzvd.log")
         try:
             server.start()

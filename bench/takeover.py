@@ -197,7 +197,8 @@ class Outages:
 @contextmanager
 def servers_of(case: str, directory: Path) -> Iterator[Servers]:
     """Run the servers of one case, and the etcd that they need."""
-    from etcd_cluster import EtcdCluster, free_ports
+    from etcd_cluster import EtcdCluster
+    from ports import free_ports
 
     log = directory / "rdzvd.log"
     with contextlib.ExitStack() as stack:
@@ -259,10 +260,10 @@ def torchrun_without_its_store(directory: Path) -> tuple[list[int | None], float
     None for a torchrun that still runs when the wait for it is over.
     """
     from cluster import WORKERS, Cluster, alive
-    from etcd_cluster import free_ports
+    from ports import free_port
 
     c = Cluster(directory)
-    (port,) = free_ports(1)
+    port = free_port()
     try:
         nodes = [
             c.start(

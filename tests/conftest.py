@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,20 @@ ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:
     # So that helpers are `tests.unit.builders` here and under `python -m tests...` alike.
     sys.path.insert(0, ROOT)
+
+
+# A Python that may not keep its byte code compiles all sources anew, in each of the many programs
+# that the tests start, and all tests in each run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    # `make test &` in a script, and nohup, have these ignored; whatever is started here would
+    # inherit that, and be deaf to the Ctrl-C that a test sends it.
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(
+            _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -741,6 +741,12 @@ SERVER = Board(
                         "errors: {{operation}}",
                     ),
                 ),
+                panel(
+                    "Calls refused",
+                    "Of those who have not proven who they are, or may not do that; rdzvd's log "
+                    "names them.",
+                    (increase("rdzv_refused_calls_total", SERVER_OF, "reason"), "{{reason}}"),
+                ),
             ),
         ),
         Row(

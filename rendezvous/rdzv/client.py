@@ -25,11 +25,13 @@ from urllib.parse import quote
 import grpc
 
 from rdzv import protocol
+from rdzv.certificates import Stamp
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
     ERRORS,
     LEADER_METADATA_KEY,
+    DeniedError,
     InvalidRequestError,
     LimitExceededError,
     NodeSupersededError,
@@ -39,6 +41,7 @@ from rdzv.errors import (
     RendezvousError,
     SettingsMismatchError,
 )
+from rdzv.transport import PLAIN, Credentials, Metadata, handshake_trouble
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
 
@@ -93,6 +96,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
 FINAL_REFUSALS = frozenset(
     error.code
     for error in (
+        DeniedError,
         InvalidRequestError,
         NodeSupersededError,
         RendezvousClosedError,
@@ -427,6 +431,10 @@ class Submission:
     placed: tuple[str, ...]
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
+    submitter: str | None = None
+    """Who has proven to the server to have submitted it; None where nobody has to."""
+    account: str | None = None
+    """The account that it asks to run as; None: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +490,10 @@ class JobStatus:
     """It has failed for it did not move on: the same launch would do no better."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have straggled for a while, by RANK."""
+    owner: str | None = None
+    """Who alone, beside an admin, may stop it, and so on; None: an admin."""
+    has_secret: bool = False
+    """Whether those who join must know a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,6 +589,8 @@ class Server:
     store: str
     version: str
     state_age_ms: int
+    insecure: str | None = None
+    """Why everyone who reaches it may do everything; of the one that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,7 +700,10 @@ class ControlClient:
     """
 
     def __init__(
-        self, server: Endpoint | Sequence[Endpoint], timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        server: Endpoint | Sequence[Endpoint],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        credentials: Credentials = PLAIN,
     ) -> None:
         if not 0 < timeout_s < math.inf:
             raise InvalidRequestError(f"timeout {timeout_s} s can not be used: it must be above 0")
@@ -694,7 +711,8 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._rota = Rota(servers)
         self._turns = len(servers)
-        self._channels: dict[Endpoint, grpc.Channel] = {}
+        self._credentials = credentials
+        self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
 
     @property
     def server(self) -> Endpoint:
@@ -702,10 +720,17 @@ class ControlClient:
         return self._rota.present
 
     def _stub(self) -> ControlStub:
-        if self.server not in self._channels:
-            target = self.server.target
-            self._channels[self.server] = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return ControlStub(self._channels[self.server])
+        stamp = self._credentials.stamp()
+        held, channel = self._channels.get(self.server, (None, None))
+        if channel is None or held != stamp:
+            if channel is not None:
+                channel.close()
+            channel = self._credentials.channel(self.server, CHANNEL_OPTIONS)
+            self._channels[self.server] = stamp, channel
+        return ControlStub(channel)
+
+    def _metadata(self) -> Metadata:
+        return self._credentials.metadata(self.server)
 
     def __enter__(self) -> ControlClient:
         return self
@@ -720,7 +745,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Give the connection back; the client answers no more calls."""
-        for channel in self._channels.values():
+        for _, channel in self._channels.values():
             channel.close()
 
     def status(self, rdzv_id: str) -> JobStatus:
@@ -739,7 +764,7 @@ class ControlClient:
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         silent_since_s, told = time.monotonic(), False
         while True:
-            call = self._stub().WatchJob(request)
+            call = self._stub().WatchJob(request, metadata=self._metadata())
             try:
                 for status in call:
                     yield _job_status(status)
@@ -811,8 +836,8 @@ class ControlClient:
         places, cut_at_s = _Places(), math.inf
         while True:
             # As a node's: a server that is stopped, or cut off, is noticed by unanswered pings.
-            with grpc.insecure_channel(self.server.target, options=STREAM_OPTIONS) as channel:
-                call = ControlStub(channel).ReadLogs(request)
+            with self._credentials.channel(self.server, STREAM_OPTIONS) as channel:
+                call = ControlStub(channel).ReadLogs(request, metadata=self._metadata())
                 try:
                     for lines in call:
                         cut_at_s = math.inf
@@ -865,7 +890,7 @@ class ControlClient:
     def _backup(self, file: BinaryIO) -> Summary:
         from rdzv.stores.backup import verify
 
-        call = self._stub().Backup(pb.BackupRequest())
+        call = self._stub().Backup(pb.BackupRequest(), metadata=self._metadata())
         # One thread takes in what comes, so that the wait for it can end.
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
@@ -993,7 +1018,8 @@ class ControlClient:
         turns = self._turns
         while True:
             try:
-                return method(self._stub())(request, timeout=within_s or self._timeout_s)
+                ask = method(self._stub())
+                return ask(request, timeout=within_s or self._timeout_s, metadata=self._metadata())
             except grpc.RpcError as failure:
                 error = self._error(failure)
                 if not isinstance(error, RendezvousConnectionError):
@@ -1013,6 +1039,7 @@ class ControlClient:
             error.trailing_metadata(),
             self.server,
             self._timeout_s,
+            self._credentials,
         )
         found.__cause__ = error
         return found
@@ -1111,6 +1138,7 @@ def error_from_status(
     trailing: Iterable[tuple[str, str | bytes]] | None,
     server: Endpoint,
     timeout_s: float,
+    credentials: Credentials = PLAIN,
 ) -> RendezvousError:
     """Turn the status of a failed call into the error that it stands for.
 
@@ -1124,6 +1152,8 @@ def error_from_status(
         return ERRORS.get(code, RendezvousError)(text)
     match status:
         case grpc.StatusCode.UNAVAILABLE:
+            if trouble := handshake_trouble(text, server, credentials):
+                return _unreachable(server, *trouble)
             return _unreachable(server, _connection_reason(text), _CHECK)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             remedy = f"it may be stopped or overloaded, or a firewall drops packets; {_CHECK}"
@@ -1176,6 +1206,7 @@ def _server(server: pb.Server) -> Server:
         store=server.store,
         version=server.server_version,
         state_age_ms=server.state_age_ms,
+        insecure=server.insecure or None,
     )
 
 
@@ -1210,6 +1241,8 @@ def _job_status(status: pb.JobStatus) -> JobStatus:
         submission=_submission(status.submission) if status.HasField("submission") else None,
         budgets=_budgets(status.budgets) if status.HasField("budgets") else None,
         no_progress=status.no_progress,
+        owner=status.owner or None,
+        has_secret=status.has_secret,
     )
 
 
@@ -1239,6 +1272,8 @@ def _submission(submission: pb.Submission) -> Submission:
         placed=tuple(submission.placed),
         jobs_before=_optional(submission, "jobs_before"),
         declined=tuple(DeclinedNode(one.node_id, one.reason) for one in submission.declined),
+        submitter=submission.submitter or None,
+        account=submission.account or None,
     )
 
 
@@ -1256,6 +1291,7 @@ def _spec_message(spec: JobSpec) -> pb.JobSpec:
         gpus_per_node=spec.gpus_per_node,
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
+        account=spec.account,
     )
 
 

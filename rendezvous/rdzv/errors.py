@@ -75,11 +75,32 @@ class UnknownJobError(RendezvousError):
     grpc_status = "NOT_FOUND"
 
 
+class UnknownTokenError(RendezvousError):
+    """The server has no such token. The caller corrects it."""
+
+    code = "UnknownTokenError"
+    grpc_status = "NOT_FOUND"
+
+
 class StaleRoundError(RendezvousError):
     """The request is about a round that is over. The caller hears the present one."""
 
     code = "StaleRoundError"
     grpc_status = "ABORTED"
+
+
+class UnauthenticatedError(RendezvousError):
+    """The caller has not proven who it is. It stops, and asks with a valid certificate or token."""
+
+    code = "UnauthenticatedError"
+    grpc_status = "UNAUTHENTICATED"
+
+
+class DeniedError(RendezvousError):
+    """The server knows who calls, and it may not do this. The caller stops."""
+
+    code = "DeniedError"
+    grpc_status = "PERMISSION_DENIED"
 
 
 class LimitExceededError(RendezvousError):
@@ -160,7 +181,10 @@ ERRORS = _table(
     NodeSupersededError,
     UnknownNodeError,
     UnknownJobError,
+    UnknownTokenError,
     StaleRoundError,
+    UnauthenticatedError,
+    DeniedError,
     LimitExceededError,
     TooFewNodesError,
     RendezvousConnectionError,

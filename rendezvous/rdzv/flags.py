@@ -76,6 +76,10 @@ OWN = frozenset(
         "--restart-backoff",
         "--restart-window",
         "--snapshot",
+        "--tls-ca",
+        "--tls-cert",
+        "--tls-key",
+        "--token-file",
         "--topology",
         "--version",
         "--warm",
@@ -255,7 +259,13 @@ def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentPar
     return parser
 
 
-_WITHOUT_ENVIRONMENT = frozenset({"numa_binding", "logs_specs", "help", "version", "use_env"})
+_WITHOUT_ENVIRONMENT = frozenset(
+    {
+        *("numa_binding", "logs_specs", "help", "version", "use_env"),
+        # RDZV_* says these, for rdzvctl and the plug-in as well.
+        *("tls_ca", "tls_cert", "tls_key", "token_file"),
+    }
+)
 
 
 def _underscored(name: str) -> str:
@@ -335,6 +345,35 @@ def _where() -> list[Option]:
             default="",
             metavar="LABEL",
             help="this node's place in the network, e.g. its rack; nodes of one place sit together",
+        ),
+        _option(
+            "--tls-ca",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="reach rdzvd by TLS: the CA of its certificate (PEM; default RDZV_TLS_CA)",
+        ),
+        _option(
+            "--tls-cert",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="the certificate that rdzvd is shown (PEM; default RDZV_TLS_CERT)",
+        ),
+        _option(
+            "--tls-key",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="the key of that certificate (default RDZV_TLS_KEY)",
+        ),
+        _option(
+            "--token-file",
+            type=Path,
+            default=None,
+            metavar="FILE",
+            help="the token that rdzvd is sent (default RDZV_TOKEN_FILE, or the token in "
+            "RDZV_TOKEN); only by TLS, or to this machine",
         ),
     ]
 

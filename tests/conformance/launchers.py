@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -21,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from ready_torchrun import Forked, Start
 
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = ("torchrun", "rdzvrun", "python")
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 VARIABLE = re.compile(r"(?<!\S)([A-Z_]+)=")
 """A variable that a line gives, and what looks like one."""
@@ -327,17 +327,6 @@ def clean_environ() -> dict[str, str]:
     """Return this process's environment without what steers a launcher."""
     steers = ("TORCH", "PET_", "OMP_", "CUDA_", "KMP_", "LOGLEVEL", "PYTEST", "PYTHON", "RDZV_")
     return {name: value for name, value in os.environ.items() if not name.startswith(steers)}
-
-
-_ports = iter(random.sample(range(20_000, 29_000), 9_000))
-
-
-def free_port() -> int:
-    """Return a port that nobody has, out of those that the system gives to nobody by itself."""
-    while True:
-        port = next(_ports)
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
 
 
 def is_listening(port: int) -> bool:

@@ -24,8 +24,6 @@ from rdzv.errors import InvalidRequestError
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-pytestmark = pytest.mark.timeout(150)
-
 ROOT = Path(__file__).parents[2]
 
 # ---------------------------------------------------------------------- differences

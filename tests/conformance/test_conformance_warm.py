@@ -19,8 +19,6 @@ from test_conformance import CASES, Result, run
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-pytestmark = pytest.mark.timeout(300)
-
 ALWAYS = ("a training with torch", "restarts", "another interpreter", "SIGTERM")
 
 COLD = {"logs specs of one's own": "starts cold: its NAMED_BY is "}

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 from rdzv.client import ControlClient, JobStatus, parse_endpoints
 from rdzv.errors import RendezvousError
+from rdzv.transport import PLAIN
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 JOB = "job"
 
 
@@ -61,8 +64,9 @@ class Node:
 class Cluster:
     """A server, its nodes, and the folder that they use."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *server_options: str) -> None:
         self.folder = folder
+        self.server_options = server_options
         self.reports = folder / "reports"
         self.reports.mkdir()
         self.finish_file = folder / "finish"
@@ -70,13 +74,16 @@ class Cluster:
         self.nodes: list[Node] = []
         self.server: subprocess.Popen[str] | None = None
         self.endpoint = ""
+        self.credentials = PLAIN
+        """What the test itself connects with."""
 
     # ------------------------------------------------------------------ processes
 
     def start_server(self, *options: str, listen: str = "") -> None:
         """Start rdzvd on a free port; again, on the port and data that it had before."""
         command = [str(BIN / "rdzvd"), "--data-dir", str(self.folder / "data")]
-        command += ["--listen", listen or self.endpoint or "127.0.0.1:0", *options]
+        command += ["--listen", listen or self.endpoint or f"127.0.0.1:{free_port()}"]
+        command += [*self.server_options, *options]
         self.start_server_by(command)
 
     def start_server_by(self, command: list[str]) -> None:
@@ -93,6 +100,10 @@ class Cluster:
     @property
     def server_log(self) -> str:
         return (self.folder / "rdzvd.log").read_text()
+
+    def wait_for_log(self, text: str) -> None:
+        """Wait until the server has logged something."""
+        self.wait_until(f"rdzvd logs {text!r}", lambda: text in self.server_log)
 
     def kill_server(self) -> None:
         assert self.server is not None
@@ -189,8 +200,11 @@ class Cluster:
 
     def status(self) -> JobStatus:
         """Ask the server what the job does."""
-        with ControlClient(parse_endpoints(self.endpoint)) as client:
+        with self.client() as client:
             return client.status(JOB)
+
+    def client(self) -> ControlClient:
+        return ControlClient(parse_endpoints(self.endpoint), credentials=self.credentials)
 
     def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
         """Wait until something holds, and return what it returned."""
@@ -208,6 +222,23 @@ class Cluster:
         parts = [f"--- rdzvd\n{self.server_log}"] if self.server else []
         parts += [f"--- {node.name}\n{node.text}" for node in self.nodes]
         return "\n".join(parts)
+
+    def wait_for_text(self, node: Node, text: str) -> None:
+        """Wait until a node has written something.
+
+        What its server knows of it may be there first: a line is written beside what is sent.
+        """
+        self.wait_until(f"{node.name} writes {text!r}", lambda: text in node.text)
+
+    def wait_for_event(self, name: str, text: str = "") -> None:
+        """Wait until something has happened to the job, also if it is over by now."""
+
+        def happened() -> bool:
+            with ControlClient(parse_endpoints(self.endpoint)) as client:
+                events = client.events(JOB)
+            return any(event.name == name and text in event.text for event in events)
+
+        self.wait_until(f"there is an event {name} {text!r}", happened)
 
     def wait_for_round(self, number: int, *, workers: int) -> list[dict[str, Any]]:
         """Wait until all workers of a round have reported; return their reports by RANK."""
@@ -252,24 +283,24 @@ class Cluster:
                 node.kill_tree()
         if self.server is not None and self.server.poll() is None:
             self.server.terminate()
-            self.server.wait(20)
+            self.server.wait(DEADLINE_S)
         if self.server is not None and self.server.stdout is not None:
             self.server.stdout.close()
-        self.wait_until("no process is left", lambda: not self.marked(), 10.0)
+        self.wait_until("no process is left", lambda: not self.marked())
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path, *server_options: str) -> Iterator[Cluster]:
     """Run a cluster until the body ends; what it wrote is shown where the test fails."""
-    with cluster_without_server(folder) as made:
+    with cluster_without_server(folder, *server_options) as made:
         made.start_server()
         yield made
 
 
 @contextlib.contextmanager
-def cluster_without_server(folder: Path) -> Iterator[Cluster]:
+def cluster_without_server(folder: Path, *server_options: str) -> Iterator[Cluster]:
     """The same, where the server is the caller's to start."""
-    made = Cluster(folder)
+    made = Cluster(folder, *server_options)
     try:
         yield made
     except BaseException:

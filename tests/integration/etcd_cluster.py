@@ -8,7 +8,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 from rdzv.client import Endpoint
 from rdzv.stores.etcd_client import EtcdConfig
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 PASSWORD = "correct horse"
 
 
@@ -43,15 +43,6 @@ def openssl(*arguments: object) -> None:
     subprocess.run(
         ["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=DEADLINE_S
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on at the moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @dataclass
@@ -273,6 +264,8 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self.requests_pass = True
         self.replies_pass = True
+        self.lost_bytes = 0
+        """Of what was said either way."""
         self.endpoint = target
 
     @classmethod
@@ -325,12 +318,13 @@ class Proxy:
             await writer.wait_closed()
         self._writers.discard(writer)
 
-    @staticmethod
     async def _pump(
-        source: asyncio.StreamReader, to: asyncio.StreamWriter, passes: Callable[[], bool]
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, passes: Callable[[], bool]
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(65_536):
                 if passes():
                     to.write(data)
                     await to.drain()
+                else:
+                    self.lost_bytes += len(data)

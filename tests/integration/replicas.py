@@ -8,7 +8,8 @@ import urllib.request
 from pathlib import Path
 
 from cluster import BIN, Cluster
-from etcd_cluster import EtcdCluster, free_ports
+from etcd_cluster import EtcdCluster
+from ports import free_ports
 
 from rdzv.client import ControlClient, Server, parse_endpoint
 from rdzv.errors import RendezvousConnectionError

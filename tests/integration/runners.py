@@ -20,7 +20,7 @@ from rdzv.agent.runner_link import (
     WorkerStarted,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 FOR_EVER_MS = 3_600_000
 
 E = TypeVar("E", bound=RunnerEvent)

@@ -15,8 +15,6 @@ from cluster import JOB, Cluster, alive, cluster
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.errors import UnknownJobError
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:

@@ -17,8 +17,6 @@ import pytest
 from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
 from test_daemon import Daemons, parent
 
-pytestmark = pytest.mark.timeout(180)
-
 COUNT = str(WORKERS / "count.py")
 
 

@@ -36,7 +36,7 @@ def run(module: str, *arguments: str | Path) -> tuple[int, str, str]:
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert "Traceback" not in done.stderr
@@ -210,7 +210,7 @@ async def test_a_server_that_stops_answering_ends_the_backup(tmp_path: Path) -> 
         finally:
             server.process.send_signal(signal.SIGCONT)
     assert (code, "no answer within 0.5 s" in complaint) == (75, True)
-    assert contents(tmp_path).keys() == {"data", "stderr"}
+    assert contents(tmp_path).keys() == {"data", "rdzvd.toml", "stderr"}
 
 
 class CutService(pb_grpc.ControlServicer):

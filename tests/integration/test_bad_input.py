@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+from ports import free_port
 
 from rdzv.client import ControlClient, parse_endpoint
-
-pytestmark = pytest.mark.timeout(120)
 
 REPORT = str(WORKERS / "report.py")
 LONG = "x" * 300
@@ -42,11 +41,6 @@ def _no_server(tmp_path: Path) -> Iterator[Cluster]:
         yield made
     finally:
         made.stop()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def text_when(c: Cluster, node: Node, words: str) -> str:

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
 
-pytestmark = pytest.mark.timeout(120)
-
 REPORT = str(WORKERS / "report.py")
 
 

@@ -17,8 +17,6 @@ from made_up_gpus import environ_with_gpus
 
 from rdzv.client import ControlClient, parse_endpoints
 
-pytestmark = pytest.mark.timeout(120)
-
 REPORT = str(WORKERS / "report.py")
 
 

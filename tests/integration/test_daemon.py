@@ -23,8 +23,6 @@ from rdzv.client import ControlClient, JobStatus, parse_endpoints
 from rdzv.core.model import JobSpec
 from rdzv.errors import RendezvousError
 
-pytestmark = pytest.mark.timeout(120)
-
 REPORT = str(WORKERS / "report.py")
 
 

@@ -20,8 +20,6 @@ PACKAGE = "/run/given/rdzv.deb"
 CAP_SYS_RESOURCE = 24
 SERVER_FILE = "/etc/rdzv/rdzvd.toml"
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:

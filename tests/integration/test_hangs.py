@@ -17,8 +17,6 @@ from cluster import JOB, Cluster, alive, cluster
 
 from rdzv.client import ControlClient, parse_endpoints
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:

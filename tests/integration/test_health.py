@@ -17,8 +17,6 @@ from cluster import WORKERS, cluster
 from made_up_gpus import FOLDER
 from test_daemon import Daemons, worker
 
-pytestmark = pytest.mark.timeout(120)
-
 FAILS_ON = str(WORKERS / "fails_on.py")
 
 

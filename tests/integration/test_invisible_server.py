@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,11 @@ STALL_S = 5.0
 class Training:
     """Two nodes that add up a small tensor about a hundred times a second."""
 
-    def __init__(self, c: Cluster) -> None:
+    def __init__(
+        self, c: Cluster, options_of: Callable[[str], Sequence[str]] = lambda node: ()
+    ) -> None:
         self.cluster = c
+        self._options_of = options_of
         folder = c.folder / "diaries"
         folder.mkdir()
         self.diaries = Diaries(folder)
@@ -43,7 +46,10 @@ class Training:
             "RDZV_FAULTS_NODE": name,
             "RDZV_FAULTS_PAUSE_S": "0.005",
         }
-        return self.cluster.start_node(name, nnodes="2", worker=str(WORKER), environ=environ)
+        options = self._options_of(name)
+        return self.cluster.start_node(
+            name, *options, nnodes="2", worker=str(WORKER), environ=environ
+        )
 
     def steps(self) -> list[int]:
         """Return how far each worker is."""
@@ -120,7 +126,6 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
             made.stop()
 
 
-@pytest.mark.timeout(180)
 def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> None:
     """SIGKILL at random moments, in some before all nodes are back from the kill before."""
     seed = random.randrange(10**6)
@@ -137,7 +142,6 @@ def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> No
     training.finish()
 
 
-@pytest.mark.timeout(180)
 def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
     """The leader of three is killed again and again, and comes back to stand by."""
     leader = replicas.wait_for_leader()

@@ -11,8 +11,6 @@ import pytest
 from cluster import BIN, JOB, Cluster, Node, cluster
 from test_torchrun_plugin import torchrun
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -195,7 +193,7 @@ def test_a_slow_reader_fills_no_memory_and_delays_no_heartbeat(c: Cluster) -> No
         grown = {name: memory(pid) - before[name] for name, pid in pids.items()}
         assert max(grown.values()) < 48 << 20, grown
         history = ctl(c, "events", JOB)[1]
-        assert "NodeAway" not in history
+        assert "NodeWentAway" not in history
         assert "NodeLost" not in history
         # Somebody else is not held up by it.
         code, out, err = ctl(c, "logs", JOB, "--rank=0", "--stdout", "--tail=2")

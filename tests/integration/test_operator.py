@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from cluster import BIN, JOB, Cluster, cluster
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import grpc
 import pytest
@@ -15,8 +16,6 @@ from test_rdzvd import hello
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
-
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(name="c")
@@ -74,7 +73,7 @@ def test_a_restart_begins_anew(c: Cluster) -> None:
     assert c.status().round == 1
     old = [Path(r["RDZV_PROGRESS_FILE"]) for r in c.all_reports() if r["RDZV_ROUND"] == "0"]
     assert len(old) == 4
-    assert not any(file.exists() for file in old)
+    c.wait_until("what the old ones wrote is gone", lambda: not any(map(Path.exists, old)))
 
 
 @pytest.mark.parametrize("store", ["sqlite", "memory"])
@@ -108,12 +107,21 @@ def test_watchers_see_progress(c: Cluster) -> None:
     )
     assert watching.stdout is not None
     try:
-        seen = [json.loads(watching.stdout.readline()) for _ in range(4)]
+        first = step_of_rank_0(watching.stdout)
+        assert step_of_rank_0(watching.stdout, above=first) > first
     finally:
         watching.kill()
-        watching.communicate()
-    first = [{one["rank"]: one["step"] for one in document["progress"]} for document in seen]
-    assert first[-1][0] > first[0].get(0, -1)
+        watching.wait()
+        watching.stdout.close()
+
+
+def step_of_rank_0(documents: IO[str], above: int = -1) -> int:
+    """Read on to a document that tells of a step above another, and return that step."""
+    for line in documents:
+        for one in json.loads(line)["progress"]:
+            if one["rank"] == 0 and one["step"] > above:
+                return int(one["step"])
+    raise AssertionError("the watch has ended")
 
 
 def test_garbage_is_a_warning_and_nothing_else(c: Cluster) -> None:
@@ -144,4 +152,4 @@ def test_progress_that_can_not_be_true_costs_a_node_nothing(c: Cluster) -> None:
         )
         bodies = [message.WhichOneof("body") for message in call]
     assert bodies == ["welcome", "heard"]
-    assert "n9: its progress is passed over: rate -1.0 is no rate" in c.server_log
+    c.wait_for_log("n9: its progress is passed over: rate -1.0 is no rate")

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import grpc
 import pytest
-from test_rdzvd import Node, Rdzvd, attached, control, hello, rdzvd
+from test_rdzvd import PATIENT, Node, Rdzvd, attached, control, hello, rdzvd
 
 from rdzv.v1 import rdzv_pb2 as pb
 
-USUAL = '[limits]\njobs = 1\n[retention]\nlook_every = "1 s"\n'
+USUAL = f'{PATIENT}[limits]\njobs = 1\n[retention]\nlook_every = "1 s"\n'
 
 
 async def logged(server: Rdzvd, text: str, times: int = 1) -> None:
     """Wait until the log has a text so often."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while server.stderr.read_text().count(text) < times:
             assert server.process.poll() is None, server.stderr.read_text()
             await asyncio.sleep(0.02)
@@ -50,11 +50,9 @@ async def names(server: Rdzvd) -> set[str]:
 
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, text: str = USUAL) -> AsyncIterator[tuple[Rdzvd, Path]]:
-    file = tmp_path / "rdzvd.toml"
-    file.write_text(text)
-    with rdzvd(tmp_path, "--config", str(file)) as server:
+    with rdzvd(tmp_path, config=text) as server:
         assert server.ready, server.stderr.read_text()
-        yield server, file
+        yield server, tmp_path / "rdzvd.toml"
 
 
 async def test_a_limit_is_raised_while_nodes_stay_connected(tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ async def test_the_log_level_and_the_retention_change_at_once(tmp_path: Path) ->
 
 
 async def test_the_default_outlives_a_hang_up_without_a_file(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
+    with rdzvd(tmp_path, config=None) as server:
         server.process.send_signal(signal.SIGHUP)
         await logged(server, "the configuration is reloaded")
         assert server.stop() == 0
@@ -116,7 +114,7 @@ async def test_systemd_is_told_of_start_reload_and_stop(
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(path))
-        systemd.settimeout(30)
+        systemd.settimeout(100)
 
         async def told() -> list[str]:
             return (await asyncio.to_thread(systemd.recv, 4096)).decode().splitlines()

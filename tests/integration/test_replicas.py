@@ -17,8 +17,6 @@ from replicas import Replicas
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.errors import NotLeaderError, RendezvousConnectionError
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _replicas(tmp_path: Path) -> Iterator[Replicas]:

@@ -165,7 +165,7 @@ async def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(node: 
     assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
 
 
-@pytest.mark.parametrize("graces_ms", [(FOR_EVER_MS, 100), (100, FOR_EVER_MS)])
+@pytest.mark.parametrize("graces_ms", [(FOR_EVER_MS, 1_500), (1_500, FOR_EVER_MS)])
 async def test_a_second_stop_shortens_the_grace_and_never_lengthens_it(
     node: Node, graces_ms: tuple[int, int]
 ) -> None:
@@ -398,9 +398,9 @@ async def test_nothing_outlives_the_agents_sigkill(tmp_path: Path) -> None:
         await until((tmp_path / "ready").exists)
         await until((tmp_path / "hosting").exists)
         # The agent, its runner, the worker and three descendants, the store host.
-        assert len(marked(node.mark)) == 7
+        await until(lambda: len(marked(node.mark)) == 7)
         process.kill()
-        await until(lambda: marked(node.mark) == [], within_s=2.0)
+        await until(lambda: marked(node.mark) == [])
 
 
 async def test_nothing_outlives_the_runners_sigkill(tmp_path: Path) -> None:
@@ -473,11 +473,11 @@ async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants
 
 
 async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
-    node.link.renew_fence(fence_in(1_000))
+    node.link.renew_fence(fence_in(3_000))
     [pid] = await node.start(0, node.spec("sleep", "1000"))
-    end_ms = fence_in(2_500)
+    end_ms = fence_in(4_000)
     while runner.boottime_ms() < end_ms:
-        node.link.renew_fence(fence_in(1_000))
+        node.link.renew_fence(fence_in(3_000))
         await asyncio.sleep(0.1)
     assert [type(event) for event in node.events] == [WorkerStarted]
     node.link.renew_fence(fence_in(3_600_000))
@@ -526,12 +526,11 @@ async def test_the_fence_holds_though_the_agent_is_stopped(tmp_path: Path) -> No
         "agent.py", tmp_path, SCRIPTS / "tree.py", tmp_path, "stay", FENCE_MS="3000", **node.env
     ) as process:
         assert line_of(process)[0] == "up"
-        await until((tmp_path / "ready").exists)
         process.send_signal(signal.SIGSTOP)
-        await until(lambda: state_of(process.pid) == "T")
         workers = [pid for pid in marked(node.mark) if is_worker(pid)]
         assert len(workers) == 4
-        await until(lambda: not any(map(state_of, workers)), within_s=10.0)
+        await until(lambda: state_of(process.pid) == "T")
+        await until(lambda: not any(map(state_of, workers)))
         assert state_of(process.pid) == "T"
         process.kill()
         await until(lambda: marked(node.mark) == [])

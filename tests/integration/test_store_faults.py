@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from test_rdzvd import READY, attached, hello, status
+from test_rdzvd import PATIENT, READY, attached, hello, status
 
 KILLS = 48
 WRITERS = 6
@@ -144,7 +144,7 @@ def test_killed_at_any_instant_nothing_that_was_acknowledged_is_lost(tmp_path: P
             shutil.rmtree(copy)
             acknowledged += sum(promised.revisions.values())
         zygote.stdin.close()
-        zygote.wait(timeout=30)
+        zygote.wait(timeout=100)
     # Otherwise most were killed before they had written anything, which proves little.
     assert acknowledged > KILLS
 
@@ -178,7 +178,10 @@ class Server:
 @contextmanager
 def rdzvd(data: Path) -> Iterator[Server]:
     """Run a server whose log is read from a pipe, for its disk can be full."""
+    config = data.with_name("rdzvd.toml")
+    config.write_text(PATIENT)
     command = [sys.executable, "-m", "rdzv.server", "--listen=127.0.0.1:0", f"--data-dir={data}"]
+    command.append(f"--config={config}")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -198,7 +201,7 @@ def set_file_limit(process: subprocess.Popen[str], number: int) -> None:
 
 
 async def test_a_store_that_can_not_be_written_is_away_until_it_can(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
+    with rdzvd(tmp_path / "data") as server:
         async with attached(server.address, hello("n1")) as n1:
             await n1.join("job-7", (1, 1))
             await n1.hear("round_completed")

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:

@@ -207,7 +207,6 @@ def test_a_script_sees_no_difference(case: str, light: Both) -> None:
     assert cold.stdout or cold.stderr or case in ("exit_at_once", "exit_code", "by_signal")
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("case", HEAVY)
 def test_a_script_sees_no_difference_with_torch(case: str, heavy: Both) -> None:
     cold, warm = heavy[case]

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import cluster
-from etcd_cluster import free_ports
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from served import Served, served
@@ -27,7 +27,7 @@ from rdzv.core.model import JobState, Tuning
 from rdzv.core.rendezvous import vacant
 from rdzv.ctl import live
 
-DEADLINE_MS = 30_000
+DEADLINE_MS = 90_000
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -49,25 +49,26 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-Open = Callable[..., Page]
+class Open:
+    """Opens pages, and hears whatever they complain of."""
 
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._contexts: list[BrowserContext] = []
+        self.complaints: list[str] = []
 
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
-    """Open pages; at the end, none has complained or asked anybody else."""
-    complaints: list[str] = []
-    contexts = []
-
-    def opened(url: str, allowed: str = "", **options: Any) -> Page:
+    def __call__(self, url: str, allowed: str = "", **options: Any) -> Page:
+        """Open a page, which may complain of what is allowed."""
         home = f"{url.partition('/#')[0]}/"
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
+        options = {"viewport": {"width": 1280, "height": 900}, **options}
+        context = self._browser.new_context(**options)
+        self._contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(DEADLINE_MS)
 
         def heard(kind: str, text: str) -> None:
             if not (allowed and allowed in text):
-                complaints.append(f"{kind}: {text}")
+                self.complaints.append(f"{kind}: {text}")
 
         page.on("console", lambda said: heard(said.type, said.text))
         page.on("pageerror", lambda error: heard("error", str(error)))
@@ -81,16 +82,33 @@ def open_page(browser: Browser) -> Iterator[Open]:
         page.evaluate("window.loadedOnce = true")
         return page
 
+    def close(self) -> None:
+        """Close all pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Open pages; at the end, none has complained or asked anybody else."""
+    opened = Open(browser)
     yield opened
-    for context in contexts:
-        context.close()
-    assert not complaints
+    opened.close()
+    assert not opened.complaints
 
 
 @contextmanager
-def fleet() -> Iterator[Served]:
+def to_the_end(open_page: Open, server: AbstractContextManager[Served]) -> Iterator[Served]:
+    """Serve until the pages are closed: one whose server has gone before it complains of that."""
+    with server as s:
+        yield s
+        open_page.close()
+
+
+@contextmanager
+def fleet(open_page: Open) -> Iterator[Served]:
     """A job of three nodes that runs, and one that waits for a second."""
-    with served() as s:
+    with to_the_end(open_page, served()) as s:
         s.join("night", "n1", "n2", "n3", nodes=(2, 3))
         s.join("waits", "n4", nodes=(2, 4))
         yield s
@@ -111,8 +129,18 @@ def once(page: Page) -> None:
 # ------------------------------------------------------------------ what is shown
 
 
+def test_a_server_that_is_open_to_everyone_is_warned_of(open_page: Open) -> None:
+    with to_the_end(open_page, served()) as s:
+        expect(open_page(s.url).locator("#insecure")).to_be_hidden()
+        s.expose("nothing here is encrypted or authenticated")
+        expect(open_page(s.url).locator("#insecure")).to_have_text(
+            "Insecure: nothing here is encrypted or authenticated; everyone who reaches "
+            "10.0.0.5:29400 may run and end jobs."
+        )
+
+
 def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(s.url)
         expect(page.locator("#link-text")).to_have_text("live")
         expect(job_row(page, "night")).to_contain_text("running")
@@ -189,7 +217,7 @@ REASONS = (
 
 
 def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(s.url)
         aged = page.evaluate(
             """async reasons => {
@@ -202,7 +230,7 @@ def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
 
 
 def test_a_node_and_its_jobs(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/node/n1")
         page_jobs = page.locator(".joblist a")
         expect(page_jobs).to_contain_text("night")
@@ -218,7 +246,7 @@ def test_a_node_and_its_jobs(open_page: Open) -> None:
 
 
 def test_logs_are_read_and_followed(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         s.logs["n1"] = b"epoch 1\nepoch 2\n"
         s.logs["n2"] = b"of another rank\n"
         page = open_page(f"{s.url}/#/job/night")
@@ -240,7 +268,7 @@ def test_logs_are_read_and_followed(open_page: Open) -> None:
 
 
 def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(s.url, LOST)
         expect(job_row(page, "night")).to_contain_text("running")
         s.stop_http()
@@ -258,7 +286,7 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open
 
 
 def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/job/nobody", LOST)
         expect(page.locator("#main .empty")).to_contain_text("no job nobody is known here")
         # It is followed from the moment that it is there.
@@ -271,7 +299,7 @@ def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
 
 @pytest.mark.parametrize("where", ["#/", "#/nodes", "#/job/night", "#/node/n1"])
 def test_a_phone_shows_one_column(open_page: Open, where: str) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         s.fail("night", "n2", "M" * 300, TRACEBACK)
         page = open_page(f"{s.url}/{where}", viewport={"width": 360, "height": 740})
         expect(page.locator("#link-text")).to_have_text("live")
@@ -284,7 +312,7 @@ def test_light_and_dark_follow_the_system_or_the_button(open_page: Open) -> None
     def background(page: Page) -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
-    with fleet() as s:
+    with fleet(open_page) as s:
         light = open_page(s.url, color_scheme="light")
         dark = open_page(s.url, color_scheme="dark")
         assert background(light) != background(dark)
@@ -301,7 +329,7 @@ def test_light_and_dark_follow_the_system_or_the_button(open_page: Open) -> None
 
 
 def test_everything_is_reached_by_keyboard(open_page: Open) -> None:
-    with fleet() as s:
+    with fleet(open_page) as s:
         page = open_page(s.url)
         expect(page.locator("tbody tr")).to_have_count(2)
         focused = page.locator(":focus")
@@ -360,7 +388,7 @@ class Watching:
 
 
 def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
-    with served(Watching()) as s:
+    with to_the_end(open_page, served(Watching())) as s:
         s.logs["n1"] = f"{ATTACK}\n</pre>{ATTACK}\x1b[31m\n".encode()
         s.join("night", "n1")
         s.fail("night", "n1", ATTACK, f"Traceback {ATTACK}\n")
@@ -394,7 +422,7 @@ def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
 
 
 def test_500_nodes_and_2000_jobs(open_page: Open) -> None:
-    with served() as s:
+    with to_the_end(open_page, served()) as s:
         nodes = [f"n{number:03d}" for number in range(500)]
         s.join_each({f"job-{number:04d}": nodes[number % 500] for number in range(2000)})
         s.join("huge", *nodes)
@@ -438,7 +466,7 @@ def test_500_nodes_and_2000_jobs(open_page: Open) -> None:
 
 
 def test_three_real_nodes(open_page: Open, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     with cluster(tmp_path) as c:
         c.kill_server()
         c.start_server("--http", f"127.0.0.1:{port}")

@@ -716,7 +716,7 @@ class Agent:
         if message.HasField("waiting"):
             part.reason = message.waiting.reason
             return
-        event = wire.event(message)
+        event = wire.event(message, self.world.agenda.now_ms)
         if event is not None:
             part.post(event)
 

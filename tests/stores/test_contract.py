@@ -581,6 +581,14 @@ def test_what_an_older_server_would_drop_has_a_newer_format() -> None:
         assert codec.decode(data, "here") == new
 
 
+@pytest.mark.parametrize("kept", [{"owner": "ada"}, {"secret": "5e1f"}])
+def test_an_older_server_may_not_make_a_job_everybodys(kept: dict[str, str]) -> None:
+    new = replace(membership(), **kept)  # type: ignore[arg-type]
+    data = codec.encode(new)
+    assert data.startswith(b'{"format":3,')
+    assert codec.decode(data, "here") == new
+
+
 def test_what_a_run_has_spent_is_kept() -> None:
     spent = Spent(preemptions=1, store_failures=2, soon=3, in_vain=4, step=2**64 - 1)
     ended = Ended(Result.FAILED, "no progress", 5, no_progress=True)
@@ -601,7 +609,7 @@ def test_what_was_stored_before_there_were_budgets_is_read_with_their_defaults()
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b'{"format":3,"membership":{}}', "here has format 3, and this rdzvd reads format 2"),
+        (b'{"format":4,"membership":{}}', "here has format 4, and this rdzvd reads format 3"),
         (b"", "here can not be read"),
         (b"\xff\xfe", "here can not be read"),
         (b'{"membership":{}}', "missing required field `format`"),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ports import free_port
 from test_driver import Server, join
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
@@ -112,13 +113,21 @@ class Served:
         """End what is served, as if the server had died; `start_http` brings it back."""
         self.do(self._turn_http(on=False))
 
+    def expose(self, why: str) -> None:
+        """Have the server say that everyone may do everything."""
+
+        async def expose() -> None:
+            self._replica.serve_as("10.0.0.5:29400", lambda leads: None, why)
+
+        self.do(expose())
+
     def start_http(self) -> None:
         self.do(self._turn_http(on=True))
 
     # ---------------------------------------------------------------- in its thread
 
     async def serve(self, ready: asyncio.Future[None], timings: Timings) -> None:
-        config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), timings=timings)
+        config = Config(Listen("127.0.0.1", free_port()), Path("/nowhere"), timings=timings)
         self._clock, self._config = MonotonicClock(), config
         self._replica = Replica(self._clock, "memory", "1.2.3")
         async with Driver.running(MemoryStore(), self._clock, config) as driver:

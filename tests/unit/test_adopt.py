@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
+from rdzv.core.adopt import restarts_known, spent_known, tally_of
 from rdzv.core.commands import Fail, Join, Leave, Resume, Succeed
 from rdzv.core.events import (
     NodeAdopted,
@@ -18,15 +19,20 @@ from rdzv.core.events import (
     RunEnded,
 )
 from rdzv.core.model import (
+    MAX_RESTART_AGES,
     Cause,
     Claim,
     JobState,
     LeaveCause,
+    Membership,
     Result,
     Settings,
+    Spent,
+    Tally,
     is_stand_in,
     stand_in,
 )
+from rdzv.core.rendezvous import restarts_that_count
 from rdzv.errors import RendezvousClosedError, UnknownNodeError
 
 FORMER = "former-run"
@@ -118,6 +124,82 @@ def test_restarts_spent_stay_spent():
     job.stopped("n0", "n1", "n2")
     assert job.membership.ended is not None
     assert job.membership.ended.result is Result.FAILED
+
+
+SPENT = Spent(preemptions=2, store_failures=1, soon=3, in_vain=2, step=900)
+
+
+def remembered(tally: Tally | None, restarts: int = 0, **settings: Any) -> Job:
+    """A server without memory, whose nodes tell what they were told of what was spent."""
+    asked = Settings(2, 3, **settings)
+    job = Job(asked)
+    for group_rank in range(3):
+        job.do(resume(group_rank, restarts=restarts, settings=asked, tally=tally))
+    return job
+
+
+def test_what_else_was_spent_stays_spent():
+    job = remembered(Tally(SPENT), max_restarts=9, max_preemptions=2)
+    assert job.membership.spent == SPENT
+    # The third preemption is one too many.
+    job.leave("n1", left_round=7)
+    job.stopped("n0", "n2")
+    assert job.membership.ended is not None
+    assert "preemptions spent: 2 of 2" in job.membership.ended.reason
+
+
+def test_a_restart_in_vain_is_one_more_of_those_before_the_server_had_forgotten():
+    job = remembered(Tally(SPENT), restarts=3, max_restarts=9, no_progress_restarts=3)
+    job.fail("n0")
+    job.stopped("n0", "n1", "n2")
+    assert job.membership.ended is not None
+    assert job.membership.ended.no_progress
+    assert "none of 3 restarts in a row got it beyond step 900" in job.membership.ended.reason
+
+
+def test_restarts_that_the_window_has_forgotten_stay_forgotten():
+    tally = Tally(restart_ages_ms=(50_000, 1_000))
+    job = remembered(tally, restarts=5, max_restarts=9, restart_window_ms=60_000)
+    assert len(job.membership.restarts) == 5
+    assert restarts_that_count(job.membership, job.now_ms) == 2
+    assert restarts_that_count(job.membership, job.now_ms + 10_000) == 1
+    assert restarts_that_count(job.membership, job.now_ms + 59_000) == 0
+
+
+def test_restarts_of_which_nobody_tells_when_count_as_if_spent_now():
+    job = remembered(None, restarts=2, max_restarts=9, restart_window_ms=60_000)
+    assert restarts_that_count(job.membership, job.now_ms + 59_999) == 2
+
+
+def test_restarts_beyond_what_a_tally_holds_are_as_old_as_its_oldest():
+    ages = tuple(range(30_000, 30_000 - MAX_RESTART_AGES, -1))
+    job = remembered(Tally(restart_ages_ms=ages), restarts=100, restart_window_ms=60_000)
+    assert restarts_that_count(job.membership, job.now_ms + 29_999) == 100
+
+
+def test_a_backup_knows_what_its_nodes_do_not():
+    """What was known is never less for a claim; rounds in a row are those of the later round."""
+    known = Membership("job-7", RUN, 1, SETTINGS, 0, spent=Spent(5, 0, 0, 0, 1_000), restarts=(10,))
+    assert spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
+    assert spent_known(known, None) == known.spent
+    assert restarts_known(known, 1, Tally(restart_ages_ms=(5,)), 100) == (10,)
+    assert restarts_known(known, 2, Tally(restart_ages_ms=(90, 5)), 100) == (10, 95)
+
+
+def test_nodes_are_told_what_a_server_without_memory_would_need():
+    windowed = Settings(1, 2, max_restarts=99, restart_window_ms=60_000)
+    nothing = Membership("job-7", RUN, 1, windowed, 0)
+    assert tally_of(nothing, 100_000) is None
+    spent = replace(nothing, restarts=(10_000, 50_000, 99_000))
+    assert tally_of(spent, 100_000) == Tally(restart_ages_ms=(50_000, 1_000))
+    many = replace(nothing, restarts=tuple(range(50_000, 50_100)))
+    found = tally_of(many, 100_000)
+    assert found is not None
+    assert len(found.restart_ages_ms) == MAX_RESTART_AGES
+    assert found.restart_ages_ms[-1] == 49_901
+    # Without a window all count, so their number is enough.
+    assert tally_of(replace(spent, settings=SETTINGS), 100_000) is None
+    assert tally_of(replace(spent, settings=SETTINGS, spent=SPENT), 100_000) == Tally(SPENT)
 
 
 def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():

@@ -34,7 +34,9 @@ from rdzv.agent.core.model import (
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.kept import Keeping, KeptOutput, KeptPlacement, KeptState, KeptStop
 from rdzv.agent.launch import Launch, Output
+from rdzv.agent.node import daemon_identity
 from rdzv.agent.runner_link import Hello, NotAdoptableError
+from rdzv.agent.server_link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
 from rdzv.v1 import rdzv_pb2 as pb
@@ -85,8 +87,6 @@ FULL = KeptState(
     progress_folder="/run/rdzv_progress_1",
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 # ---------------------------------------------------------------------- what is kept
 
@@ -118,7 +118,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ("{", "its placement can not be read"),
         ("[]", "its placement can not be read"),
         ("{}", "its placement can not be read: .*node_id"),
-        ('{"format": 2}', "what it keeps has format 2, and this agent reads format 1"),
+        ('{"format": 3}', "what it keeps has format 3, and this agent reads format 2"),
     ],
 )
 def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
@@ -132,7 +132,7 @@ def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
 async def test_without_a_runner_to_adopt_it_is_a_new_instance(tmp_path: Path) -> None:
     first = Heritage(tmp_path, "n1")
     assert await first.take_up() == []
-    first.note_welcome(7, 2)
+    first.note_welcome(7, 2, 60_000)
     assert (tmp_path / "instance.json").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "runners").stat().st_mode & 0o777 == 0o700
     second = Heritage(tmp_path, "n1")
@@ -172,7 +172,7 @@ async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> Herit
     former = Heritage(folder, "n1")
     former.instance = replace(former.instance, instance=instance)
     (folder / "runners").mkdir(exist_ok=True)
-    former.note_welcome(7, 2)
+    former.note_welcome(7, 2, 60_000)
     if said:
         file = folder / "instance.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
@@ -189,8 +189,30 @@ async def test_with_a_runner_it_goes_on_as_the_same_instance(
     (orphan,) = await heritage.take_up()
     assert (orphan.placement, orphan.state) == (PLACEMENT, FULL)
     assert meets["a.sock"].did == ["adopt"]
-    assert heritage.instance == adoption.Instance("instance-1", 7, 2)
+    assert heritage.instance == adoption.Instance("instance-1", 7, 2, 60_000)
     assert [path.name for path in (tmp_path / "runners").iterdir()] == ["a.sock"]
+
+
+async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_server(
+    tmp_path: Path, meets: dict[str, Any]
+) -> None:
+    heritage = await heir(tmp_path)
+    meets["a.sock"] = found(tmp_path / "a")
+    (tmp_path / "runners" / "a.sock").touch()
+    await heritage.take_up()
+    endpoint = Endpoint("127.0.0.1", 1)
+    who = await daemon_identity("n1", endpoint, heritage.instance)
+    assert ServerLink([endpoint], who).tolerated_ms == 60_000
+
+
+async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
+    tmp_path: Path, meets: dict[str, Any]
+) -> None:
+    heritage = await heir(tmp_path, lease_ms=None)
+    meets["a.sock"] = found(tmp_path / "a")
+    (tmp_path / "runners" / "a.sock").touch()
+    await heritage.take_up()
+    assert heritage.instance == adoption.Instance("instance-1", 7, 2)
 
 
 @pytest.mark.parametrize(

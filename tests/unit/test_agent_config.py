@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from rdzv.agent import __main__ as main
 from rdzv.agent import agent_config, daemon
-from rdzv.agent.agent_config import KNOBS, own_account, read_config
+from rdzv.agent.agent_config import KNOBS, check_state_dir, own_account, read_config
 from rdzv.agent.health_checks import Command, Disk, Gpus, Xids
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
@@ -106,6 +106,52 @@ def test_another_user_takes_jobs_as_itself(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(agent_config, "own_account", lambda: "train")
     assert read_config(written(tmp_path, "", account=""))
     assert read_config(written(tmp_path, "", account="train"))
+
+
+def users(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch, uid: int = 0) -> Path:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    return written(folder, lines, account="")
+
+
+def test_submitters_are_mapped_to_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        '[[user]]\nname = "ci"\naccounts = ["root"]\numask = "0077"\n'
+        'limits = {core = "0", nofile = "9:10"}\n[[user]]\nname = "*"\n'
+    )
+    found = read_config(users(tmp_path, lines, monkeypatch)).accounts.account_for("ci")
+    assert found is not None
+    assert (found.name, found.identity.umask) == ("root", 0o077)
+    assert found.identity.limits == (("core", 0, 0), ("nofile", 9, 10))
+
+
+@pytest.mark.parametrize(
+    ("lines", "uid", "why"),
+    [
+        ('[[user]]\nname = "a"\n[[user]]\nname = "a"', 0, "two [[user]] have the name 'a'"),
+        ('account = "root"\n[[user]]\nname = "a"', 0, "both say what submitted jobs run as"),
+        ('[[user]]\nname = "*"\naccounts = ["root"]', 0, "gives root to '*', which is everyone"),
+        ('[[user]]\nname = "a"\nlimits = {x = "1"}', 0, "'x' can not be limited; give one of as"),
+        ('[[user]]\nname = "a"\numask = "9"', 0, "'9' is no umask"),
+        ('[[user]]\naccounts = ["a"]', 0, "`user[1].name` is missing"),
+        ('[[user]]\nname = "a"\naccounts = ["mail"]', 65534, "only root can start jobs as others"),
+    ],
+)
+def test_a_mapping_that_makes_no_sense_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, uid: int, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read_config(users(tmp_path, lines, monkeypatch, uid))
+    assert why in str(refused.value)
+
+
+def test_accounts_must_be_able_to_reach_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    lines = f'state_dir = "{closed}/state"\nruntime_dir = "/tmp"\n[[user]]\nname = "*"'
+    with pytest.raises(InvalidRequestError, match=r"can not enter .* let others pass: chmod o\+x"):
+        check_state_dir(read_config(users(tmp_path, lines, monkeypatch)))
 
 
 def test_no_job_runs_as_somebody_else(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from rdzv.v1 import rdzv_pb2 as pb
 PATIENCE_S = 20.0
 LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Runner:
     """Notes what it is asked for; `tell` lets something happen."""

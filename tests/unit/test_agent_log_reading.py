@@ -19,8 +19,6 @@ from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 PATIENCE_S = 20.0
 PLENTY = 1 << 30
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Node:
     """The logs of one job on one node, and what is sent of them."""

@@ -35,8 +35,6 @@ from rdzv.errors import InvalidRequestError
 PATIENCE_S = 20.0
 SUCCEEDED = NodeOutcome(0, "the job has succeeded", result=Result.SUCCEEDED)
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Driver:
     """A job's driver, of which the story holds the strings."""

@@ -19,8 +19,6 @@ from rdzv.agent.preemption import Preemption, heeded
 
 PATIENCE_S = 20.0
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Notices:
     """What the node has heard."""

@@ -729,7 +729,7 @@ def written(folder: Path, text: str) -> Written:
     found = Written()
     output = WorkerOutput(path, None, error=NO_FILES)
     line = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, rank_first=4)
-    completed = wire.event(pb.ServerMessage(round_completed=line))
+    completed = wire.event(pb.ServerMessage(round_completed=line), now_ms=0)
     assert isinstance(completed, events.RoundCompleted)
     found.begin(completed.assignment, RoundOutput((output,), {}))
     return found

@@ -126,7 +126,7 @@ async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
 ) -> None:
     asked = []
 
-    async def count(kind: str, python: str, environ: dict[str, str]) -> int:
+    async def count(kind: str, python: str, environ: dict[str, str], _account: None) -> int:
         asked.append((kind, python, environ["CUDA_VISIBLE_DEVICES"]))
         return 2
 

@@ -27,10 +27,13 @@ from rdzv.core.model import (
     Result,
     ScaleUp,
     Settings,
+    Spent,
+    Tally,
 )
 from rdzv.core.placement import Gpu, Resources
 from rdzv.server import wire as server_wire
 from rdzv.server.config import Limits
+from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
 SETTINGS = Settings(
@@ -126,7 +129,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
 
 def test_the_end_of_a_job_without_progress_is_understood() -> None:
     closed = pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED, no_progress=True)
-    event = wire.event(pb.ServerMessage(closed=closed))
+    event = wire.event(pb.ServerMessage(closed=closed), NOW_MS)
     assert isinstance(event, events.RunClosed)
     assert event.no_progress
 
@@ -284,9 +287,26 @@ def test_every_phase_can_be_believed(phase: Phase) -> None:
 def test_the_round_is_told_in_full_so_that_it_can_be_adopted() -> None:
     believed = belief_of(replace(IN_ROUND, phase=Phase.RUNNING))
     assert believed.round.rdzv_id == "job-7"
-    assert wire.event(pb.ServerMessage(round_completed=believed.round)) == events.RoundCompleted(
-        LINE
-    )
+    told = pb.ServerMessage(round_completed=believed.round)
+    assert wire.event(told, NOW_MS) == events.RoundCompleted(LINE)
+
+
+def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
+    tally = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
+    announced = pb.RoundCompleted(rdzv_id="job-7", run="r1", round=5)
+    announced.tally.CopyFrom(tally_message(tally))
+    heard_of = wire.event(pb.ServerMessage(round_completed=announced), NOW_MS)
+    assert isinstance(heard_of, events.RoundCompleted)
+    assert heard_of.assignment.tally == tally
+    state = replace(IN_ROUND, assignment=heard_of.assignment, phase=Phase.RUNNING)
+    believed = wire.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
+    assert tally_of(believed.round.tally) == Tally(tally.spent, (75_000, 6_000))
+    # What is said again of the same round is no other round.
+    assert heard_of.assignment == replace(heard_of.assignment, tally=None, heard_at_ms=0)
+
+
+def test_an_age_beyond_all_clocks_is_no_number_that_a_store_could_not_hold() -> None:
+    assert tally_of(pb.Tally(restart_ages_ms=[2**64 - 1])).restart_ages_ms == (1 << 62,)
 
 
 def test_a_node_that_has_workers_does_not_say_that_they_are_gone() -> None:
@@ -309,6 +329,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
 
 # ------------------------------------------------------------------ what the server says
 
+ANNOUNCED = Assignment.__dataclass_fields__.keys() - {"tally", "heard_at_ms"}
 TOLD = {
     "joined": (
         pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="r1", run_number=2)),
@@ -318,7 +339,7 @@ TOLD = {
         pb.ServerMessage(
             round_completed=pb.RoundCompleted(
                 rdzv_id="job-7",
-                **{name: getattr(LINE, name) for name in Assignment.__dataclass_fields__},
+                **{name: getattr(LINE, name) for name in ANNOUNCED},
             )
         ),
         events.RoundCompleted(LINE),
@@ -395,7 +416,7 @@ def test_what_the_server_says_becomes_an_event(
     message: pb.ServerMessage, expected: events.Event | None
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
-    assert wire.event(message) == expected
+    assert wire.event(message, NOW_MS) == expected
     of_the_node = {"welcome", "heard", "lease", "log_credit", "look_again", "drain", "undrain"}
     about_the_node = message.WhichOneof("body") in of_the_node
     assert wire.rdzv_id_of(message) == ("" if about_the_node else "job-7")
@@ -454,7 +475,7 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
     told = pb.ServerMessage(round_ended=pb.RoundEnded(cause=pb.Cause.Value(cause.name)))
-    event = wire.event(told)
+    event = wire.event(told, NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.cause is cause
 
@@ -462,18 +483,18 @@ def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
 @pytest.mark.parametrize("result", Result)
 def test_every_result_is_understood(result: Result) -> None:
     told = pb.ServerMessage(closed=pb.Closed(result=pb.Result.Value(f"RESULT_{result.name}")))
-    event = wire.event(told)
+    event = wire.event(told, NOW_MS)
     assert isinstance(event, events.RunClosed)
     assert event.result is result
 
 
 def test_the_unheard_of_is_no_obstacle() -> None:
-    assert wire.event(pb.ServerMessage()) is None
+    assert wire.event(pb.ServerMessage(), NOW_MS) is None
     assert wire.rdzv_id_of(pb.ServerMessage()) == ""
     odd = pb.RoundEnded(cause=4711, reason="new")  # type: ignore[arg-type]
-    event = wire.event(pb.ServerMessage(round_ended=odd))
+    event = wire.event(pb.ServerMessage(round_ended=odd), NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.reason == "new"
-    closed = wire.event(pb.ServerMessage(closed=pb.Closed()))
+    closed = wire.event(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
     assert isinstance(closed, events.RunClosed)
     assert closed.result is Result.FAILED

@@ -291,7 +291,7 @@ def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
     [
         (_answer_like_a_web_server, "what listens there is not an rdzv server"),
         (_greet_like_ssh, "what listens there is not an rdzv server"),
-        (_reset, "the other side closed the connection"),
+        (_reset, "the other side closed the connection, as a server does that wants TLS"),
     ],
 )
 def test_what_listens_is_something_else(

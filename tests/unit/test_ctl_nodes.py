@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
 import rdzv.ctl.__main__
-from rdzv.client import ControlClient, parse_endpoint
+from rdzv.client import ControlClient, Server, parse_endpoint
 from rdzv.ctl import as_text, as_text_nodes
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page
@@ -137,6 +138,7 @@ def submitted() -> pb.JobStatus:
     status.submission.CopyFrom(
         pb.Submission(
             submitted_by="ada at head-1",
+            submitter="ada",
             age_ms=300_000,
             args=["--nnodes=3:4", "--", "train me.py", "--lr", "1"],
             env_names=["TOKEN", "HF_HOME"],
@@ -337,6 +339,8 @@ def test_a_submission_for_programs(
         "placed": ["n1", "n4"],
         "jobs_before": 2,
         "declined": [{"node_id": "n9", "reason": "no folder /home/ada/gpt there"}],
+        "submitter": "ada",
+        "account": None,
     }
     control.jobs["gpt-small"] = control_samples.joining()
     assert run(["status", "gpt-small", "-o", "json"]) == 0
@@ -416,10 +420,20 @@ def test_a_server_that_does_not_answer_completes_nothing(
     assert completed("status", "g") == []
 
 
+def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
+    shut = Server("10.0.0.4:29400", True, 5, "memory", "1.2.3", 60_000)
+    why = "nothing here is encrypted or authenticated"
+    open_to_all = replace(shut, address="10.0.0.5:29400", leads=False, insecure=why)
+    assert "insecure" not in as_text.servers([shut], PAGE)
+    last = as_text.servers([open_to_all, shut], PAGE).splitlines()[-1]
+    assert last == f"insecure: {why}; everyone who reaches 10.0.0.5:29400 may run and end jobs"
+
+
 def test_flags_of_submit_are_completed() -> None:
     assert completed("submit", "--nproc") == ["--nproc-per-node"]
     assert completed("submit", "--gpus") == ["--gpus-per-node"]
-    assert completed("submit", "--stand") == completed("submit", "--user") == []
+    assert completed("submit", "--use") == ["--user"]
+    assert completed("submit", "--stand") == []
     assert completed("subm") == ["submit"]
     assert "uncordon" in completed("unc")
 

@@ -607,7 +607,7 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
     """A daemon was restarted: its workers are adopted, and nobody is lost."""
     async with server() as s:
         n1, n2 = await s.pair()
-        line = next(told.lines(*_round(s)))[1]
+        line = next(told.lines(*_round(s), 0))[1]
         s.driver.detach(n1)
         stream = s.attach("n1", "two")
         await settle()
@@ -777,7 +777,7 @@ async def test_after_a_restart_a_node_hears_the_same_line() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         n1, _ = await s.pair()
-        line = next(told.lines(*_round(s)))[1]
+        line = next(told.lines(*_round(s), 0))[1]
     async with server(store, clock) as s:
         stream = s.attach("n1", incarnation=n1.incarnation)
         await s.driver.greet(stream, [running(stream, line)])
@@ -856,9 +856,9 @@ def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ende
     seated = N1_STOPPED
     ended = step(seated, Fail("n1", 1, "run-1", 1, (FailureReport(0, 0, 5, 1, None, "", "", 0),)))
     late = a_join("n1", run="run-1", left_round=0)
-    assert isinstance(told.unheard_line(seated, late), Line)
-    assert isinstance(told.unheard_line(ended, late), RoundOver)
-    assert told.unheard_line(ended, replace(late, left_round=1)) is None
+    assert isinstance(told.unheard_line(seated, late, 0), Line)
+    assert isinstance(told.unheard_line(ended, late, 0), RoundOver)
+    assert told.unheard_line(ended, replace(late, left_round=1), 0) is None
 
 
 def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:

@@ -81,7 +81,8 @@ RULES = (
         "**/*.py",
         never=of("rdzv.v1"),
         but=of(
-            *("server/service.py", "server/wire.py", "server/__main__.py", "client.py"),
+            *("server/service.py", "server/wire.py", "server/__main__.py"),
+            *("client.py", "tallies.py"),
             # The agent's driver and node only pass on what its wire has made.
             *("agent/wire.py", "agent/server_link.py", "agent/driver.py", "agent/node.py"),
             *("torchrun/*.py", "torchrun.py"),
@@ -154,6 +155,12 @@ RULES = (
             *("exposition.py", "server/metrics.py", "server/c10d_metrics.py"),
             "agent/metrics.py",
         ),
+    ),
+    Rule(
+        "certificates are made by who asks for them, and read by the TLS libraries",
+        "**/*.py",
+        never=of("cryptography"),
+        but=of("ctl/authority.py"),
     ),
     Rule(
         "a server that sends no traces runs without OpenTelemetry, which is an extra",
@@ -260,6 +267,17 @@ def test_the_rules_see_what_breaks_them(
     path = tmp_path / "file.py"
     path.write_text(line, encoding="utf-8")
     assert bool(offences(rule, path, "core/file.py")) is offends
+
+
+def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
+    makers = {
+        name
+        for path, name in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
+    }
+    # etcd has credentials of its own.
+    assert makers == {"transport.py", "stores/etcd_client.py"}
 
 
 def test_the_rules_are_about_files_that_are_there() -> None:

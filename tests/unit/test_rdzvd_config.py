@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import Kind, load, render
@@ -88,6 +89,8 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
         "--advertise": "n1:1",
         "--http": "127.0.0.1:4",
         "--otlp": "http://127.0.0.1:6",
+        "--auth": "required",
+        "--init-admin-token": "/run/rdzv/admin",
         "--c10d": "127.0.0.1:5",
         "--c10d-python": "/usr/bin/python3",
         "--log-level": "debug",
@@ -103,9 +106,15 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
     assert config.etcd.password == "secret"
     assert config.otlp == "http://127.0.0.1:6"
+    assert (config.auth, config.init_admin_token) == (True, Path("/run/rdzv/admin"))
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
     given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
     assert given >= options.keys()
+
+
+def test_a_token_that_nobody_has_to_show_is_not_made(file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="give --auth=required with it"):
+        read(file, 'init_admin_token = "/run/rdzv/admin"')
 
 
 def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
@@ -186,6 +195,47 @@ def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
     with pytest.raises(InvalidRequestError, match="can be reached from other machines"):
         read(file, 'listen = "0.0.0.0:1"')
     assert read(file, 'listen = "0.0.0.0:1"\ninsecure = true').insecure
+
+
+PAIR = 'tls.cert = "{0}/server.crt"\ntls.key = "{0}/server.key"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "nothing here is encrypted or authenticated"),
+        (PAIR, "nobody who connects is asked who they are"),
+    ],
+)
+@pytest.mark.parametrize("port", ["listen", "http"])
+def test_beyond_this_machine_it_is_encrypted_and_asks_who_connects(
+    file: Path, port: str, text: str, problem: str
+) -> None:
+    files = Files(file.parent / "certs")
+    text = f'{port} = "0.0.0.0:1"\n{text.format(files.folder)}'
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, text)
+    assert read(file, f"insecure = true\n{text}").open.startswith(problem)
+    asking = f'{PAIR.format(files.folder)}tls.client_ca = "{files.ca}"'
+    assert not read(file, f'{port} = "0.0.0.0:1"\n{asking}').open
+
+
+def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"certificate .*server\.crt.*: No such file"):
+        read(file, PAIR.format(file.parent))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
+        ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
+    ],
+)
+def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, text)
 
 
 # ------------------------------------------------------------------------------------ reloading

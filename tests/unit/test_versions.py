@@ -47,7 +47,7 @@ def meaning(message: Message) -> Any:
             return asdict(agent_wire.stacks_asked(message.take_stacks))
         if body == "placed":
             return _plain(asdict(agent_wire.placed(message.placed)))
-        event = agent_wire.event(message)
+        event = agent_wire.event(message, now_ms=0)
         said = asdict(event) if event else _fields(getattr(message, str(body)))
         return _plain({"leadership": message.leadership, "body": body, "said": said})
     assert isinstance(message, pb.NodeMessage)
@@ -185,7 +185,7 @@ def test_what_is_of_a_later_version_is_passed_over() -> None:
     message = pb.NodeMessage.FromString(next(samples_of_nodes())[1].SerializeToString() + later)
     assert message.WhichOneof("body") == "hello"
     unknown = pb.ServerMessage.FromString(b"\x08\x05\xfa\x3e\x03new")
-    assert agent_wire.event(unknown) is None
+    assert agent_wire.event(unknown, now_ms=0) is None
     assert agent_wire.rdzv_id_of(unknown) == ""
 
 

@@ -23,6 +23,8 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
+    Spent,
+    Tally,
 )
 from rdzv.core.nodes import AgentKind
 from rdzv.errors import InvalidRequestError
@@ -206,6 +208,17 @@ CLAIM = Claim(
     offer=CORE_JOIN.offer,
 )
 RESUME = commands.Resume("n1", 7, "feed", 2, CLAIM)
+TALLY = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
+PB_TALLY = pb.Tally(
+    preemptions=1,
+    store_failures=2,
+    soon=3,
+    in_vain=4,
+    furthest_step=500,
+    restart_ages_ms=[70_000, 1_000],
+)
+WITH_TALLY = pb.RoundCompleted(tally=PB_TALLY)
+WITH_TALLY.MergeFrom(LINE)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +229,15 @@ RESUME = commands.Resume("n1", 7, "feed", 2, CLAIM)
             pb.Belief(phase=pb.Belief.JOINING, join=join(left_round=2), round=LINE),
             False,
             [replace(CORE_JOIN, left_round=2, claim=CLAIM)],
+        ),
+        (
+            pb.Belief(
+                phase=pb.Belief.JOINING,
+                join=join(left_round=2),
+                round=WITH_TALLY,
+            ),
+            False,
+            [replace(CORE_JOIN, left_round=2, claim=replace(CLAIM, tally=TALLY))],
         ),
         (
             pb.Belief(
@@ -455,6 +477,26 @@ A_LINE = Line(
                     use_agent_store=True,
                     restarts=1,
                     max_restarts=3,
+                )
+            ),
+        ),
+        (
+            Line("job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "h", 1, False, 1, None, tally=TALLY),
+            pb.ServerMessage(
+                round_completed=pb.RoundCompleted(
+                    rdzv_id="job-7",
+                    run="feed",
+                    round=2,
+                    group_rank=1,
+                    group_world_size=4,
+                    rank_first=8,
+                    world_size=32,
+                    role_rank_first=4,
+                    role_world_size=16,
+                    master_addr="h",
+                    master_port=1,
+                    restarts=1,
+                    tally=PB_TALLY,
                 )
             ),
         ),

@@ -163,6 +163,7 @@ async def _take_part(config: Config) -> int:
             config.launches,
             metrics_listen=config.metrics_listen,
             preemption=config.preemption,
+            credentials=config.credentials,
         )
     for launch, outcome in zip(config.launches, outcomes, strict=True):
         log.info("%s", summary(launch.job.rdzv_id, outcome))

@@ -43,6 +43,9 @@ class Instance:
     instance: str
     incarnation: int = 0
     leadership: int = 0
+    lease_ms: int | None = None
+    """How long it tolerates silence: as long runners wait for an agent, also if the one that has
+    adopted them dies before any server has answered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,9 @@ class Heritage:
         self._write()
         return orphans
 
-    def note_welcome(self, incarnation: int, leadership: int) -> None:
+    def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
         """Write down what the server has given to this instance."""
-        known = Instance(self.instance.instance, incarnation, leadership)
+        known = Instance(self.instance.instance, incarnation, leadership, lease_ms)
         if known != self.instance:
             self.instance = known
             try:
@@ -147,8 +150,10 @@ class Heritage:
             said = json.loads(self._file.read_bytes())
             if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
                 return None
+            # An older agent has not written its lease.
+            lease_ms = None if said.get("lease_ms") is None else int(said["lease_ms"])
             return Instance(
-                str(said["instance"]), int(said["incarnation"]), int(said["leadership"])
+                str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms
             )
         except FileNotFoundError:
             return None
@@ -164,6 +169,7 @@ class Heritage:
                 "instance": self.instance.instance,
                 "incarnation": self.instance.incarnation,
                 "leadership": self.instance.leadership,
+                "lease_ms": self.instance.lease_ms,
                 "boot_id": _boot_id(),
             }
         )

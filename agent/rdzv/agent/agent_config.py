@@ -9,12 +9,21 @@ import pwd
 import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rdzv.agent.accounts import (
+    EVERYONE,
+    Accounts,
+    SubmitterRule,
+    own_account,
+    parse_limits,
+    parse_umask,
+)
 from rdzv.agent.health import Check
 from rdzv.agent.health_checks import Command, Disk, Gpus, Xids
 from rdzv.agent.launch import Launch, check_startable
@@ -29,6 +38,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN, check_printable
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, load
 from rdzv.server.config import Listen
+from rdzv.transport import PLAIN, Credentials
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 
@@ -113,16 +123,58 @@ def _check_python(values: Values) -> str:
 
 def _check_account(values: Values) -> str:
     account, own = values.maybe("account", str), own_account()
+    if account is not None and values.tables("user"):
+        return (
+            f"`account` = {account!r} and [[user]] both say what submitted jobs run as; leave "
+            "`account` out"
+        )
     if account is not None and account != own:
         return (
-            f"`account` = {account!r} is not the one that rdzv-agent runs as, {own}; as long as "
-            "those who submit jobs are not authenticated, jobs run as the agent itself: leave it "
-            f"out, or run rdzv-agent as {account}"
+            f"`account` = {account!r} is not the one that rdzv-agent runs as, {own}; leave it out, "
+            f"run rdzv-agent as {account}, or run it as root with [[user]] entries that name "
+            f"{account}"
         )
-    if account is None and os.geteuid() == 0 and not values.tables("job"):
+    if (
+        account is None
+        and os.geteuid() == 0
+        and not (values.tables("job") or values.tables("user"))
+    ):
         return (
-            "rdzv-agent runs as root, and so would every job that anyone submits; run it as "
-            'another user, or, if that is what you want, say account = "root"'
+            "rdzv-agent runs as root, and so would every job that anyone submits; say in [[user]] "
+            "what they run as, run it as another user, or, if that is what you want, say account = "
+            '"root"'
+        )
+    return ""
+
+
+def _check_users(values: Values) -> str:
+    users = values.tables("user")
+    names = [user.get("name", str) for user in users]
+    for name in names:
+        if names.count(name) > 1:
+            return f"two [[user]] have the name {name!r}; put the accounts of both into one"
+    if users and values.tables("job"):
+        return "[[user]] is for submitted jobs, and this agent has [[job]]; leave either out"
+    for user in users if os.geteuid() != 0 else ():
+        for account in user.strings("accounts"):
+            if account != own_account():
+                return (
+                    f"[[user]] {user.get('name', str)!r} has the account {account!r}, but "
+                    f"rdzv-agent runs as {own_account()}, and only root can start jobs as others; "
+                    "run it as root, or leave that account out"
+                )
+    return ""
+
+
+def _check_user(values: Values) -> str:
+    try:
+        parse_limits(values.table("limits"))
+    except InvalidRequestError as error:
+        return f"`limits`: {error}"
+    if values.get("name", str) == EVERYONE and "root" in values.strings("accounts"):
+        return (
+            f"`accounts` gives root to {EVERYONE!r}, which is everyone; give it to submitters by "
+            "their names"
         )
     return ""
 
@@ -145,14 +197,6 @@ def _check_health(values: Values) -> str:
             "either out"
         )
     return ""
-
-
-def own_account() -> str:
-    """Return the name of the account that this process runs as."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 # ---------------------------------------------------------------------- defaults
@@ -309,6 +353,42 @@ _HEALTH = Knobs(
     (Rule(("check", "command", "path", "min_free", "min_free_percent"), _check_knobs_of_check),),
 )
 
+_USER = Knobs(
+    "rdzv-agent",
+    (
+        Knob(
+            key="name",
+            kind=Kind.STR,
+            required=True,
+            parse=_printable,
+            reason="Who submits, by the name that the server knows its callers by; `*` is everyone "
+            "that has no entry.",
+        ),
+        Knob(
+            key="accounts",
+            kind=Kind.STRINGS,
+            default_words="the account of the same name",
+            parse=_printable,
+            reason="The accounts of this node that its jobs may run as: the first, or the one that "
+            "`rdzvctl submit --user` asks for. Root has to be named here, and never for `*`.",
+        ),
+        Knob(
+            key="umask",
+            kind=Kind.STR,
+            default="0022",
+            parse=parse_umask,
+            reason="The umask of its processes, in octal.",
+        ),
+        Knob(
+            key="limits",
+            kind=Kind.TABLE,
+            reason='The limits of its processes, such as nofile = "1024:65536", core = "0" or '
+            'memlock = "unlimited", by the names of setrlimit(2). PAM has no say.',
+        ),
+    ),
+    (Rule(("name", "accounts", "limits"), _check_user),),
+)
+
 KNOBS = Knobs(
     "rdzv-agent",
     (
@@ -319,6 +399,13 @@ KNOBS = Knobs(
             unit="HOST:PORT",
             parse=parse_endpoints,
             reason="Where rdzvd is; several with commas between them, if they share an etcd.",
+        ),
+        Knob(
+            key="token_file",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TOKEN_FILE` if set",
+            reason="The token that rdzvd is sent, where nodes have no certificates of their own; "
+            "only by TLS, or to this machine.",
         ),
         Knob(
             key="node_id",
@@ -373,8 +460,9 @@ KNOBS = Knobs(
             key="account",
             kind=Kind.STR,
             default_words="the agent's own, unless that is root",
-            reason="The account that submitted jobs run as. It can only be the agent's own; an "
-            "agent that is root takes them only if this names root.",
+            reason="The account that all submitted jobs run as. It can only be the agent's own; an "
+            "agent that is root takes them only if this names root, or if there are [[user]] "
+            "entries instead.",
         ),
         Knob(
             key="state_dir",
@@ -468,6 +556,25 @@ KNOBS = Knobs(
             "are ended.",
         ),
         Knob(
+            key="tls.ca",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_CA` if set; else connections are plain",
+            reason="Reach rdzvd by TLS: the CA of its certificate (PEM). These files "
+            "are read anew for each connection, so that they may be renewed at any time.",
+        ),
+        Knob(
+            key="tls.cert",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_CERT` if set",
+            reason="The certificate that rdzvd is shown: of this node, by its `node_id`.",
+        ),
+        Knob(
+            key="tls.key",
+            kind=Kind.PATH,
+            default_words="`$RDZV_TLS_KEY` if set",
+            reason="The key of that certificate.",
+        ),
+        Knob(
             key="preemption.file",
             kind=Kind.PATH,
             reason="When this file appears, this machine is about to be taken away: workers are "
@@ -514,6 +621,13 @@ KNOBS = Knobs(
             "before it goes on after a failure of its workers.",
         ),
         Knob(
+            key="user",
+            kind=Kind.TABLES,
+            each=_USER,
+            reason="What the jobs of a submitter run as, which takes an agent that is root. With "
+            "any of these, this node declines the jobs of submitters that it has no account for.",
+        ),
+        Knob(
             key="job",
             kind=Kind.TABLES,
             each=_JOB,
@@ -525,7 +639,8 @@ KNOBS = Knobs(
         Rule(("labels",), _check_labels),
         Rule(("env",), _check_env),
         Rule(("python",), _check_python),
-        Rule(("account", "job"), _check_account),
+        Rule(("account", "job", "user"), _check_account),
+        Rule(("user", "job"), _check_users),
         Rule(("health", "job"), _check_health),
         Rule(("metrics_listen", "insecure"), _check_metrics_listen),
     ),
@@ -543,6 +658,8 @@ class Config:
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
     """The jobs that the file itself names; none: it takes submitted ones."""
+    credentials: Credentials = PLAIN
+    """What is trusted and shown when it connects."""
 
     @property
     def node_id(self) -> str:
@@ -594,6 +711,21 @@ class Config:
     def capacity(self) -> int:
         """How many submitted jobs run here at once."""
         return self.values.get("capacity", int)
+
+    @property
+    def accounts(self) -> Accounts:
+        """What submitted jobs run as."""
+        return Accounts(
+            [
+                SubmitterRule(
+                    submitter=user.get("name", str),
+                    accounts=user.strings("accounts"),
+                    umask=parse_umask(user.get("umask", str)),
+                    limits=parse_limits(user.table("limits")),
+                )
+                for user in self.values.tables("user")
+            ]
+        )
 
     def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
         """Return the checks that this node has to pass; commands get `own` environment."""
@@ -654,6 +786,9 @@ def check_state_dir(config: Config) -> None:
 
     """
     path = config.state_dir
+    if config.values.tables("user"):
+        for place in (path, config.runtime_dir):
+            _check_passable(place)
     above = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         # Whatever stands in the way, permissions are only a part of it.
@@ -665,6 +800,17 @@ def check_state_dir(config: Config) -> None:
         raise InvalidRequestError(
             f"`state_dir` = {str(path)!r} can not be {done}{where}: {error.strerror}; give another"
         ) from error
+
+
+def _check_passable(path: Path) -> None:
+    """Refuse a folder that the accounts of jobs can not pass through to what is theirs below it."""
+    for place in (path, *path.parents):
+        if os.path.lexists(place) and not place.stat().st_mode & stat.S_IXOTH:
+            raise InvalidRequestError(
+                f"jobs run as the accounts of [[user]], which can not enter {str(place)!r} on "
+                f"their way to their own folders in {str(path)!r}; let others pass: chmod o+x "
+                f"{place} (in the unit: StateDirectoryMode=0711)"
+            )
 
 
 def read_config(path: Path) -> Config:
@@ -679,9 +825,15 @@ def read_config(path: Path) -> Config:
     endpoints = parse_endpoints(values.get("server", str))
     try:
         launches = _read_jobs(values, endpoints)
+        credentials = Credentials.parse(_files(values), os.environ)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error}") from error
-    return Config(values, endpoints, launches)
+    return Config(values, endpoints, launches, credentials)
+
+
+def _files(values: Values) -> dict[str, Path | None]:
+    keys = {"ca": "tls.ca", "cert": "tls.cert", "key": "tls.key", "token_file": "token_file"}
+    return {name: values.maybe(key, Path) for name, key in keys.items()}
 
 
 def _read_jobs(values: Values, endpoints: tuple[Endpoint, ...]) -> tuple[Launch, ...]:
@@ -716,6 +868,11 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
             "for what it takes"
         ) from error
     check_startable(launch)
+    if any((meeting.files or {}).values()):
+        raise InvalidRequestError(
+            f"args {given} have credentials of their own, and a node has one connection; leave "
+            "--tls-* and --token-file to `tls` and `token_file`"
+        )
     if launch.job.node_id != node_id or meeting.endpoints != endpoints:
         raise InvalidRequestError(
             f"args {given} name a node or a server of their own; leave --node-id, "

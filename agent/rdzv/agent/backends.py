@@ -21,6 +21,7 @@ from pathlib import Path
 from rdzv.client import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
 from rdzv.stores.etcd_client import EtcdConfig, first_line
+from rdzv.transport import PLAIN, Credentials
 
 DEFAULT_MASTER_PORT = 29500
 """Of torchrun's static back-end."""
@@ -46,6 +47,18 @@ class Meeting:
     """The name that the back-end gives this node, if it does."""
     why: str = ""
     """The choice, in a line for the log."""
+    files: Mapping[str, Path | None] | None = None
+    """The files of `Credentials` that are given for a standing rdzvd; None: it is one of the nodes,
+    which serve without TLS."""
+
+    def credentials(self, environ: Mapping[str, str]) -> Credentials:
+        """Return what is trusted and shown; the environment says what the command line does not.
+
+        Raises:
+            InvalidRequestError: they can not be used.
+
+        """
+        return PLAIN if self.files is None else Credentials.parse(self.files, environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,8 @@ class Wish:
     is_host: bool | None
     conf: Mapping[str, str]
     """--rdzv-conf, of which the etcd back-ends take how etcd is reached."""
+    files: Mapping[str, Path | None]
+    """The files of `Credentials` that are given."""
 
     @property
     def static(self) -> bool:
@@ -135,7 +150,8 @@ def _standing(wish: Wish) -> Meeting:
             "another; give all nodes of this job the same --rdzv-id=NAME"
         )
     endpoints = parse_endpoints(wish.endpoint)
-    return Meeting(endpoints, wish.rdzv_id, why=f"rdzvd at {', '.join(map(str, endpoints))}")
+    why = f"rdzvd at {', '.join(map(str, endpoints))}"
+    return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
 
 
 def _c10d(wish: Wish) -> Meeting:

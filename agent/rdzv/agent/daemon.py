@@ -134,11 +134,13 @@ class Daemon:
         runner_link.become_subreaper()
         runners, folders = Runners(config.state_dir), RunFolders(config.state_dir)
         who = await daemon_identity(config.node_id, config.endpoints[0], heritage.instance)
-        link = ServerLink(config.endpoints, who)
+        link = ServerLink(config.endpoints, who, credentials=config.credentials)
         link.on_welcome = heritage.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
-        placements = Placements(link, resources, around, folders, runners, heritage, health)
+        placements = Placements(
+            link, resources, around, folders, runners, heritage, health, config.accounts
+        )
         link.placements = placements
         link.log_reading.past = folders.written
         return cls(path, config, link, placements, folders, set_log_level, orphans, health)
@@ -327,9 +329,11 @@ def _own_directories(config: Config) -> Iterator[None]:
         InvalidRequestError: another does, or they can not be made.
 
     """
+    # The accounts of jobs pass through to what is theirs, and list nothing.
+    mode = 0o711 if config.values.tables("user") else 0o700
     for key, path in (("state_dir", config.state_dir), ("runtime_dir", config.runtime_dir)):
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
                 f"`{key}` = {str(path)!r} can not be made: {error.strerror}; give another"

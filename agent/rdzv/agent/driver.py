@@ -94,10 +94,10 @@ class JobDriver:
         self._link = link
         self._state = begin(launch.job, _now_ms(), run)
         self._joined = False
-        self._progress = ProgressFiles(self._say_progress, launch.progress_dir)
-        self._notice = NoticeFile(self._progress.beside)
+        self._progress = ProgressFiles(self._say_progress, launch.progress_dir, launch.identity)
+        self._notice = NoticeFile(self._progress.beside, launch.identity)
         self._workers = LocalWorkerGroup(launch, self._progress.file, self._notice.path)
-        self._snapshot = Snapshot(launch.snapshot)
+        self._snapshot = Snapshot(launch.snapshot, identity=launch.identity)
         self._witness = Witness(launch, _now_ms, self._workers.error_file)
         self._pids: dict[int, int] = {}
         """By LOCAL_RANK: the workers of this round that have been started."""
@@ -314,7 +314,7 @@ class JobDriver:
             topology=launch.topology,
             host_name=host_name,
             machine=machine_id(),
-            can_host_store=await has_torch(launch.python, launch.environ),
+            can_host_store=await has_torch(launch.python, launch.environ, launch.account),
             shutdown_timeout_ms=launch.job.shutdown_timeout_ms,
         )
         self._store_socket = StoreSocket(loopback_only=_only_loopback(offer))
@@ -584,7 +584,11 @@ class JobDriver:
                 self._lack_store_socket(assignment)
             elif assignment.hosts_store:
                 self._owner.start_store_host(
-                    assignment.round, listening, self._launch.python, self._launch.environ
+                    assignment.round,
+                    listening,
+                    self._launch.python,
+                    self._launch.environ,
+                    self._launch.identity,
                 )
 
     def _lack_store_socket(self, assignment: Assignment) -> None:
@@ -678,7 +682,7 @@ class JobDriver:
         """Add to an exit what the worker's error file says of it."""
         succeeded = event.exit_code == 0
         error_file = self._workers.error_file(event.local_rank)
-        error = read_error(error_file, event.signal, event.pid)
+        error = read_error(error_file, event.signal, event.pid, self._launch.identity)
         return events.WorkerExited(
             round=event.round,
             local_rank=event.local_rank,

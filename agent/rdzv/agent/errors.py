@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
+from rdzv.agent.accounts import Identity, acting_as
 from rdzv.agent.core.model import NodeFailure
 
 MAX_MESSAGE_CHARS = 2_000
@@ -34,16 +35,21 @@ class WorkerError:
     """How long ago it failed: by the error file's time if there is one, else now."""
 
 
-def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
+def read_error(
+    path: Path, signum: int | None, pid: int, identity: Identity | None = None
+) -> WorkerError:
     """Explain an exit by the worker's error file, or in words if there is none.
 
-    Never raises: a file that can not be read is itself the message.
+    The file is read with its worker's rights, for it may be a link. Never raises: a file that can
+    not be read is itself the message.
     """
     if path == Path(os.devnull):
         return WorkerError(_without_error_file(signum, pid), "", 0)
     try:
         # A FIFO would have the agent wait for somebody to write into it.
-        with open(path, "rb", opener=_open_at_once) as file:
+        with acting_as(identity):
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
             stat = os.fstat(file.fileno())
             text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
     except FileNotFoundError:
@@ -57,10 +63,6 @@ def read_error(path: Path, signum: int | None, pid: int) -> WorkerError:
     return WorkerError(
         message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
     )
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_error(path: Path, failure: NodeFailure) -> None:

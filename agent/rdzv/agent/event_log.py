@@ -63,7 +63,12 @@ class EventLog:
         }
         launch = self._launch
         self._side = await SideProcess.start(
-            launch.python, options, self._hear, environ=launch.environ, chdir=launch.chdir
+            launch.python,
+            options,
+            self._hear,
+            environ=launch.environ,
+            chdir=launch.chdir,
+            account=launch.account,
         )
         if name not in AT_HAND:
             await self._side.ready(f"--event-log-handler={name}")

@@ -14,13 +14,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rdzv.agent.accounts import Account
 from rdzv.agent.core.model import AgentState
 from rdzv.agent.logs import WorkerOutput
 from rdzv.agent.runner_link import NotAdoptableError
 from rdzv.core.model import JobSpec, Offer
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever an older agent would misread what this one has kept."""
+
+WITH_ACCOUNT = 2
+"""The first whose agents know of accounts; one before would start the next round as itself."""
 
 PLACEMENT = "placement"
 STATE = "state"
@@ -44,7 +48,10 @@ class KeptPlacement:
     """Those that it has, by UUID."""
     environ: dict[str, str]
     """What its node gives to every job, as it was when it began."""
-    format: int = FORMAT
+    account: Account | None = None
+    """What it runs as; None: the account of the agent."""
+    format: int = 1
+    """The first whose agents do with it what is meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,11 @@ class Keeping:
     socket: Path
     """Where the runner listens."""
     placement: KeptPlacement
+
+
+def format_for(account: Account | None) -> int:
+    """Return the format of a placement, which older agents may read as long as they can."""
+    return 1 if account is None else WITH_ACCOUNT
 
 
 def encode(kept: KeptPlacement | KeptState) -> str:

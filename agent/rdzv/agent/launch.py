@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rdzv.agent.accounts import Account, Identity, acting_as, started_as
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.agent.numa import NumaBinding
@@ -82,6 +82,8 @@ class Launch:
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """What the workers' environment is made from."""
+    account: Account | None = None
+    """What all its processes run as, and its files are handled as; None: as this process."""
     chdir: Path | None = None
     """Where the workers start; None: where the agent is."""
     progress_dir: Path | None = None
@@ -103,6 +105,11 @@ class Launch:
     """What makes this node leave."""
     output: Output = field(default_factory=Output)
     event_log: EventSink = EventSink()
+
+    @property
+    def identity(self) -> Identity | None:
+        """Its account by its numbers."""
+        return None if self.account is None else self.account.identity
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
         """Return the command line of one worker."""
@@ -129,9 +136,14 @@ def check_startable(launch: Launch) -> None:
             place.
 
     """
+    with acting_as(launch.identity):
+        _check_startable(launch)
+
+
+def _check_startable(launch: Launch) -> None:
     _check_log_dir(launch.output.log_dir)
     if launch.chdir is not None:
-        check_chdir(launch.chdir)
+        _check_chdir(launch.chdir)
     if launch.no_python:
         if not _is_program(launch, launch.script):
             raise InvalidRequestError(
@@ -151,13 +163,18 @@ def check_startable(launch: Launch) -> None:
         )
 
 
-def check_chdir(chdir: Path) -> None:
-    """Refuse a working directory that workers can not start in.
+def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
+    """Refuse a working directory that workers of an account can not start in.
 
     Raises:
         InvalidRequestError: it is not there, or no directory, or can not be entered.
 
     """
+    with acting_as(identity):
+        _check_chdir(chdir)
+
+
+def _check_chdir(chdir: Path) -> None:
     folder = repr(str(chdir))
     try:
         mode = chdir.stat().st_mode
@@ -169,7 +186,7 @@ def check_chdir(chdir: Path) -> None:
         ) from error
     if not stat.S_ISDIR(mode):
         raise InvalidRequestError(f"{folder} is no directory on this node; give one that is")
-    if not os.access(chdir, os.X_OK):
+    if not os.access(chdir, os.X_OK, effective_ids=True):
         raise InvalidRequestError(
             f"the folder {folder} can not be entered on this node by the account that jobs run as; "
             "give it the permission, or give another folder"
@@ -179,8 +196,14 @@ def check_chdir(chdir: Path) -> None:
 def _is_program(launch: Launch, name: str) -> bool:
     """Say whether a worker could execute this: by its path, or by a name that its PATH leads to."""
     if os.sep in name:
-        return shutil.which(_from(launch, name)) is not None
-    return shutil.which(name, path=launch.environ.get("PATH", os.defpath)) is not None
+        return _is_executable(_from(launch, name))
+    path = launch.environ.get("PATH", os.defpath)
+    return any(_is_executable(Path(folder, name)) for folder in path.split(os.pathsep) if path)
+
+
+def _is_executable(path: str | Path) -> bool:
+    # By the rights that files are opened with now, which `shutil.which` does not ask for.
+    return os.access(path, os.X_OK, effective_ids=True) and not Path(path).is_dir()
 
 
 def _from(launch: Launch, path: str) -> str:
@@ -195,7 +218,7 @@ def _check_log_dir(log_dir: Path | None) -> None:
     there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
     if not there.is_dir():
         reason = f"{there} is no directory"
-    elif not os.access(there, os.W_OK | os.X_OK):
+    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         reason = f"{there} can not be written"
     else:
         return
@@ -217,21 +240,27 @@ def _working_directory() -> str:
         return "the working directory, which is gone"
 
 
-async def has_torch(python: str, environ: Mapping[str, str] | None = None) -> bool:
+async def has_torch(
+    python: str, environ: Mapping[str, str] | None = None, account: Account | None = None
+) -> bool:
     """Ask the job's interpreter whether it has torch, without importing it."""
     question = (
         "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:
-        answer, _ = await _ask(python, ("-c", question), environ, PROBE_TIMEOUT_S)
+        answer, _ = await _ask(python, ("-c", question), environ, PROBE_TIMEOUT_S, account)
     except (OSError, TimeoutError):
         return False
     return answer.strip() == b"True"
 
 
 async def _ask(
-    python: str, args: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float
+    python: str,
+    args: Sequence[str],
+    environ: Mapping[str, str] | None,
+    timeout_s: float,
+    account: Account | None,
 ) -> tuple[bytes, bytes]:
     """Run a few lines with the job's interpreter; return what it says, and what it complains of.
 
@@ -240,14 +269,16 @@ async def _ask(
         TimeoutError: it has not ended in time, and was killed.
 
     """
-    process = await asyncio.create_subprocess_exec(
-        python,
-        *args,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environ,
-    )
+    with started_as(account) as how:
+        process = await asyncio.create_subprocess_exec(
+            python,
+            *args,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environ,
+            **how,
+        )
     # It is no runner's, so the death of one is not to end it.
     spare(process.pid)
     try:
@@ -297,10 +328,13 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
     return _counted(kind, python, answer.stdout, answer.stderr)
 
 
-async def ask_count_devices(kind: str, python: str, environ: Mapping[str, str]) -> int:
+async def ask_count_devices(
+    kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
+) -> int:
     """Do as `count_devices`, and let everything else go on meanwhile."""
     try:
-        answer, complaint = await _ask(python, ("-c", _COUNT, kind), environ, COUNT_TIMEOUT_S)
+        question = ("-c", _COUNT, kind)
+        answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
     except TimeoutError as error:
         raise _uncounted(kind, python, f"no answer within {COUNT_TIMEOUT_S:g} s") from error
     except OSError as error:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from rdzv.agent.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import Written, WrittenRound
 from rdzv.agent.watches import Watches
@@ -261,7 +261,9 @@ class _Request:
                     without.setdefault((stderr, path), []).append(rank)
                 else:
                     wake = self._news.set
-                    files.append(_File(path, found.number, local_rank, rank, stderr, wake))
+                    files.append(
+                        _File(path, found.identity, found.number, local_rank, rank, stderr, wake)
+                    )
         return files, [_without_file(*kind, ranks) for kind, ranks in without.items()]
 
     # ------------------------------------------------------------------ files
@@ -315,7 +317,9 @@ class _Request:
             if not wanted.follow:
                 file.end = size
             if first and not file.offset:
-                file.offset = tail(file.path, size, wanted.tail_bytes, wanted.tail_lines)
+                file.offset = tail(
+                    file.path, size, wanted.tail_bytes, wanted.tail_lines, file.identity
+                )
 
     # ------------------------------------------------------------------ sending
 
@@ -377,6 +381,8 @@ class _File:
     """The place in a file up to which it has been sent."""
 
     path: Path
+    identity: Identity | None
+    """With whose rights it is opened."""
     round: int
     local_rank: int
     rank: int
@@ -394,12 +400,12 @@ class _File:
         self.tell()
 
     def size(self) -> int:
-        with _Opened(self.path) as fd:
+        with _Opened(self.path, self.identity) as fd:
             return os.fstat(fd).st_size
 
     def read(self, limit: int) -> bytes:
         """Return what comes next; nothing at the end. One that has become shorter begins anew."""
-        with _Opened(self.path) as fd:
+        with _Opened(self.path, self.identity) as fd:
             if self.end is not None:
                 limit = min(limit, max(self.end - self.offset, 0))
             data = os.pread(fd, limit, self.offset)
@@ -411,30 +417,33 @@ class _File:
 
 
 class _Opened:
-    """A file that is open for reading: a regular one, and not one that another name leads to."""
+    """A file that is open for reading: a regular one, and not one that another name leads to.
 
-    def __init__(self, path: Path) -> None:
+    Its folders are the workers' own, who may put a link in their place: so the rights are theirs.
+    """
+
+    def __init__(self, path: Path, identity: Identity | None) -> None:
         self._path = path
+        self._identity = identity
 
     def __enter__(self) -> int:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        self._fd = os.open(self._path, flags)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            os.close(self._fd)
-            raise OSError(None, "it is no regular file", str(self._path))
+        with acting_as(self._identity):
+            self._fd = open_untrusted(self._path, os.O_RDONLY)
         return self._fd
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 
-def tail(path: Path, size: int, tail_bytes: int, tail_lines: int) -> int:
+def tail(
+    path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
+) -> int:
     """Return where the last so many lines or bytes of a file begin, whichever is less; 0: all."""
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start
     start = max(start, size - TAIL_BYTES)
-    with _Opened(path) as fd:
+    with _Opened(path, identity) as fd:
         # The end of the last line is not the beginning of another.
         end, found = size, -1 if size and os.pread(fd, 1, size - 1) == b"\n" else 0
         while end > start:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import NO_FILES, Output
 from rdzv.agent.tee import Stream, route
@@ -65,6 +66,8 @@ class WrittenRound:
     rank_first: int
     workers: tuple[WorkerOutput, ...]
     """By LOCAL_RANK."""
+    identity: Identity | None = None
+    """The account with whose rights it is read; None: with those of this process."""
 
 
 KEPT_ROUNDS = 256
@@ -74,7 +77,9 @@ KEPT_ROUNDS = 256
 class Written:
     """What the workers of a job write on this node, round by round, for those who read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        """Know of nothing yet; the workers run as this account."""
+        self._identity = identity
         self._rounds: dict[int, WrittenRound] = {}
         self._live: int | None = None
         self.ended = False
@@ -111,7 +116,7 @@ class Written:
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
         """Note that workers are about to be started."""
         self._rounds[assignment.round] = WrittenRound(
-            assignment.round, assignment.rank_first, output.workers
+            assignment.round, assignment.rank_first, output.workers, self._identity
         )
         self._live = assignment.round
         if len(self._rounds) > KEPT_ROUNDS:
@@ -137,9 +142,18 @@ class RunLogs:
     """The log directory of one job on one node."""
 
     def __init__(
-        self, log_dir: Path | None, rdzv_id: str, node_id: str, run_dir: Path | None = None
+        self,
+        log_dir: Path | None,
+        rdzv_id: str,
+        node_id: str,
+        run_dir: Path | None = None,
+        identity: Identity | None = None,
     ) -> None:
-        """Use a folder of this run below `log_dir`, or `run_dir` itself if it is given."""
+        """Use a folder of this run below `log_dir`, or `run_dir` itself if it is given.
+
+        They are made with the rights of the workers' account.
+        """
+        self._identity = identity
         self._base = log_dir
         self._run_dir = run_dir
         self._rdzv_id = rdzv_id
@@ -152,6 +166,10 @@ class RunLogs:
             OSError: a directory can not be made.
 
         """
+        with acting_as(self._identity):
+            return self._open_round(assignment, local_world_size)
+
+    def _open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:

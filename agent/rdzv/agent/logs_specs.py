@@ -55,7 +55,12 @@ class LogsSpecs:
         option = f"--logs-specs={output.logs_specs}"
         try:
             self._side = await SideProcess.start(
-                launch.python, options, self._hear, environ=launch.environ, chdir=launch.chdir
+                launch.python,
+                options,
+                self._hear,
+                environ=launch.environ,
+                chdir=launch.chdir,
+                account=launch.account,
             )
         except OSError as error:
             raise InvalidRequestError(f"{option}: {launch.python}: {error}") from error

@@ -25,6 +25,7 @@ from rdzv.client import Endpoint
 from rdzv.concurrency import single_error
 from rdzv.server.config import Listen
 from rdzv.stores.etcd_client import EtcdConfig
+from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 
 LOG_FINISH_TIMEOUT_S = 2.0
@@ -44,6 +45,7 @@ async def take_part(
     elect_by: EtcdConfig | None = None,
     metrics_listen: Listen | None = None,
     preemption: Preemption | None = None,
+    credentials: Credentials = PLAIN,
 ) -> list[NodeOutcome]:
     """Take part in these jobs until each has ended for this node; nothing of them is left then.
 
@@ -51,6 +53,7 @@ async def take_part(
     the others there, unless another process of this machine does; with `elect_by` one of the nodes
     does, which they elect; without an endpoint this one serves itself. /metrics is answered at
     `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too.
+    `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
     """
     drivers: list[JobDriver] = []
     with single_error():
@@ -65,7 +68,8 @@ async def take_part(
             if elect_by is not None:
                 elected = serving_if_elected(elect_by, launches[0].local_addr)
                 servers = [await stack.enter_async_context(elected)]
-            link = ServerLink(servers, await identity(node_id, endpoints[0]))
+            who = await identity(node_id, endpoints[0])
+            link = ServerLink(servers, who, credentials=credentials)
             drivers += [JobDriver(launch, link) for launch in launches]
             for signum in early:
                 _post(signum, drivers)
@@ -102,6 +106,7 @@ async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) 
         instance=instance.instance,
         incarnation=instance.incarnation,
         leadership=instance.leadership,
+        lease_ms=instance.lease_ms,
     )
 
 

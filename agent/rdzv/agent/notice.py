@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as, write_anew
+
 log = logging.getLogger("rdzv.agent")
 
 NAME = "notice"
@@ -22,8 +24,11 @@ NAME = "notice"
 class NoticeFile:
     """The notice file of one job on this node; `place` says where it is in the present round."""
 
-    def __init__(self, place: Callable[[str], Path | None]) -> None:
+    def __init__(
+        self, place: Callable[[str], Path | None], identity: Identity | None = None
+    ) -> None:
         self._place = place
+        self._identity = identity
         self._path: Path | None = None
 
     def open_round(self) -> None:
@@ -42,8 +47,9 @@ class NoticeFile:
         line = json.dumps({"deadline_unix": deadline, "reason": reason}) + "\n"
         new = self._path.with_name(f"{NAME}.new")
         try:
-            new.write_text(line, encoding="utf-8")
-            new.replace(self._path)
+            with acting_as(self._identity):
+                write_anew(new, line.encode())
+                new.replace(self._path)
         except OSError as error:
             log.warning("the workers find no notice in %s: %s", self._path, error.strerror)
 
@@ -51,6 +57,7 @@ class NoticeFile:
         """Remove the notice, if there is one."""
         if self._path is not None:
             try:
-                self._path.unlink(missing_ok=True)
+                with acting_as(self._identity):
+                    self._path.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("the notice in %s stays there: %s", self._path, error.strerror)

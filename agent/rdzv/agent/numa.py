@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 
 import rdzv
 from rdzv.agent import runner_link
+from rdzv.agent.accounts import Account, started_as
 from rdzv.agent.errors import describe_exit
 from rdzv.errors import InvalidRequestError
 
@@ -330,6 +331,7 @@ def _grouped(cpus: frozenset[int], name_of: Callable[[int], int]) -> dict[int, f
 async def visible_gpu_pci_addresses(
     environ: Mapping[str, str],
     *,
+    account: Account | None = None,
     library: str = CUDA_LIBRARY,
     sysfs: Path = SYSFS,
     timeout_s: float = CUDA_TIMEOUT_S,
@@ -351,7 +353,7 @@ async def visible_gpu_pci_addresses(
     """
     if environ.get("CUDA_VISIBLE_DEVICES") in _HIDES_ALL:
         return ()
-    shown, why = await _ask_cuda(environ, library, timeout_s)
+    shown, why = await _ask_cuda(environ, account, library, timeout_s)
     unseen = () if shown else _gpus_on_pci(sysfs)
     if unseen:
         raise InvalidRequestError(
@@ -363,7 +365,7 @@ async def visible_gpu_pci_addresses(
 
 
 async def _ask_cuda(
-    environ: Mapping[str, str], library: str, timeout_s: float
+    environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
     """Return the GPUs that CUDA shows, and if it shows none, why."""
     roots = [str(Path(folder).parent) for folder in rdzv.__path__]
@@ -372,14 +374,16 @@ async def _ask_cuda(
         f"from {__name__} import print_cuda_gpus; print_cuda_gpus(sys.argv[1])"
     )
     try:
-        process = await asyncio.create_subprocess_exec(
-            # Isolated (-I -S), because PYTHONPATH and the like are the job's.
-            *(sys.executable, "-I", "-S", "-c", question, library, *roots),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environ,
-        )
+        with started_as(account) as how:
+            process = await asyncio.create_subprocess_exec(
+                # Isolated (-I -S), because PYTHONPATH and the like are the job's.
+                *(sys.executable, "-I", "-S", "-c", question, library, *roots),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environ,
+                **how,
+            )
     except OSError as error:
         raise _cuda_failed(f"can not be asked ({error})") from error
     runner_link.spare(process.pid)

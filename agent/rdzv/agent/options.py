@@ -150,6 +150,12 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
         master_port=args.master_port,
         is_host=conf_bool(conf, "is_host", default=False) if "is_host" in conf else None,
         conf=conf,
+        files={
+            "ca": args.tls_ca,
+            "cert": args.tls_cert,
+            "key": args.tls_key,
+            "token_file": args.token_file,
+        },
     )
 
 

@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from rdzv.agent.accounts import Accounts
 from rdzv.agent.adoption import Heritage, Orphan
 from rdzv.agent.core import events
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.former import Runners
 from rdzv.agent.health import Health, describe
-from rdzv.agent.kept import Keeping, KeptPlacement
+from rdzv.agent.kept import Keeping, KeptPlacement, format_for
 from rdzv.agent.launch import Launch, check_chdir, check_startable
 from rdzv.agent.ledger import Ledger
 from rdzv.agent.meter import Meter
@@ -97,11 +98,13 @@ class Placements:
         runners: Runners,
         heritage: Heritage,
         health: Health | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         """Take part over `link`, with what this node has, gives to every job, and keeps of it.
 
-        While its `health` is not well, nothing is taken up.
+        While its `health` is not well, nothing is taken up. `accounts` say what jobs run as.
         """
+        self._accounts = accounts or Accounts()
         self._link = link
         self._resources = resources
         self._around = around
@@ -196,8 +199,10 @@ class Placements:
     async def _adopt(self, orphan: Orphan) -> None:
         kept, found = orphan.placement, orphan.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
-        folder = self._folders.open(kept.rdzv_id, kept.run)
-        share = Share(kept.granted if self._resources.gpus else None, folder.path)
+        account = kept.account
+        identity = None if account is None else account.identity
+        folder = self._folders.open(kept.rdzv_id, kept.run, identity)
+        share = Share(kept.granted if self._resources.gpus else None, folder.path, account)
         around = replace(self._around, environ=kept.environ)
         job = orphan.state.state.job
         launch = await make_launch(placed, around, share, job.local_world_size)
@@ -336,19 +341,23 @@ class Placements:
         """
         placed = held.placed
         await self._runners.former_gone()
-        # In a thread, since a folder may be on a file server that hangs.
-        await in_thread(check_chdir, working_directory(placed, self._around))
+        # In threads, since directory services and file servers may hang.
+        account = await in_thread(
+            self._accounts.account_for, placed.spec.submitter, placed.spec.account
+        )
+        identity = None if account is None else account.identity
+        await in_thread(check_chdir, working_directory(placed, self._around, account), identity)
         gpus = await self._gpus(held)
         if failing := await self._health.look(frozenset(gpus)):
             raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
         try:
-            folder = self._folders.open(placed.rdzv_id, placed.run)
+            folder = self._folders.open(placed.rdzv_id, placed.run, identity)
         except OSError as error:
             raise InvalidRequestError(
                 f"its folder can not be made in the agent's state_dir: {error}"
             ) from error
         try:
-            share = Share(gpus if self._resources.gpus else None, folder.path)
+            share = Share(gpus if self._resources.gpus else None, folder.path, account)
             launch = await make_launch(placed, self._around, share)
             await in_thread(check_startable, launch)
             await self._drive(held, launch, folder, gpus)
@@ -397,6 +406,8 @@ class Placements:
                 gpus=held.gpus,
                 granted=gpus,
                 environ=dict(self._around.environ),
+                account=launch.account,
+                format=format_for(launch.account),
             ),
         )
         examine = self._examine(gpus)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as, write_anew
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.watches import Watches
 
@@ -127,6 +128,7 @@ class _File:
     path: Path
     rank: int
     woken: Callable[[_File], None]
+    identity: Identity | None = None
     watch: int | None = None
     pace: Pace = field(default_factory=Pace)
     furthest: int | None = None
@@ -139,7 +141,8 @@ class _File:
     def look(self, at_ms: int) -> bool:
         """Read the file; say whether it has another step than before. The first bad one warns."""
         try:
-            step = read_step(_content(self.path))
+            with acting_as(self.identity):
+                step = read_step(_content(self.path))
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:
@@ -173,9 +176,18 @@ class ProgressFiles:
     `say_again`. At the end, `close`.
     """
 
-    def __init__(self, say: Callable[[Report], None], below: Path | None = None) -> None:
-        """Say progress with `say`; the files are `below` a folder, or in the temporary one."""
+    def __init__(
+        self,
+        say: Callable[[Report], None],
+        below: Path | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        """Say progress with `say`; the files are `below` a folder, or in the temporary one.
+
+        They belong to the workers' account, and are handled with its rights.
+        """
         self._say = say
+        self._identity = identity
         self._below = below
         self._folder: Path | None = None
         self._watches: Watches | None = None
@@ -191,10 +203,13 @@ class ProgressFiles:
         try:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._below))
+                if self._identity is not None:
+                    os.chown(self._folder, self._identity.uid, self._identity.gid)
             paths = self._paths(self._folder, assignment, local_world_size)
-            for path in paths:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"")
+            with acting_as(self._identity):
+                for path in paths:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_anew(path, b"")
         except OSError as error:
             log.warning("no place for progress files (%s); status shows no progress", error)
             return
@@ -225,7 +240,7 @@ class ProgressFiles:
             self._watches = Watches(asyncio.get_running_loop())
         self._assignment = assignment
         self._files = tuple(
-            _File(path, assignment.rank_first + local_rank, self._wake)
+            _File(path, assignment.rank_first + local_rank, self._wake, self._identity)
             for local_rank, path in enumerate(paths)
         )
         for file in self._files:
@@ -265,7 +280,8 @@ class ProgressFiles:
             for file in self._files:
                 self._watches.disarm(file)
         if self._folder is not None and self._assignment is not None:
-            shutil.rmtree(self._folder / f"round_{self._assignment.round}", ignore_errors=True)
+            with acting_as(self._identity):
+                shutil.rmtree(self._folder / f"round_{self._assignment.round}", ignore_errors=True)
         self._files, self._assignment = (), None
 
     def close(self) -> None:

@@ -54,7 +54,12 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
     try:
         [outcome] = asyncio.run(
             take_part(
-                launch.job.node_id, meeting.endpoints, [launch], meeting.host_at, meeting.elect_by
+                launch.job.node_id,
+                meeting.endpoints,
+                [launch],
+                meeting.host_at,
+                meeting.elect_by,
+                credentials=meeting.credentials(os.environ),
             )
         )
     except (RendezvousError, OSError) as error:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from rdzv.agent.accounts import Identity, acting_as, identity_of_owner, open_untrusted
 from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
 
@@ -31,6 +32,8 @@ log = logging.getLogger("rdzv.agent")
 
 INDEX = "rounds.jsonl"
 _REMOVED = ".removed-"
+_MAX_INDEX_BYTES = 64 << 20
+"""An index that is longer was not written by an agent."""
 
 
 def folder_name(name: str) -> str:
@@ -46,9 +49,10 @@ def folder_name(name: str) -> str:
 class RunFolder:
     """The folder of one run on this node."""
 
-    def __init__(self, path: Path) -> None:
-        """Use a folder that is there."""
+    def __init__(self, path: Path, identity: Identity | None = None) -> None:
+        """Use a folder that is there, and belongs to an account."""
         self.path = path
+        self._identity = identity
         self._noted: int | None = None
 
     def note(self, written: Written) -> None:
@@ -59,7 +63,11 @@ class RunFolder:
         assert found is not None
         self._noted = found.number
         try:
-            with (self.path / INDEX).open("ab", buffering=0) as index:
+            with acting_as(self._identity):
+                fd = open_untrusted(
+                    self.path / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                )
+            with os.fdopen(fd, "ab", buffering=0) as index:
                 index.write(_as_line(found))
         except OSError as error:
             log.warning(
@@ -76,18 +84,37 @@ class RunFolders:
         self._lock = threading.Lock()
         self._in_use: set[Path] = set()
 
-    def open(self, rdzv_id: str, run: str) -> RunFolder:
+    def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Make the folder of a run, which is in use until `release`.
 
+        With an identity it is that account's own, and nobody else may look into it.
+
         Raises:
-            OSError: it can not be made.
+            OSError: it can not be made, or is another account's.
 
         """
         path = self._base / folder_name(rdzv_id) / folder_name(run)
         with self._lock:
-            path.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if identity is None:
+                path.mkdir(exist_ok=True)
+            else:
+                self._make_for(path, identity)
             self._in_use.add(path)
-        return RunFolder(path)
+        return RunFolder(path, identity)
+
+    def _make_for(self, path: Path, identity: Identity) -> None:
+        """Make a folder that belongs to an account, below folders of which it may list none."""
+        for folder in (self._base, path.parent):
+            folder.chmod(0o711)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        else:
+            os.chown(path, identity.uid, identity.gid)
+        if (owner := path.lstat().st_uid) != identity.uid:
+            raise PermissionError(None, f"it belongs to uid {owner}, and not {identity.uid}", path)
 
     def release(self, folder: RunFolder) -> None:
         """Take note that nothing more is written there; one that is empty is removed."""
@@ -213,22 +240,27 @@ def _as_line(round_: WrittenRound) -> bytes:
 
 def _read_index(index: Path) -> list[WrittenRound]:
     try:
-        lines = index.read_bytes().splitlines()
+        # The folder says whose it is: the one above it is this agent's own.
+        identity = identity_of_owner(index.parent)
+        with acting_as(identity):
+            fd = open_untrusted(index, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            lines = file.read(_MAX_INDEX_BYTES).splitlines()
     except OSError:
         return []
-    return [found for line in lines if (found := _read_line(line)) is not None]
+    return [found for line in lines if (found := _read_line(line, identity)) is not None]
 
 
-def _read_line(line: bytes) -> WrittenRound | None:
-    """Read a line; None for one that was cut short when the agent died."""
+def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
+    """Read a line; None for one that was cut short when the agent died, or is none of its own."""
     try:
         found = json.loads(line)
         workers = tuple(
             WorkerOutput(stdout=_path(stdout), stderr=_path(stderr), error=NO_FILES)
             for stdout, stderr in found["workers"]
         )
-        return WrittenRound(int(found["round"]), int(found["rank_first"]), workers)
-    except (ValueError, KeyError, TypeError):
+        return WrittenRound(int(found["round"]), int(found["rank_first"]), workers, identity)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

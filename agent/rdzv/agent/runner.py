@@ -6,13 +6,14 @@ is its end of a Unix stream socket to the agent, both directions of which carry 
 
 What the agent may ask (a request that is refused changes nothing, and is answered by `error`):
 
-    start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus}], warm}
+    start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus,
+                                         identity}], warm}
     stop_workers      {round, signal, grace_s}
     notify_workers    {round, signal}                 ends nothing by itself
-    start_store_host  {round, argv, env}, and with it a listening socket
+    start_store_host  {round, argv, env, identity}, and with it a listening socket
     stop_store_host   {round}
     renew_fence       {fence_at_ms}
-    keep_zygote       {argv, env, cwd, modules, cpus, wait_s}     once
+    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity}     once
     serve             {socket, orphan_timeout_s, grace_s}         the path counts once
     keep              {name, value}
     heard             {number}
@@ -61,6 +62,11 @@ then a child like any other. Whatever goes wrong with that, it is started cold i
 zygote imports, once it has died, and when it does not fork in time. A zygote that has died is
 replaced, after a while.
 
+With an *identity* a process runs as another account than the runner, which has to be root for
+that, and stays it: so no worker can end its runner, or escape it. Whatever the runner opens for
+such a process it opens with that account's rights, so that no link leads it where the account
+could not go itself.
+
 A *fence* is a point in time by `boottime_ms` which no round outlives, whatever the agent does: it
 may be stopped, or hang. The agent renews it while there is proof that the server hears this node.
 A round that is to start when the fence has come starts no worker. Without a fence there is none.
@@ -71,6 +77,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
+import resource
 import select
 import selectors
 import signal
@@ -433,6 +441,77 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
+# ---------------------------------------------------------------------- accounts
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An account by its numbers, and what its processes are bound to."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+    umask: int = 0o022
+    limits: tuple[tuple[str, int, int], ...] = ()
+    """Limits by their names in `resource`, without RLIMIT_: soft and hard, -1 for none."""
+
+
+_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
+
+
+@contextmanager
+def acting_as(identity: Identity | None) -> Iterator[None]:
+    """Open, make and remove files with an account's rights, and no others; None: with the own.
+
+    Holds for the calling thread alone, and for files alone: no process of that account may signal
+    or trace this one meanwhile. Never wait for anything inside that lets other code run.
+
+    Raises:
+        PermissionError: this process is not root, and so can not.
+
+    """
+    if identity is None:
+        yield
+        return
+    own_groups, own_gid = os.getgroups(), os.getegid()
+    _set_thread_groups(identity.groups)
+    try:
+        _set_file_ids(identity.uid, identity.gid)
+        yield
+    finally:
+        _set_file_ids(0, own_gid)
+        _set_thread_groups(own_groups)
+
+
+def _set_file_ids(uid: int, gid: int) -> None:
+    # They return what was there before, and that is all that they say.
+    for set_id, number in ((_libc.setfsgid, gid), (_libc.setfsuid, uid)):
+        set_id(ctypes.c_uint32(number))
+        if set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF != number:
+            raise PermissionError(f"only root may act as user {uid} with group {gid}")
+
+
+def _set_thread_groups(groups: Sequence[int]) -> None:
+    """Set the groups of this thread; libc's own function sets those of the whole process."""
+    call = _SYS_SETGROUPS.get(platform.machine())
+    if call is None:
+        raise PermissionError(f"not known how to act as another user on {platform.machine()}")
+    listed = (ctypes.c_uint32 * len(groups))(*groups)
+    if _libc.syscall(ctypes.c_long(call), ctypes.c_long(len(groups)), listed) != 0:
+        code = ctypes.get_errno()
+        raise PermissionError(code, f"only root may act as another user ({os.strerror(code)})")
+
+
+def become(identity: Identity) -> None:
+    """Be another account, for good; `OSError` or `ValueError` if that can not be."""
+    for name, soft, hard in identity.limits:
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (soft, hard))
+    os.setgroups(identity.groups)
+    os.setresgid(identity.gid, identity.gid, identity.gid)
+    os.setresuid(identity.uid, identity.uid, identity.uid)
+    os.umask(identity.umask)
+
+
 # ---------------------------------------------------------------------- time
 
 
@@ -496,7 +575,8 @@ class WorkerSpec:
 
     `stdout` and `stderr` are files to append to, None for the agent's own; `cwd` None is the
     agent's own too. `cpus` are those that it may run on, None for all that the agent may use. With
-    a `zygote` it is forked from that, if that is ready by then.
+    a `zygote` it is forked from that, if that is ready by then. `identity` None is the agent's own
+    account.
     """
 
     local_rank: int
@@ -507,6 +587,7 @@ class WorkerSpec:
     stderr: str | None
     cpus: tuple[int, ...] | None = None
     zygote: ZygoteSpec | None = None
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,6 +605,7 @@ class ZygoteSpec:
     modules: tuple[str, ...]
     cpus: tuple[int, ...] | None = None
     wait_s: float = 0.0
+    identity: Identity | None = None
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
@@ -556,6 +638,7 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
         stdout=_optional_text(worker, "stdout"),
         stderr=_optional_text(worker, "stderr"),
         cpus=_read_cpus(worker),
+        identity=_read_identity(worker),
     )
 
 
@@ -570,7 +653,25 @@ def _read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
         modules=tuple(modules),
         cpus=_read_cpus(request),
         wait_s=_read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
+        identity=_read_identity(request),
     )
+
+
+def _read_identity(request: Mapping[str, object]) -> Identity | None:
+    if request.get("identity") is None:
+        return None
+    said = _field(request, "identity", dict)
+    groups, limits = _field(said, "groups", list), _field(said, "limits", list)
+    try:
+        return Identity(
+            uid=_field(said, "uid", int),
+            gid=_field(said, "gid", int),
+            groups=tuple(int(group) for group in groups),
+            umask=_field(said, "umask", int),
+            limits=tuple((str(name), int(soft), int(hard)) for name, soft, hard in limits),
+        )
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"identity: {error}") from error
 
 
 def _read_cpus(worker: Mapping[str, object]) -> tuple[int, ...] | None:
@@ -647,7 +748,13 @@ def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
     with _open_logs(spec) as (stdout, stderr):
         try:
             return _spawn(
-                spec.argv, spec.env, cwd=spec.cwd, stdout=stdout, stderr=stderr, cpus=spec.cpus
+                spec.argv,
+                spec.env,
+                cwd=spec.cwd,
+                stdout=stdout,
+                stderr=stderr,
+                cpus=spec.cpus,
+                identity=spec.identity,
             )
         except OSError as error:
             raise StartError(_describe(error, spec)) from error
@@ -661,7 +768,7 @@ def _open_logs(spec: WorkerSpec) -> Iterator[tuple[int | None, int | None]]:
     logs: list[int | None] = []
     try:
         for name, path in (("stdout", spec.stdout), ("stderr", spec.stderr)):
-            logs.append(_open_log(name, path))
+            logs.append(_open_log(name, path, spec.identity))
         yield logs[0], logs[1]
     finally:
         for fd in logs:
@@ -679,19 +786,54 @@ def _spawn(
     pass_fds: Collection[int] = (),
     cpus: Collection[int] | None = None,
     blocked: Collection[int] = (),
+    identity: Identity | None = None,
 ) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        env=env,
-        cwd=cwd,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=pass_fds,
-        start_new_session=True,
-        # There is one thread.
-        preexec_fn=partial(_prepare_child, os.getpid(), cpus, blocked),  # noqa: PLW1509
-    )
+    # Of what goes wrong between fork and exec, subprocess says no more than that something did.
+    said, says = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def prepare() -> None:
+        _prepare_child(parent, cpus, blocked)
+        if identity is not None:
+            _hand_to_account(identity, cwd, parent, says)
+
+    parent = os.getpid()
+    try:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            # As root one could enter it where its account can not, and not where root is nobody.
+            cwd=cwd if identity is None else None,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            # There is one thread.
+            preexec_fn=prepare,  # noqa: PLW1509
+        )
+    except subprocess.SubprocessError as error:
+        with suppress(BlockingIOError):
+            if why := os.read(said, 4096):
+                raise subprocess.SubprocessError(why.decode(errors="replace")) from error
+        raise
+    finally:
+        os.close(said)
+        os.close(says)
+
+
+def _hand_to_account(identity: Identity, cwd: str | None, parent: int, says: int) -> None:
+    """Have the child be that account, in its folder; write down why that can not be."""
+    doing = f"user {identity.uid}, with its groups and limits"
+    try:
+        become(identity)
+        if cwd is not None:
+            doing = f"cwd {cwd!r}"
+            os.chdir(cwd)
+        # Who becomes another user has lost it.
+        _put_on_leash(parent)
+    except (OSError, ValueError) as error:
+        os.write(says, f"{doing}: {_reason(error)}".encode(errors="replace")[:4096])
+        raise
 
 
 def _prepare_child(parent: int, cpus: Collection[int] | None, blocked: Collection[int]) -> None:
@@ -703,6 +845,11 @@ def _prepare_child(parent: int, cpus: Collection[int] | None, blocked: Collectio
             signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     be_spared_no_more()
+    _put_on_leash(parent)
+
+
+def _put_on_leash(parent: int) -> None:
+    """Have this process die with its parent."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the leash was on.
         os.kill(os.getpid(), signal.SIGKILL)
@@ -715,15 +862,16 @@ def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
             score.write_bytes(b"0")
 
 
-def _open_log(name: str, path: str | None) -> int | None:
-    """Open a worker's log file to append to, if it has one."""
+def _open_log(name: str, path: str | None, identity: Identity | None) -> int | None:
+    """Open a worker's log file to append to, if it has one, with the rights of its account."""
     if path is None:
         return None
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
-        fd = os.open(path, flags, 0o666)
+        with acting_as(identity):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
+            fd = os.open(path, flags, 0o666)
     except (OSError, ValueError) as error:
         folder = getattr(error, "filename", path)
         where = f"{name} {path!r}" if folder == path else f"{name} {path!r}: its folder {folder!r}"
@@ -1356,6 +1504,7 @@ class Runner:
                     cpus=spec.cpus,
                     # Workers are to find all dispositions as a fresh interpreter has them.
                     blocked=_IGNORED_SIGNALS,
+                    identity=spec.identity,
                 )
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 ours.close()
@@ -1384,15 +1533,20 @@ class Runner:
         return True
 
     def _hear_zygote(self, zygote: _Zygote, message: Mapping[str, Any]) -> None:
+        if not isinstance(message, dict):
+            raise TypeError("it is no JSON object")
         if "ready" in message:
+            told = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None
-            self._emit("zygote_ready", pid=zygote.process.pid, **message["ready"])
+            self._emit("zygote_ready", pid=zygote.process.pid, **told)
             self._ask_for([birth for birth in self._births if birth.awaits_zygote])
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
         else:
+            # It is the user's own process, and may say anything.
+            pids = [pid for pid in message["pids"] if type(pid) is int]
             births = zygote.asked.pop(message["forked"])
-            self._adopt(zygote, births, message["pids"], message["reason"])
+            self._adopt(zygote, births, pids, str(message["reason"]))
 
     def _close_control(self, zygote: _Zygote) -> None:
         if zygote.control.fileno() >= 0:
@@ -1620,21 +1774,29 @@ class Runner:
         try:
             number = _field(request, "round", int)
             argv, env = _read_argv(request), _read_env(request)
+            identity = _read_identity(request)
             if number in self._store_hosts:
                 raise RequestError(f"round {number} has a store host")
-            self._spawn_store_host(number, argv, env, listen_fd)
+            self._spawn_store_host(number, argv, env, listen_fd, identity)
         finally:
             # The host alone may hold it: when it dies, its clients must hear of it.
             os.close(listen_fd)
 
     def _spawn_store_host(
-        self, number: int, argv: list[str], env: Mapping[str, str], listen_fd: int
+        self,
+        number: int,
+        argv: list[str],
+        env: Mapping[str, str],
+        listen_fd: int,
+        identity: Identity | None,
     ) -> None:
         ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
         command = [*argv, "--fd", str(listen_fd), "--ready-fd", str(ready_end)]
         fds = (listen_fd, ready_end)
         try:
-            process = _spawn(command, env, stdin=subprocess.DEVNULL, pass_fds=fds)
+            process = _spawn(
+                command, env, stdin=subprocess.DEVNULL, pass_fds=fds, identity=identity
+            )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             os.close(ready_fd)
             sys.stderr.write(f"rdzv: can not start the store host {argv[0]!r}: {error}\n")
@@ -1660,6 +1822,16 @@ class Runner:
         host = self._store_hosts.get(_field(request, "round", int))
         if host is not None:
             host.process.kill()
+
+
+def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a zygote says of itself, and nothing else that it may say."""
+    return {
+        "modules": [str(name) for name in said["modules"]],
+        "threads": int(said["threads"]),
+        "memory_kb": int(said["memory_kb"]),
+        "seconds": float(said["seconds"]),
+    }
 
 
 def _exit_fields(code: int) -> dict[str, int | None]:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rdzv.agent import runner
 from rdzv.agent.runner import (
     Channel,
+    Identity,
     MalformedFrameError,
     WorkerSpec,
     ZygoteSpec,
@@ -471,13 +472,12 @@ class RunnerLink:
         """
         if not self._keeps_zygote:
             self._keeps_zygote = True
-            fields = _portable({name: getattr(zygote, name) for name in ZygoteSpec.__slots__})
+            fields = _portable(_fields(zygote))
             self._send({"type": "keep_zygote", **fields})
 
     def start_workers(self, round: int, workers: Sequence[WorkerSpec]) -> None:
         """Start all workers of a round; refused until those of the round before are gone."""
-        names = [name for name in WorkerSpec.__slots__ if name != "zygote"]
-        specs = [_portable({name: getattr(worker, name) for name in names}) for worker in workers]
+        specs = [_portable(_fields(worker)) for worker in workers]
         warm = []
         for worker in workers:
             if worker.zygote is not None:
@@ -490,13 +490,19 @@ class RunnerLink:
             self._loop.call_soon(self._fail_start, round, workers[0].local_rank, str(error))
 
     def start_store_host(
-        self, round: int, listen_socket: socket.socket, python: str, env: Mapping[str, str]
+        self,
+        round: int,
+        listen_socket: socket.socket,
+        python: str,
+        env: Mapping[str, str],
+        identity: Identity | None = None,
     ) -> None:
         """Serve the round's store on a bound, listening socket, with the job's interpreter.
 
         The caller should close its copy afterwards: clients of a dead store must hear of it.
         """
-        command = _portable({"argv": [python, str(_STORE_HOST)], "env": env})
+        whose = None if identity is None else asdict(identity)
+        command = _portable({"argv": [python, str(_STORE_HOST)], "env": env, "identity": whose})
         fd = os.dup(listen_socket.fileno())
         try:
             self._send({"type": "start_store_host", "round": round, **command}, fd)
@@ -717,6 +723,12 @@ def _decode(message: Mapping[str, Any]) -> RunnerEvent:
         return _EVENTS[fields.pop("type")](**fields)
     except (KeyError, TypeError) as error:
         raise MalformedFrameError(f"the runner says {message!r:.200}") from error
+
+
+def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
+    """Return what a runner is told of a process that it is to start."""
+    told = {name: getattr(spec, name) for name in spec.__slots__ if name != "zygote"}
+    return {**told, "identity": None if spec.identity is None else asdict(spec.identity)}
 
 
 def _portable(value: Any) -> Any:

@@ -50,6 +50,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
+from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -135,23 +136,30 @@ class Identity:
     """What this instance was given before, where an agent before this one has begun it."""
     leadership: int = 0
     """The highest that was heard of, likewise."""
+    lease_ms: int | None = None
+    """The lease that it had, likewise."""
 
 
 class ServerLink:
     """Keeps one stream to one of the servers open until it is closed."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], identity: Identity, backoff: Backoff = BACKOFF
+        self,
+        endpoints: Sequence[Endpoint],
+        identity: Identity,
+        backoff: Backoff = BACKOFF,
+        credentials: Credentials = PLAIN,
     ) -> None:
         self._attempts = Attempts(endpoints, backoff)
+        self._credentials = credentials
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
         """Who takes up submitted jobs; None: nobody."""
         self._lease_ms: int | None = None
         """The lease that the open stream gives; None: there is no such stream."""
-        self._last_lease_ms: int | None = None
-        """The lease that the last stream gave, open or not."""
+        self._last_lease_ms = identity.lease_ms
+        """The lease that the last stream gave, open or not; None: there was none."""
         self._declined: dict[tuple[str, str], str] = {}
         """By rdzv_id and run, the jobs that this node can not take up, and why. Said again when a
         stream opens, for nothing else says it."""
@@ -160,8 +168,8 @@ class ServerLink:
         self._outbox: asyncio.Queue[pb.NodeMessage | None] | None = None
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
-        self.on_welcome: Callable[[int, int], None] = lambda incarnation, leadership: None
-        """Called with what the server has given to this instance, before anybody relies on it."""
+        self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
+        """Called with incarnation, leadership and lease, before anybody relies on them."""
         self.superseded: NodeSupersededError | None = None
         """Why this instance speaks for its node no more, once `is_superseded`."""
         self.is_superseded = asyncio.Event()
@@ -338,7 +346,12 @@ class ServerLink:
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
-        async with grpc.aio.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
+        try:
+            opened = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+        except InvalidRequestError as unusable:
+            # It may just be about to be renewed.
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")
+        async with opened as channel:
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
             while True:
                 self._renewing = False
@@ -354,7 +367,11 @@ class ServerLink:
         self._unanswered.clear()
         timeout_s = min(WELCOME_TIMEOUT_S, self._shortest_fence_s() or WELCOME_TIMEOUT_S)
         outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
-        call = stub.Attach(self._outgoing(outbox))
+        try:
+            metadata = self._credentials.metadata(endpoint)
+        except InvalidRequestError as error:
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+        call = stub.Attach(self._outgoing(outbox), metadata=metadata)
         # What is said from here on follows this Hello; what came before is in it.
         outbox.put_nowait(pb.NodeMessage(hello=self._hello()))
         self._outbox, self._hang_up = outbox, call.cancel
@@ -490,7 +507,7 @@ class ServerLink:
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._incarnation = welcome.incarnation
-        self.on_welcome(self._incarnation, self._leadership)
+        self.on_welcome(self._incarnation, self._leadership, welcome.lease_ms)
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
         self.meter.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())
@@ -543,7 +560,7 @@ class ServerLink:
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
         else:
-            event = wire.event(message)
+            event = wire.event(message, _now_ms())
             if event is not None:
                 job.post(event)
 
@@ -551,7 +568,12 @@ class ServerLink:
         """Tell a refusal, which is final, from a failure, after which it tries again."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
-            error.code(), error.details(), trailing, endpoint, WELCOME_TIMEOUT_S
+            error.code(),
+            error.details(),
+            trailing,
+            endpoint,
+            WELCOME_TIMEOUT_S,
+            self._credentials,
         )
         if failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):

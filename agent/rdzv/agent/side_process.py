@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent import runner_link
+from rdzv.agent.accounts import Account, started_as
 from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")
@@ -64,10 +65,11 @@ class SideProcess(asyncio.Protocol):
         *,
         environ: Mapping[str, str] | None = None,
         chdir: Path | None = None,
+        account: Account | None = None,
     ) -> SideProcess:
         """Start `torch_side.py`; `options` says what for.
 
-        `environ` and `chdir` are the job's; by default this process's own.
+        `environ`, `chdir` and `account` are the job's; by default this process's own.
 
         Raises:
             OSError: the interpreter can not be started.
@@ -75,15 +77,16 @@ class SideProcess(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = subprocess.Popen(  # noqa: ASYNC220
-                    [python, str(_SCRIPT), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    env=environ,
-                    cwd=chdir,
-                    pass_fds=[theirs.fileno()],
-                    # Ctrl-C is the agent's to hear.
-                    start_new_session=True,
-                )
+                with started_as(account, chdir) as how:
+                    process = subprocess.Popen(  # noqa: ASYNC220
+                        [python, str(_SCRIPT), str(theirs.fileno())],
+                        stdin=subprocess.DEVNULL,
+                        env=environ,
+                        pass_fds=[theirs.fileno()],
+                        # Ctrl-C is the agent's to hear.
+                        start_new_session=True,
+                        **how,
+                    )
             except OSError:
                 ours.close()
                 raise
@@ -168,7 +171,9 @@ class SideProcess(asyncio.Protocol):
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
                 log.warning("pid %d says %r", self._process.pid, line[:200])
                 continue
             if self._first.done():

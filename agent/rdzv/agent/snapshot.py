@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as
+
 log = logging.getLogger("rdzv.agent")
 
 TIMEOUT_S = 5.0
@@ -72,8 +74,15 @@ def look(path: Path) -> Sight:
 class Snapshot:
     """The snapshot of one job, as this node sees it. Without a path there is none."""
 
-    def __init__(self, path: Path | None, look: Callable[[Path], Sight] = look) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        look: Callable[[Path], Sight] = look,
+        identity: Identity | None = None,
+    ) -> None:
+        """Look at a path with the rights of whom it belongs to."""
         self._path = path
+        self._identity = identity
         self._look = look
         self._last: Sight | None = None
         """What was there at the last look; None: that is not known."""
@@ -131,7 +140,8 @@ class Snapshot:
         def work() -> None:
             seen: Sight | OSError
             try:
-                seen = self._look(path)
+                with acting_as(self._identity):
+                    seen = self._look(path)
             except OSError as error:
                 seen = error
             # The loop has closed if nobody cares any more.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rdzv import flags
+from rdzv.agent.accounts import Account
 from rdzv.agent.launch import Launch, Output, ask_count_devices, count_cpus
 from rdzv.agent.options import parse_launch
 from rdzv.client import Endpoint
@@ -77,6 +78,8 @@ class Share:
     """UUIDs; None on a node that has no GPUs."""
     run_dir: Path
     """Where its files are."""
+    account: Account | None = None
+    """What it runs as; None: the account of this agent."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -92,16 +95,18 @@ def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, 
     }
 
 
-def working_directory(placed: Placed, around: Surroundings) -> Path:
+def working_directory(placed: Placed, around: Surroundings, account: Account | None = None) -> Path:
     """Return where a job's workers start: where it was submitted from, or its account's home."""
     if placed.spec.chdir:
         return Path(placed.spec.chdir)
-    return Path(around.environ.get("HOME") or "/")
+    return Path(around.environ.get("HOME") or "/" if account is None else account.home)
 
 
 def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
     """Return what the environment of a job's workers is made from."""
-    environ = {**around.environ, **dict(placed.spec.env)}
+    # What says who this agent is, which it may pass on, does not say who the job is.
+    own = {} if share.account is None else share.account.environ
+    environ = {**around.environ, **own, **dict(placed.spec.env)}
     if share.gpus is not None:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     return environ
@@ -120,7 +125,7 @@ async def make_launch(
 
     """
     environ = job_environ(placed, around, share)
-    chdir = working_directory(placed, around)
+    chdir = working_directory(placed, around, share.account)
     args = [
         "--rdzv-backend=rdzv",
         f"--rdzv-endpoint={','.join(map(str, around.endpoints))}",
@@ -136,7 +141,7 @@ async def make_launch(
     if not parse_nproc(kind) and not counted:
         size = count_cpus()
         if kind != "cpu":
-            size = await ask_count_devices(kind, launch.python, environ)
+            size = await ask_count_devices(kind, launch.python, environ, share.account)
         launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=size)
     job = launch.job
     if (job.rdzv_id, job.node_id) != (placed.rdzv_id, around.node_id) or (
@@ -151,6 +156,7 @@ async def make_launch(
         job=replace(job, server_timeout_ms=SERVER_TIMEOUT_MS),
         output=_to_files(launch.output, job.local_world_size, share.run_dir),
         progress_dir=around.progress_dir,
+        account=share.account,
     )
 
 

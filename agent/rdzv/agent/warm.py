@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 
+from rdzv.agent.accounts import started_as
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import Launch
 from rdzv.agent.runner import MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec, zygote_environ
@@ -66,6 +67,7 @@ def zygote_spec(
         modules=preloaded(launch.warm),
         cpus=cpus[0] if len(set(cpus)) == 1 else None,
         wait_s=_wait_s(launch.environ),
+        identity=launch.identity,
     )
 
 
@@ -146,16 +148,17 @@ async def check_warm(launch: Launch) -> str:
 
 async def _ask(launch: Launch) -> bytes:
     script = "-m" if launch.module else "-c" if launch.run_path else launch.script
-    process = await asyncio.create_subprocess_exec(
-        launch.python,
-        # Where the zygote's way in is not taken, this runs instead, and never the script.
-        *("-u", "-c", "print('no')"),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        cwd=launch.chdir,
-        env=zygote_environ(launch.environ, {"check": preloaded(launch.warm), "script": script}),
-    )
+    with started_as(launch.account, launch.chdir) as how:
+        process = await asyncio.create_subprocess_exec(
+            launch.python,
+            # Where the zygote's way in is not taken, this runs instead, and never the script.
+            *("-u", "-c", "print('no')"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=zygote_environ(launch.environ, {"check": preloaded(launch.warm), "script": script}),
+            **how,
+        )
     spare(process.pid)
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):

@@ -24,6 +24,7 @@ from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.stacks import WorkerStack
+from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
 _PHASES = {
@@ -65,7 +66,7 @@ def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) 
         failures=_failures(failures, now_ms),
     )
     if state.assignment is not None:
-        believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment))
+        believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment, now_ms))
         believed.store_host_failed = _text(state.store_host_failed)
     if state.leaving is not None:
         left_round = state.left_round if state.workers_gone else None
@@ -108,7 +109,9 @@ def join(
     )
 
 
-def _round(rdzv_id: str, assignment: Assignment) -> pb.RoundCompleted:
+def _round(rdzv_id: str, assignment: Assignment, now_ms: int) -> pb.RoundCompleted:
+    since_ms = now_ms - assignment.heard_at_ms
+    tally = None if assignment.tally is None else tally_message(assignment.tally, since_ms)
     return pb.RoundCompleted(
         rdzv_id=rdzv_id,
         run=assignment.run,
@@ -124,6 +127,7 @@ def _round(rdzv_id: str, assignment: Assignment) -> pb.RoundCompleted:
         use_agent_store=assignment.use_agent_store,
         restarts=assignment.restarts,
         max_restarts=assignment.max_restarts,
+        tally=tally,
     )
 
 
@@ -377,6 +381,8 @@ def placed(message: pb.Placed) -> Placed:
             gpus_per_node=spec.gpus_per_node if spec.HasField("gpus_per_node") else None,
             local_world_size=spec.local_world_size,
             needs_gpu=spec.needs_gpu,
+            submitter=spec.submitter,
+            account=spec.account,
         ),
     )
 
@@ -387,13 +393,13 @@ def rdzv_id_of(message: pb.ServerMessage) -> str:
     return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
 
 
-def event(message: pb.ServerMessage) -> events.Event | None:
+def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
     """Turn a message about a job into an event; None for one that is only for people."""
     match message.WhichOneof("body"):
         case "joined":
             return events.Joined(message.joined.run, message.joined.run_number)
         case "round_completed":
-            return events.RoundCompleted(_assignment(message.round_completed))
+            return events.RoundCompleted(_assignment(message.round_completed, now_ms))
         case "round_ended":
             ended = message.round_ended
             cause = _CAUSES.get(ended.cause, Cause.NODE_LEFT)
@@ -406,7 +412,7 @@ def event(message: pb.ServerMessage) -> events.Event | None:
             return None
 
 
-def _assignment(line: pb.RoundCompleted) -> Assignment:
+def _assignment(line: pb.RoundCompleted, now_ms: int) -> Assignment:
     return Assignment(
         run=line.run,
         round=line.round,
@@ -421,6 +427,8 @@ def _assignment(line: pb.RoundCompleted) -> Assignment:
         use_agent_store=line.use_agent_store,
         restarts=line.restarts,
         max_restarts=line.max_restarts,
+        tally=tally_of(line.tally) if line.HasField("tally") else None,
+        heard_at_ms=now_ms,
     )
 
 

@@ -42,12 +42,14 @@ class LocalWorkerGroup:
         self._progress_file = progress_file
         self._notice_file = notice_file
         output, job = launch.output, launch.job
-        self._logs = RunLogs(output.log_dir, job.rdzv_id, job.node_id, output.run_dir)
+        self._logs = RunLogs(
+            output.log_dir, job.rdzv_id, job.node_id, output.run_dir, launch.identity
+        )
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._output = RoundOutput((), {})
         self._tee: Tee | None = None
-        self.written = Written()
+        self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
         """What the workers are to be forked from, once that is known; None: they start cold."""
         self._told_cold: dict[int, str] = {}
@@ -63,7 +65,9 @@ class LocalWorkerGroup:
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
         if self._launch.numa_binding is not None:
-            self._gpus = await numa.visible_gpu_pci_addresses(self._launch.environ)
+            self._gpus = await numa.visible_gpu_pci_addresses(
+                self._launch.environ, account=self._launch.account
+            )
             for local_rank in range(self._launch.job.local_world_size):
                 self._cpus(local_rank)
         if self._launch.warm:
@@ -160,6 +164,7 @@ class LocalWorkerGroup:
                 stdout=None if output.stdout is None else str(output.stdout),
                 stderr=None if output.stderr is None else str(output.stderr),
                 cpus=self._cpus(local_rank),
+                identity=self._launch.identity,
             )
         )
 

@@ -641,6 +641,7 @@ class Join(google.protobuf.message.Message):
     FENCED_FIELD_NUMBER: builtins.int
     FURTHEST_STEP_FIELD_NUMBER: builtins.int
     SNAPSHOT_CHANGED_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -654,6 +655,10 @@ class Join(google.protobuf.message.Message):
     """The highest step that a worker of `left_round` on this node was at; unset: none has said any."""
     snapshot_changed: builtins.bool
     """The snapshot that was named has changed since that round began, or that can not be known."""
+    secret: builtins.str
+    """What whoever takes part in the run must know; empty: nothing. The first join decides. The server
+    keeps a hash of it.
+    """
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -675,9 +680,10 @@ class Join(google.protobuf.message.Message):
         fenced: builtins.bool = ...,
         furthest_step: builtins.int | None = ...,
         snapshot_changed: builtins.bool = ...,
+        secret: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload
@@ -1739,6 +1745,8 @@ class JobSpec(google.protobuf.message.Message):
     GPUS_PER_NODE_FIELD_NUMBER: builtins.int
     LOCAL_WORLD_SIZE_FIELD_NUMBER: builtins.int
     NEEDS_GPU_FIELD_NUMBER: builtins.int
+    SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     chdir: builtins.str
     """The working directory, on every node; empty: the node's own choice."""
     priority: builtins.int
@@ -1749,6 +1757,14 @@ class JobSpec(google.protobuf.message.Message):
     """Workers of each node; 0: the node counts its GPUs or CPUs, and gives the job all its GPUs."""
     needs_gpu: builtins.bool
     """A node without any GPU is not used."""
+    submitter: builtins.str
+    """Who submitted it, as the caller has proven to the server, which alone says it; empty where
+    nobody has to prove anything.
+    """
+    account: builtins.str
+    """The account of the node that it asks to run as; empty: the one that the node has for its
+    submitter. A node that does not let the submitter have it declines.
+    """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """rdzvrun's: its flags, the script, and the script's own."""
@@ -1772,9 +1788,11 @@ class JobSpec(google.protobuf.message.Message):
         gpus_per_node: builtins.int | None = ...,
         local_world_size: builtins.int = ...,
         needs_gpu: builtins.bool = ...,
+        submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "gpus_per_node", b"gpus_per_node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "account", b"account", "args", b"args", "chdir", b"chdir", "env", b"env", "gpus_per_node", b"gpus_per_node", "labels", b"labels", "local_world_size", b"local_world_size", "needs_gpu", b"needs_gpu", "priority", b"priority", "submitter", b"submitter"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
 
 global___JobSpec = JobSpec
@@ -1840,6 +1858,7 @@ class RoundCompleted(google.protobuf.message.Message):
     USE_AGENT_STORE_FIELD_NUMBER: builtins.int
     RESTARTS_FIELD_NUMBER: builtins.int
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
+    TALLY_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1858,6 +1877,10 @@ class RoundCompleted(google.protobuf.message.Message):
     restarts: builtins.int
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
+    @property
+    def tally(self) -> global___Tally:
+        """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
+
     def __init__(
         self,
         *,
@@ -1875,10 +1898,56 @@ class RoundCompleted(google.protobuf.message.Message):
         use_agent_store: builtins.bool = ...,
         restarts: builtins.int = ...,
         max_restarts: builtins.int = ...,
+        tally: global___Tally | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tally", b"tally"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
 
 global___RoundCompleted = RoundCompleted
+
+@typing.final
+class Tally(google.protobuf.message.Message):
+    """What a run had spent, beside the number of its restarts, when a round was announced."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    STORE_FAILURES_FIELD_NUMBER: builtins.int
+    SOON_FIELD_NUMBER: builtins.int
+    IN_VAIN_FIELD_NUMBER: builtins.int
+    FURTHEST_STEP_FIELD_NUMBER: builtins.int
+    RESTART_AGES_MS_FIELD_NUMBER: builtins.int
+    preemptions: builtins.int
+    """Rounds that ended because a node was lost or left."""
+    store_failures: builtins.int
+    """Rounds that ended because their store host failed."""
+    soon: builtins.int
+    """Rounds in a row that failed soon, and had not moved the job on."""
+    in_vain: builtins.int
+    """Restarts in a row that did not move the job on."""
+    furthest_step: builtins.int
+    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    @property
+    def restart_ages_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How long ago the restarts were spent that `restart_window` has not forgotten: the last 64 of
+        them, the oldest first. None without a window, for then all count.
+        """
+
+    def __init__(
+        self,
+        *,
+        preemptions: builtins.int = ...,
+        store_failures: builtins.int = ...,
+        soon: builtins.int = ...,
+        in_vain: builtins.int = ...,
+        furthest_step: builtins.int | None = ...,
+        restart_ages_ms: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step", "in_vain", b"in_vain", "preemptions", b"preemptions", "restart_ages_ms", b"restart_ages_ms", "soon", b"soon", "store_failures", b"store_failures"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
+
+global___Tally = Tally
 
 @typing.final
 class RoundEnded(google.protobuf.message.Message):
@@ -2086,6 +2155,8 @@ class JobStatus(google.protobuf.message.Message):
     BUDGETS_FIELD_NUMBER: builtins.int
     NO_PROGRESS_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    HAS_SECRET_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2117,6 +2188,12 @@ class JobStatus(google.protobuf.message.Message):
     """
     no_progress: builtins.bool
     """It has failed for it did not move on; as in `Closed`."""
+    owner: builtins.str
+    """Who alone, beside an admin, may stop, restart, scale and forget the job, and submit it again;
+    empty: an admin.
+    """
+    has_secret: builtins.bool
+    """Whether those who join must know a secret."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2167,9 +2244,11 @@ class JobStatus(google.protobuf.message.Message):
         budgets: global___Budgets | None = ...,
         no_progress: builtins.bool = ...,
         stragglers: collections.abc.Iterable[global___Straggler] | None = ...,
+        owner: builtins.str = ...,
+        has_secret: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round", "submission", b"submission"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -2281,6 +2360,8 @@ class Submission(google.protobuf.message.Message):
     PLACED_FIELD_NUMBER: builtins.int
     JOBS_BEFORE_FIELD_NUMBER: builtins.int
     DECLINED_FIELD_NUMBER: builtins.int
+    SUBMITTER_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     submitted_by: builtins.str
     age_ms: builtins.int
     chdir: builtins.str
@@ -2288,6 +2369,10 @@ class Submission(google.protobuf.message.Message):
     gpus_per_node: builtins.int
     jobs_before: builtins.int
     """Jobs that are served before this one; unset for one that does not wait."""
+    submitter: builtins.str
+    """As in `JobSpec`; `submitted_by` is what the caller says of itself."""
+    account: builtins.str
+    """As in `JobSpec`."""
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -2316,9 +2401,11 @@ class Submission(google.protobuf.message.Message):
         placed: collections.abc.Iterable[builtins.str] | None = ...,
         jobs_before: builtins.int | None = ...,
         declined: collections.abc.Iterable[global___DeclinedNode] | None = ...,
+        submitter: builtins.str = ...,
+        account: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpus_per_node", b"_gpus_per_node", "_jobs_before", b"_jobs_before", "account", b"account", "age_ms", b"age_ms", "args", b"args", "chdir", b"chdir", "declined", b"declined", "env_names", b"env_names", "gpus_per_node", b"gpus_per_node", "jobs_before", b"jobs_before", "labels", b"labels", "placed", b"placed", "priority", b"priority", "submitted_by", b"submitted_by", "submitter", b"submitter"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gpus_per_node", b"_gpus_per_node"]) -> typing.Literal["gpus_per_node"] | None: ...
     @typing.overload
@@ -3174,6 +3261,7 @@ class Server(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
+    INSECURE_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -3184,6 +3272,10 @@ class Server(google.protobuf.message.Message):
     server_version: builtins.str
     state_age_ms: builtins.int
     """How long it has led, or stood by."""
+    insecure: builtins.str
+    """Why everyone who reaches it, also from other machines, may do everything. Empty: not everyone
+    may, or it is not the one that answers, and so not known.
+    """
     def __init__(
         self,
         *,
@@ -3193,8 +3285,9 @@ class Server(google.protobuf.message.Message):
         store: builtins.str = ...,
         server_version: builtins.str = ...,
         state_age_ms: builtins.int = ...,
+        insecure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
 
 global___Server = Server
 
@@ -3222,3 +3315,149 @@ class BackupChunk(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
 
 global___BackupChunk = BackupChunk
+
+@typing.final
+class Token(google.protobuf.message.Message):
+    """A token as it is remembered: its text is not."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    USED_AGE_MS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """For people to name it by; it is the first part of its text, and no secret."""
+    name: builtins.str
+    """Who the caller is that shows it."""
+    age_ms: builtins.int
+    expires_in_ms: builtins.int
+    """How long it is still valid; unset: for ever. 0: it has expired."""
+    used_age_ms: builtins.int
+    """How long ago it was last used, give or take an hour; unset: never."""
+    @property
+    def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """read, submit, node, admin."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        roles: collections.abc.Iterable[builtins.str] | None = ...,
+        age_ms: builtins.int = ...,
+        expires_in_ms: builtins.int | None = ...,
+        used_age_ms: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expires_in_ms", b"_expires_in_ms", "_used_age_ms", b"_used_age_ms", "expires_in_ms", b"expires_in_ms", "used_age_ms", b"used_age_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expires_in_ms", b"_expires_in_ms", "_used_age_ms", b"_used_age_ms", "age_ms", b"age_ms", "expires_in_ms", b"expires_in_ms", "id", b"id", "name", b"name", "roles", b"roles", "used_age_ms", b"used_age_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expires_in_ms", b"_expires_in_ms"]) -> typing.Literal["expires_in_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_used_age_ms", b"_used_age_ms"]) -> typing.Literal["used_age_ms"] | None: ...
+
+global___Token = Token
+
+@typing.final
+class CreateTokenRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    expires_in_ms: builtins.int
+    """0: it does not expire."""
+    @property
+    def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        roles: collections.abc.Iterable[builtins.str] | None = ...,
+        expires_in_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expires_in_ms", b"expires_in_ms", "name", b"name", "roles", b"roles"]) -> None: ...
+
+global___CreateTokenRequest = CreateTokenRequest
+
+@typing.final
+class CreateTokenResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """What the caller is to show: `authorization: Bearer TEXT`."""
+    @property
+    def token(self) -> global___Token: ...
+    def __init__(
+        self,
+        *,
+        token: global___Token | None = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["token", b"token"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text", "token", b"token"]) -> None: ...
+
+global___CreateTokenResponse = CreateTokenResponse
+
+@typing.final
+class ListTokensRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListTokensRequest = ListTokensRequest
+
+@typing.final
+class ListTokensResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Token]: ...
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[global___Token] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tokens", b"tokens"]) -> None: ...
+
+global___ListTokensResponse = ListTokensResponse
+
+@typing.final
+class RevokeTokensRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_OR_NAME_FIELD_NUMBER: builtins.int
+    id_or_name: builtins.str
+    """The id of one, or the name of a caller."""
+    def __init__(
+        self,
+        *,
+        id_or_name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id_or_name", b"id_or_name"]) -> None: ...
+
+global___RevokeTokensRequest = RevokeTokensRequest
+
+@typing.final
+class ListAuditRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: builtins.int
+    limit: builtins.int
+    """At most so many, the newest; 0 means the server's default."""
+    def __init__(
+        self,
+        *,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit", b"limit"]) -> None: ...
+
+global___ListAuditRequest = ListAuditRequest

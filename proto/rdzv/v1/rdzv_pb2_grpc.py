@@ -200,6 +200,26 @@ class ControlStub(object):
                 request_serializer=rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.SerializeToString,
                 response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.FromString,
                 _registered_method=True)
+        self.CreateToken = channel.unary_unary(
+                '/rdzv.v1.Control/CreateToken',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.CreateTokenRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.CreateTokenResponse.FromString,
+                _registered_method=True)
+        self.ListTokens = channel.unary_unary(
+                '/rdzv.v1.Control/ListTokens',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.FromString,
+                _registered_method=True)
+        self.RevokeTokens = channel.unary_unary(
+                '/rdzv.v1.Control/RevokeTokens',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.RevokeTokensRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.FromString,
+                _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/rdzv.v1.Control/ListAudit',
+                request_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -342,6 +362,35 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateToken(self, request, context):
+        """Makes a token for a caller. Its text is in this answer, and nowhere else ever again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokens(self, request, context):
+        """Every token that has not been revoked, also those that have expired lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeTokens(self, request, context):
+        """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
+        there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAudit(self, request, context):
+        """Who has changed what, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -434,6 +483,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Backup,
                     request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.FromString,
                     response_serializer=rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.SerializeToString,
+            ),
+            'CreateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateToken,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.CreateTokenRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.CreateTokenResponse.SerializeToString,
+            ),
+            'ListTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokens,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.SerializeToString,
+            ),
+            'RevokeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeTokens,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.RevokeTokensRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=rdzv_dot_v1_dot_rdzv__pb2.ListAuditRequest.FromString,
+                    response_serializer=rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -922,6 +991,114 @@ class Control(object):
             '/rdzv.v1.Control/Backup',
             rdzv_dot_v1_dot_rdzv__pb2.BackupRequest.SerializeToString,
             rdzv_dot_v1_dot_rdzv__pb2.BackupChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/CreateToken',
+            rdzv_dot_v1_dot_rdzv__pb2.CreateTokenRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.CreateTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ListTokens',
+            rdzv_dot_v1_dot_rdzv__pb2.ListTokensRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/RevokeTokens',
+            rdzv_dot_v1_dot_rdzv__pb2.RevokeTokensRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ListTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rdzv.v1.Control/ListAudit',
+            rdzv_dot_v1_dot_rdzv__pb2.ListAuditRequest.SerializeToString,
+            rdzv_dot_v1_dot_rdzv__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -194,6 +194,32 @@ class ControlStub:
     ]
     """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
 
+    CreateToken: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.CreateTokenRequest,
+        rdzv.v1.rdzv_pb2.CreateTokenResponse,
+    ]
+    """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+
+    ListTokens: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListTokensRequest,
+        rdzv.v1.rdzv_pb2.ListTokensResponse,
+    ]
+    """Every token that has not been revoked, also those that have expired lately."""
+
+    RevokeTokens: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.RevokeTokensRequest,
+        rdzv.v1.rdzv_pb2.ListTokensResponse,
+    ]
+    """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
+    there is none.
+    """
+
+    ListAudit: grpc.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListAuditRequest,
+        rdzv.v1.rdzv_pb2.ListEventsResponse,
+    ]
+    """Who has changed what, oldest first."""
+
 class ControlAsyncStub:
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.GetStatusRequest,
@@ -319,6 +345,32 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.BackupChunk,
     ]
     """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+
+    CreateToken: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.CreateTokenRequest,
+        rdzv.v1.rdzv_pb2.CreateTokenResponse,
+    ]
+    """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+
+    ListTokens: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListTokensRequest,
+        rdzv.v1.rdzv_pb2.ListTokensResponse,
+    ]
+    """Every token that has not been revoked, also those that have expired lately."""
+
+    RevokeTokens: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.RevokeTokensRequest,
+        rdzv.v1.rdzv_pb2.ListTokensResponse,
+    ]
+    """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
+    there is none.
+    """
+
+    ListAudit: grpc.aio.UnaryUnaryMultiCallable[
+        rdzv.v1.rdzv_pb2.ListAuditRequest,
+        rdzv.v1.rdzv_pb2.ListEventsResponse,
+    ]
+    """Who has changed what, oldest first."""
 
 class ControlServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -481,5 +533,39 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.BackupChunk], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.BackupChunk]]:
         """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+
+    @abc.abstractmethod
+    def CreateToken(
+        self,
+        request: rdzv.v1.rdzv_pb2.CreateTokenRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.CreateTokenResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.CreateTokenResponse]]:
+        """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+
+    @abc.abstractmethod
+    def ListTokens(
+        self,
+        request: rdzv.v1.rdzv_pb2.ListTokensRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ListTokensResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListTokensResponse]]:
+        """Every token that has not been revoked, also those that have expired lately."""
+
+    @abc.abstractmethod
+    def RevokeTokens(
+        self,
+        request: rdzv.v1.rdzv_pb2.RevokeTokensRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ListTokensResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListTokensResponse]]:
+        """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
+        there is none.
+        """
+
+    @abc.abstractmethod
+    def ListAudit(
+        self,
+        request: rdzv.v1.rdzv_pb2.ListAuditRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rdzv.v1.rdzv_pb2.ListEventsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListEventsResponse]]:
+        """Who has changed what, oldest first."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

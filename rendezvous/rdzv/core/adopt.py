@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rdzv.core.model import (
+    MAX_RESTART_AGES,
     Claim,
     Membership,
     Offer,
     Participant,
     Round,
+    Spent,
     State,
+    Tally,
     is_stand_in,
     stand_in,
 )
@@ -150,7 +153,45 @@ def same_participants(before: Round, after: Round) -> bool:
     return all(old is new or old == new or is_stand_in(old.node_id) for old, new in pairs)
 
 
-def restarts_known(membership: Membership, restarts: int, now_ms: int) -> tuple[int, ...]:
-    """Return when restarts were spent, as many as a claim tells of; of those not known, now."""
+def tally_of(membership: Membership, now_ms: int) -> Tally | None:
+    """Return what the nodes of a round are to keep for a server that knows less; None: nothing."""
+    window_ms = membership.settings.restart_window_ms
+    if membership.spent == Spent() and not (window_ms and membership.restarts):
+        return None
+    ages = [now_ms - at_ms for at_ms in membership.restarts]
+    counted = [max(age_ms, 0) for age_ms in ages if age_ms < window_ms]
+    return Tally(membership.spent, tuple(counted[-MAX_RESTART_AGES:]))
+
+
+def spent_known(membership: Membership, tally: Tally | None) -> Spent:
+    """Return what a run has spent: what is known, and what the nodes of a newer round tell."""
+    known = membership.spent
+    if tally is None:
+        return known
+    told = tally.spent
+    steps = [step for step in (known.step, told.step) if step is not None]
+    return Spent(
+        preemptions=max(known.preemptions, told.preemptions),
+        store_failures=max(known.store_failures, told.store_failures),
+        soon=told.soon,
+        in_vain=told.in_vain,
+        step=max(steps, default=None),
+    )
+
+
+def restarts_known(
+    membership: Membership, restarts: int, tally: Tally | None, now_ms: int
+) -> tuple[int, ...]:
+    """Return when restarts were spent, as many as a claim tells of.
+
+    Those that are not known, and of which the claim does not tell when, count as if spent now:
+    a budget may be thought smaller than it is, but never greater.
+    """
     missing = max(restarts - len(membership.restarts), 0)
-    return membership.restarts + (now_ms,) * missing
+    if tally is None or not missing:
+        return membership.restarts + (now_ms,) * missing
+    told = tuple(now_ms - age_ms for age_ms in tally.restart_ages_ms)[-missing:]
+    # Those before were forgotten when the tally was taken, unless that had no place for them.
+    forgotten_ms = now_ms - membership.settings.restart_window_ms
+    before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms
+    return membership.restarts + (before_ms,) * (missing - len(told)) + told

@@ -32,7 +32,8 @@ class Join:
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
     fresh join. With `fenced` the node was cut off, and has killed those workers itself; none had
     failed. `moved` is how far its workers had come. `claim` tells of that round to a server that
-    may not know it. `new_run` is the uid that a run gets which begins with this join.
+    may not know it. `new_run` is the uid that a run gets which begins with this join; if the job
+    belongs to nobody yet, it then belongs to `owner`. `secret` is the hash of what the node knows.
     """
 
     node_id: str
@@ -47,13 +48,16 @@ class Join:
     claim: Claim | None = None
     fenced: bool = False
     moved: Moved = UNMOVED
+    owner: str = ""
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
 
-    `claim` tells of that round to a server that may not know it.
+    `claim` tells of that round to a server that may not know it; `owner` and `secret` are as in
+    `Join`.
     """
 
     node_id: str
@@ -61,6 +65,8 @@ class Resume:
     run: str
     round: int
     claim: Claim | None = None
+    owner: str = ""
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)

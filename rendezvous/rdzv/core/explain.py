@@ -118,6 +118,10 @@ class JobView:
     """It has failed for it did not move on: the same launch would do no better."""
     backend: str = "rdzv"
     """Who forms the group; what another than this server forms, it only watches."""
+    owner: str = ""
+    """As in `Membership`."""
+    has_secret: bool = False
+    """Whether those who join must know a secret."""
 
 
 def job_state(state: State) -> JobState:
@@ -331,6 +335,8 @@ def view(
         last_failure_age_ms=max(now_ms - failures[0].at_ms, 0) if failures else None,
         last_end=_why_ended(round_.end) if round_ and round_.end else None,
         submission=membership.submission,
+        owner=membership.owner,
+        has_secret=bool(membership.secret),
         jobs_before=wait.jobs_before if wait is not None else None,
         budgets=_budgets(membership),
         no_progress=membership.ended is not None and membership.ended.no_progress,

@@ -172,6 +172,8 @@ class Claim:
     restarts: int
     settings: Settings
     offer: Offer
+    tally: Tally | None = None
+    """None: nothing was spent, or its server was one that did not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,24 @@ class Spent:
     """The highest step that the job was ever at."""
 
 
+MAX_RESTART_AGES = 64
+"""So much of a tally is told to each node; older restarts are taken to be as old as the oldest
+of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a run had spent when a round was announced, beside the number of its restarts.
+
+    Its nodes keep it, so that a server without memory knows it from their claims.
+    """
+
+    spent: Spent = Spent()
+    restart_ages_ms: tuple[int, ...] = ()
+    """How long ago the restarts were spent that `restart_window` has not forgotten, the oldest
+    first; none without a window, for then all count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a run was closed."""
@@ -326,6 +346,10 @@ class JobSpec:
     """Workers of each node; 0: the node counts its GPUs, and gives the job all of them."""
     needs_gpu: bool = False
     """A node without any GPU is not used."""
+    submitter: str = ""
+    """Who submitted it, as proven to the server; empty where nobody has to prove anything."""
+    account: str = ""
+    """The account that it asks to run as; empty: the one that each node has for its submitter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +408,11 @@ class Membership:
     submission: Submission | None = None
     """None: nodes join of their own accord, and nobody else chooses them."""
     spent: Spent = Spent()
+    owner: str = ""
+    """Who began the first run of this job, as proven to the server; empty if nobody had to prove
+    anything, or if nodes began it by themselves."""
+    secret: str = ""
+    """Hash of the secret that whoever joins this run must know; empty: none is needed."""
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import TypeVar
 
-from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known
+from rdzv.core.adopt import (
+    adoptable,
+    first_claim,
+    further_claim,
+    restarts_known,
+    spent_known,
+)
 from rdzv.core.budgets import backoff_ms, exceeded, further, spend
 from rdzv.core.commands import (
     Bar,
@@ -89,6 +95,7 @@ from rdzv.core.model import (
     State,
     Stuck,
     Submission,
+    Tally,
     Tuning,
     Waiting,
     is_stand_in,
@@ -99,6 +106,7 @@ from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
 from rdzv.core.submitted import awaited, decline, place, withdraw, withdrawable
 from rdzv.core.words import duration, listed
 from rdzv.errors import (
+    DeniedError,
     InvalidRequestError,
     JobExistsError,
     NodeSupersededError,
@@ -185,6 +193,7 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
         RunStoppingError: the last run is being stopped; to be tried again.
         NodeSupersededError: a newer incarnation speaks for this node.
         UnknownNodeError: a running node belongs to a job that is not known.
+        DeniedError: the node does not know the secret of the job.
 
     """
     work = _Step(state, now_ms)
@@ -306,6 +315,7 @@ def _apply_to_present(
 
 
 def _join(work: _Step, command: Join) -> None:
+    _check_secret(work, command)
     node_id = command.node_id
     claim = command.claim
     if claim and claim.round == command.left_round and not _others_run_on(work.state, command):
@@ -376,6 +386,26 @@ def _check_run(work: _Step, command: Join | Resume) -> None:
         )
 
 
+def _check_secret(work: _Step, command: Join | Resume) -> None:
+    """Keep strangers out of a run: whoever takes part in it knows its secret, if it has one."""
+    membership = work.membership
+    if not work.open or membership.secret == command.secret:
+        return
+    if any(earlier.run == command.run for earlier in membership.earlier):
+        # It is to hear how that run has ended; of this one it hears nothing.
+        return
+    if not membership.secret:
+        difference = "it gives a job secret, and the job was begun without one"
+    elif command.secret:
+        difference = "its job secret is not that of the job"
+    else:
+        difference = "the job was begun with a job secret, and it gives none"
+    raise DeniedError(
+        f"{command.node_id} can not join {membership.rdzv_id}: {difference}. Launch all nodes of a "
+        "job with the same RDZV_JOB_SECRET_FILE, or choose another --rdzv-id"
+    )
+
+
 def _admit(work: _Step, command: Join) -> None:
     """Admit a node that is not present, into this run or, if need be, a new one."""
     if command.run and work.membership.run:
@@ -411,7 +441,8 @@ def _begin_run(work: _Step, command: Join) -> None:
             "reuse=false was given; choose another --rdzv-id"
         )
     run = command.run or command.new_run
-    membership = _next_run(old, run, command.settings, work.now_ms)
+    membership = _next_run(old, run, command.settings, work.now_ms, command.owner)
+    membership = replace(membership, secret=command.secret)
     if command.run:
         membership = replace(membership, resumed_at_ms=work.now_ms)
     reason = "the first of this job"
@@ -419,11 +450,14 @@ def _begin_run(work: _Step, command: Join) -> None:
         reason = f"the last one has {old.ended.result}: {old.ended.reason}"
     elif command.run:
         reason = "the server had no memory of it"
+    if command.owner:
+        reason += f"; begun by {command.owner}"
     work.state = State(membership, work.state.tuning)
     work.events.append(RunBegan(membership.run, membership.run_number, reason))
 
 
-def _next_run(old: Membership, run: str, settings: Settings, now_ms: int) -> Membership:
+def _next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
+    """Return the run after another. The job stays its owner's, whoever begins this run."""
     ended = (EndedRun(old.run, old.ended),) if old.ended else ()
     return Membership(
         rdzv_id=old.rdzv_id,
@@ -433,6 +467,7 @@ def _next_run(old: Membership, run: str, settings: Settings, now_ms: int) -> Mem
         began_at_ms=now_ms,
         next_round=old.next_round,
         earlier=(*old.earlier, *ended)[-MAX_EARLIER_RUNS:],
+        owner=old.owner or owner,
     )
 
 
@@ -541,6 +576,7 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
 
 def _resume(work: _Step, command: Resume) -> None:
     """Hand a seat to the incarnation that speaks for its workers now."""
+    _check_secret(work, command)
     if command.claim is not None:
         _adopt(work, command, command.claim)
     if not work.membership.run:
@@ -580,8 +616,8 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
         if round_ is None:
             return
         if command.run != work.membership.run:
-            _adopt_run(work, command.run, claim.settings)
-        _adopt_round(work, round_)
+            _adopt_run(work, command, claim.settings)
+        _adopt_round(work, round_, claim.tally)
     work.put(
         seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
         waiting=_without(work.state.waiting, node_id),
@@ -594,18 +630,20 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
     work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
 
 
-def _adopt_run(work: _Step, run: str, settings: Settings) -> None:
+def _adopt_run(work: _Step, command: Join | Resume, settings: Settings) -> None:
     """Go on with a run that its nodes know. Who waits for a first round waits for its next one."""
+    run = command.run
     old, reason = work.membership, "its nodes told of it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
     if work.open and not unstarted:
         _close(work, Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
-    membership = _next_run(work.membership, run, settings, work.now_ms)
+    membership = _next_run(work.membership, run, settings, work.now_ms, command.owner)
+    membership = replace(membership, secret=command.secret)
     work.state = replace(work.state, membership=membership)
     work.events.append(RunBegan(run, membership.run_number, reason))
 
 
-def _adopt_round(work: _Step, round_: Round) -> None:
+def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
     """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
@@ -621,7 +659,8 @@ def _adopt_round(work: _Step, round_: Round) -> None:
             membership,
             round=round_,
             next_round=max(membership.next_round, round_.number + 1),
-            restarts=restarts_known(membership, round_.restarts, work.now_ms),
+            restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
+            spent=spent_known(membership, tally),
             # What is outside the bounds was scaled by an operator; how far is not known.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
@@ -825,11 +864,13 @@ def _submit(work: _Step, command: Submit) -> None:
             "stop that one first"
         )
     submission = Submission(command.spec, command.submitted_by, work.now_ms)
-    membership = _next_run(old, command.run, command.settings, work.now_ms)
+    membership = _next_run(old, command.run, command.settings, work.now_ms, command.spec.submitter)
     work.state = State(
         replace(membership, submission=submission), work.state.tuning, barred=work.state.barred
     )
     reason = f"submitted by {command.submitted_by}"
+    if submitter := command.spec.submitter:
+        reason += f", proven to be {submitter}"
     work.events.append(RunBegan(membership.run, membership.run_number, reason))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
 
+from rdzv.ctl.certs import certs
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from rdzv.client import ControlClient, Event
+    from rdzv.transport import Credentials
 
 _PROGRAM = "rdzvctl"
 # Repeated from rdzv.client, whose import would slow down --help.
@@ -131,7 +133,52 @@ def _connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         metavar="SECONDS",
         help=f"How long to wait for an answer; {_DEFAULT_TIMEOUT_S:g} if not given.",
     )
-    return server(timeout(command))
+    return server(timeout(_credentials_options(command)))
+
+
+_CREDENTIALS = {
+    "ca": ("--tls-ca", "Reach rdzvd by TLS: the CA of its certificate (PEM); else RDZV_TLS_CA."),
+    "cert": ("--tls-cert", "The certificate that rdzvd is shown (PEM); else RDZV_TLS_CERT."),
+    "key": ("--tls-key", "The key of that certificate; else RDZV_TLS_KEY."),
+    "token_file": (
+        "--token-file",
+        "The token that rdzvd is sent; else RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
+    ),
+}
+"""The options that say how to connect, by the fields of `Credentials`."""
+
+_META = "rdzv.credentials"
+
+
+def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the options of `Credentials`, whose values no command needs: `_credentials` finds them.
+
+    What stands after the name of a command wins over what stands before it.
+    """
+
+    def keep(context: click.Context, option: click.Parameter, value: Path | None) -> None:
+        if value is not None:
+            context.meta.setdefault(_META, {})[option.name] = value
+
+    for name, (flag, text) in reversed(_CREDENTIALS.items()):
+        option = click.option(
+            flag,
+            name,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            expose_value=False,
+            callback=keep,
+            help=text,
+        )
+        command = option(command)
+    return command
+
+
+def _credentials(context: click.Context) -> Credentials:
+    """Return what the command line and the environment say of how to connect."""
+    from rdzv.transport import Credentials
+
+    return Credentials.parse(context.meta.get(_META, {}), os.environ)
 
 
 _output_option = click.option(
@@ -159,7 +206,8 @@ def _names(context: click.Context, _: click.Parameter, incomplete: str, *, kind:
         named = context.parent.params.get("server")
     try:
         endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or _DEFAULT_SERVER)
-        with ControlClient(endpoints[:1], _COMPLETION_TIMEOUT_S) as client:
+        credentials = _credentials(context)
+        with ControlClient(endpoints[:1], _COMPLETION_TIMEOUT_S, credentials) as client:
             names = (
                 [job.rdzv_id for job in client.jobs()]
                 if kind == "jobs"
@@ -192,7 +240,8 @@ def _client(server: str | None, timeout_s: float | None) -> Iterator[ControlClie
     named = server or before.server
     try:
         endpoints = parse_endpoints(named or _DEFAULT_SERVER)
-        client = ControlClient(endpoints, timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S)
+        within_s = timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S
+        client = ControlClient(endpoints, within_s, _credentials(context))
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     with client:
@@ -227,6 +276,9 @@ def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None)
     context.obj = _Connection(server or os.environ.get("RDZV_SERVER") or None, timeout_s)
     if context.invoked_subcommand is None:
         raise click.UsageError("a command is missing", context)
+
+
+rdzvctl.add_command(certs)
 
 
 @rdzvctl.command("status")

@@ -60,8 +60,12 @@ def node(found: Node, indent: int | None = INDENT) -> str:
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
-    """Return the document of what would be submitted. Values of its environment are not in it."""
-    fields = {key: value for key, value in asdict(spec).items() if key != "env"}
+    """Return the document of what would be submitted. Values of its environment are not in it.
+
+    Nor is who submits it: that is for the server to say.
+    """
+    hidden = ("env", "submitter")
+    fields = {key: value for key, value in asdict(spec).items() if key not in hidden}
     fields["labels"] = dict(spec.labels)
     fields["env_names"] = [name for name, _ in spec.env]
     return _document({"rdzv_id": rdzv_id, "settings": asdict(settings), "spec": fields})

@@ -149,7 +149,16 @@ def servers(found: Sequence[Server], page: Page) -> str:
         for server in found
     ]
     header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
-    return "\n".join(page.table(header, rows))
+    warned = [
+        Cell(
+            f"insecure: {server.insecure}; everyone who reaches {server.address} may run and end "
+            "jobs",
+            "red",
+        )
+        for server in found
+        if server.insecure
+    ]
+    return "\n".join([*page.table(header, rows), *map(page.line, warned)])
 
 
 # ------------------------------------------------------------------------------------ one job
@@ -330,6 +339,7 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> st
             dict(spec.labels),
             spec.priority,
             spec.gpus_per_node,
+            spec.account,
         ),
     ]
     return "\n".join(
@@ -349,6 +359,7 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
             submission.labels,
             submission.priority,
             submission.gpus_per_node,
+            submission.account or "",
         ),
     ]
     if submission.jobs_before:
@@ -381,6 +392,7 @@ def _wanted(
     labels: Mapping[str, str],
     priority: int,
     gpus_per_node: int | None,
+    account: str,
 ) -> list[tuple[str, str]]:
     """Say what a submitted job runs and needs; what is as by default goes without saying."""
     found = [("runs", shlex.join(args)), ("in", chdir or "a folder of the node's choice")]
@@ -392,6 +404,8 @@ def _wanted(
         found.append(("GPUs", f"{gpus_per_node} on each node"))
     if priority:
         found.append(("priority", str(priority)))
+    if account:
+        found.append(("account", account))
     return found
 
 

@@ -29,6 +29,7 @@ ENV_BYTES = 128 * 1024
 ARGS_BYTES = 128 * 1024
 MAX_TIMEOUT_S = 86_400
 MAX_PRIORITY = 1_000_000
+ACCOUNT_CHARS = 64
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 
@@ -41,8 +42,11 @@ REFUSED = {
     "master_addr": "the node of GROUP_RANK 0 is the master, whichever that is; leave it out",
     "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
     "local_addr": "every node knows its own address; leave it out",
-    "user": "callers are not authenticated yet, and so jobs run as the agent's own account; leave "
-    "it out",
+    **dict.fromkeys(
+        ("tls_ca", "tls_cert", "tls_key", "token_file"),
+        "every node connects with its own credentials; those of rdzvctl stand before the command, "
+        "or in the environment",
+    ),
 }
 """Flags that a submitted job can not have, by their dest: why not, and the remedy."""
 
@@ -152,6 +156,7 @@ def _request(
         else job_options.at_least("--gpus-per-node", args.gpus_per_node, 0),
         local_world_size=local_world_size,
         needs_gpu=args.nproc_per_node == "gpu",
+        account=_account(args.user),
     )
     return Request(
         rdzv_id=_name_for(args.training_script, args)
@@ -256,7 +261,13 @@ def _of_job() -> list[Option]:
             metavar="N",
             help="jobs with a higher one are placed first (default 0); what runs goes on",
         ),
-        _option("--user", default=None, metavar="NAME", help=argparse.SUPPRESS),
+        _option(
+            "--user",
+            default="",
+            metavar="NAME",
+            help="the account of the nodes that it runs as, if they give it to you (default: the "
+            "first that each has for you)",
+        ),
     ]
 
 
@@ -486,6 +497,16 @@ def _timeout_s(text: str | None) -> float | None:
             f"--timeout={text}: give a number of seconds above 0, at most {MAX_TIMEOUT_S}"
         )
     return seconds
+
+
+def _account(name: str) -> str:
+    job_options.check_printable("--user", name)
+    if len(name) > ACCOUNT_CHARS:
+        raise InvalidRequestError(
+            f"--user={name:.80} has {len(name)} characters, and no account is called so; give at "
+            f"most {ACCOUNT_CHARS}"
+        )
+    return name
 
 
 def _name(rdzv_id: str) -> str:

@@ -20,15 +20,22 @@ from rdzv.server.configuration import DEFAULT_FILE, KNOBS, Configuration
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
+    from rdzv.server.access import Gate
     from rdzv.server.clock import Clock
     from rdzv.server.config import Config, Listen
     from rdzv.server.meter import Meter
     from rdzv.server.metrics import Metrics
     from rdzv.server.replica import Replica
+    from rdzv.server.tls import Tls
     from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_client import EtcdConfig
 
 log = logging.getLogger("rdzv.server")
+
+_CIPHER_SUITES = "GRPC_SSL_CIPHER_SUITES"
+_NO_TLS_1_2 = "PSK-AES128-CBC-SHA"
+"""gRPC has no option for the version of TLS. This names its suites for TLS 1.2: one that needs a
+key shared in advance, which nobody has, so that none can be agreed on. TLS 1.3 has its own."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,6 +97,11 @@ def _key(parameter: str) -> str:
 @_flag("--http")
 @_flag("--otlp")
 @_flag("--insecure")
+@_flag("--auth")
+@_flag("--init-admin-token")
+@_flag("--tls-cert")
+@_flag("--tls-key")
+@_flag("--tls-client-ca")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")
@@ -141,6 +153,8 @@ def main(
     Exit codes: 0 ended by a signal, 1 could not start or go on, or --check has found something
     that is not in order, 2 usage or configuration.
     """
+    # Before anything imports gRPC, which reads this once.
+    os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
     from rdzv.knobs import render
     from rdzv.server.observe import configure_logging
@@ -206,29 +220,42 @@ async def run(configuration: Configuration) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, _reload, configuration)
+    # Before anything is bound: files that can not be used are refused.
+    tls = _tls(config)
+    loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
     with systemd.watched():
         async with serving_c10d(config, clock) as facade:
             if config.etcd is None:
-                await _run_alone(config, clock, facade, stop)
+                await _run_alone(config, clock, facade, tls, stop)
             else:
-                await _run_replica(config, config.etcd, clock, facade, stop)
+                await _run_replica(config, config.etcd, clock, facade, tls, stop)
 
 
-def _reload(configuration: Configuration) -> None:
+def _tls(config: Config) -> Tls | None:
+    if config.tls is None:
+        return None
+    from rdzv.server.tls import Tls
+
+    return Tls(config.tls)
+
+
+def _reload(configuration: Configuration, tls: Tls | None) -> None:
     from rdzv.server.observe import configure_logging
 
     systemd.notify(systemd.reloading())
+    if tls is not None:
+        tls.refresh()
     in_order = configuration.reload(configure_logging)
     outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
     systemd.notify("READY=1", f"STATUS={outcome}")
 
 
 async def _run_alone(
-    config: Config, clock: Clock, facade: Facade | None, stop: asyncio.Event
+    config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     """Serve from a store that belongs to this process."""
+    from rdzv.server.access import Gate
     from rdzv.server.driver import Driver
     from rdzv.server.replica import Replica
     from rdzv.server.service import server_version, serving
@@ -236,6 +263,7 @@ async def _run_alone(
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
     metrics = _metrics(replica, config, facade)
+    gate = Gate(replica, clock, config, metrics)
     try:
         async with (
             _meter(replica, metrics, config) as meter,
@@ -243,10 +271,10 @@ async def _run_alone(
         ):
             replica.lead(driver)
             async with (
-                serving(replica, clock, config, facade) as bound,
-                _http(replica, metrics, config, clock, facade) as http,
+                serving(replica, clock, config, facade, tls, gate) as bound,
+                _http(replica, metrics, config, clock, facade, tls, gate) as http,
             ):
-                _say_ready(bound, f"data in {store.place}", facade, http)
+                _say_ready(config, bound, f"data in {store.place}", facade, http)
                 await _stopped(stop)
     finally:
         await store.close()
@@ -257,10 +285,12 @@ async def _run_replica(
     etcd: EtcdConfig,
     clock: Clock,
     facade: Facade | None,
+    tls: Tls | None,
     stop: asyncio.Event,
 ) -> None:
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
     from rdzv.concurrency import single_error
+    from rdzv.server.access import Gate
     from rdzv.server.replica import Replica
     from rdzv.server.service import server_version, serving
     from rdzv.stores.election import Election
@@ -269,17 +299,18 @@ async def _run_replica(
     version = server_version()
     replica = Replica(clock, etcd.place, version)
     metrics = _metrics(replica, config, facade)
+    gate = Gate(replica, clock, config, metrics)
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
             _meter(replica, metrics, config) as meter,
-            serving(replica, clock, config, facade) as bound,
-            _http(replica, metrics, config, clock, facade) as http,
+            serving(replica, clock, config, facade, tls, gate) as bound,
+            _http(replica, metrics, config, clock, facade, tls, gate) as http,
             Election.running(client, str(config.advertise or bound), version) as election,
             asyncio.TaskGroup() as tasks,
         ):
             campaign = tasks.create_task(replica.campaign(client, election, config, meter))
-            _say_ready(bound, f"data in {etcd.place}", facade, http)
+            _say_ready(config, bound, f"data in {etcd.place}", facade, http)
             await _stopped(stop)
             campaign.cancel()
 
@@ -328,23 +359,32 @@ async def _http(
     config: Config,
     clock: Clock,
     facade: Facade | None,
+    tls: Tls | None,
+    gate: Gate,
 ) -> AsyncIterator[Listen | None]:
     if config.http is None or metrics is None:
         yield None
         return
     from rdzv.server.http import serving_http
 
-    async with serving_http(replica, metrics, config, config.http, clock, facade) as serving:
+    made = serving_http(replica, metrics, config, config.http, clock, facade, tls, gate)
+    async with made as serving:
         yield serving.bound
 
 
-def _say_ready(bound: Listen, data: str, facade: Facade | None, http: Listen | None) -> None:
+def _say_ready(
+    config: Config, bound: Listen, data: str, facade: Facade | None, http: Listen | None
+) -> None:
     also = f", c10d on {facade.bound}" if facade else ""
     also += f", http on {http}" if http else ""
+    if config.exposed:
+        reached = [listen for listen in (bound, http) if listen and not listen.loopback]
+        where = " or ".join(map(str, reached))
+        log.warning(
+            "insecure: %s; everyone who reaches %s may run and end jobs", config.exposed, where
+        )
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
     systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
-    if not bound.loopback:
-        log.warning("insecure: everyone who reaches %s may run and end jobs", bound)
 
 
 async def _stopped(stop: asyncio.Event) -> None:

@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 STATUSES = {
     "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
     "FAILED_PRECONDITION": 409,
     "ABORTED": 409,
@@ -309,6 +311,8 @@ def error_response(error: RendezvousError) -> web.Response:
     """Answer with an error of the table."""
     status = STATUSES.get(error.grpc_status, 500)
     response = _json(json.dumps(_error_fields(error), indent=2), status)
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if status in (429, 503):
         response.headers["Retry-After"] = "1"
     return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rdzv import protocol
+from rdzv.certificates import Certificate, check_authorities, check_pair, read_certificate
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
@@ -54,6 +56,8 @@ class Limits:
     """The longest DNS name."""
     label_chars: int = 255
     """role, topology, machine, versions."""
+    secret_chars_least: int = 16
+    """A job's secret: its hash is stored, and a short one could be found from that."""
     reason_chars: int = 1_000
     """A sentence for people; longer ones are cut."""
     traceback_chars: int = 16_384
@@ -137,6 +141,8 @@ class Limits:
     """Rows that ListEvents returns when none are asked for."""
     pending_rows: int = 256
     """Rows of history that wait for the next commit of their job before they get their own."""
+    tokens: int = 2_000
+    """Tokens of callers; all of them are in one document."""
     scrapes: int = 4
     """Callers that read /metrics at once: each has all of it in memory."""
     http_requests: int = 32
@@ -310,6 +316,38 @@ def default_data_dir() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What the server shows to those who connect, and what it asks of them; all in PEM."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    """Who has signed the certificates of those who connect; None: they are not asked for any."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All of them."""
+        return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
+
+    def check(self) -> Certificate:
+        """Return what the certificate says.
+
+        Raises:
+            InvalidRequestError: the files can not be used; the message names file and remedy.
+
+        """
+        if self.client_ca is not None:
+            check_authorities(self.client_ca, "client CA")
+        check_pair(self.cert, self.key, "certificate")
+        found = read_certificate(self.cert.read_bytes(), f"certificate {self.cert}")
+        if trouble := found.trouble(datetime.now(UTC)):
+            raise InvalidRequestError(
+                f"certificate {self.cert} can not be used: it {trouble}; give one that is valid"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that one rdzvd was started with."""
 
@@ -317,12 +355,18 @@ class Config:
     data_dir: Path
     store: str = "sqlite"
     insecure: bool = False
+    tls: TlsFiles | None = None
+    """How connections are encrypted; None: they are not."""
     advertise: Listen | None = None
     """Where nodes and operators reach this server, if not where it listens."""
     etcd: EtcdConfig | None = None
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
     """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
+    auth: bool = False
+    """Whether every caller has to prove who it is."""
+    init_admin_token: Path | None = None
+    """Where the token of the first admin is, or is put, while there is no other admin."""
     otlp: str | None = None
     """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None: nowhere."""
     c10d: Listen | None = None
@@ -338,22 +382,29 @@ class Config:
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
-        """Refuse what would be unsafe.
+        """Refuse what would be unsafe, and files that can not be used.
 
         Raises:
-            InvalidRequestError: it would listen beyond this machine without being told to.
+            InvalidRequestError: one of these; the message has the remedy.
 
         """
-        if not self.listen.loopback and not self.insecure:
+        if not self.listen.loopback and not self.insecure and self.open:
             raise InvalidRequestError(
-                f"{self.listen} can be reached from other machines, and nothing here is encrypted "
-                f"or authenticated yet; listen on loopback ({_EXAMPLE}), or say --insecure if "
-                "everyone who can reach this port may run and end jobs"
+                f"{self.listen} can be reached from other machines, and {self.open}; listen on "
+                f"loopback ({_EXAMPLE}), {self._remedy}, or say --insecure if everyone who can "
+                "reach this port may run and end jobs"
             )
-        if self.http is not None and not self.http.loopback and not self.insecure:
+        if self.http is not None and not self.http.loopback and not self.insecure and self.open:
             raise InvalidRequestError(
-                f"--http {self.http} can be reached from other machines, and nothing there is "
-                "encrypted or authenticated yet; listen on loopback, or say --insecure"
+                f"--http {self.http} can be reached from other machines, and {self.open}; listen "
+                f"on loopback, {self._remedy}, or say --insecure"
+            )
+        if self.tls is not None:
+            self.tls.check()
+        if self.init_admin_token is not None and not self.auth:
+            raise InvalidRequestError(
+                "--init-admin-token makes a token, and nobody would have to show one; give "
+                "--auth=required with it"
             )
         if self.otlp is not None and not _has_opentelemetry():
             raise InvalidRequestError(
@@ -363,6 +414,30 @@ class Config:
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
+
+    @property
+    def open(self) -> str:
+        """Say why whoever reaches this server may do everything; empty: not everyone may."""
+        if self.tls is None and self.auth:
+            return "nothing here is encrypted, so whoever is on the way may take a token"
+        if self.tls is None:
+            return "nothing here is encrypted or authenticated"
+        if self.tls.client_ca is None and not self.auth:
+            return "nobody who connects is asked who they are"
+        return ""
+
+    @property
+    def exposed(self) -> str:
+        """Say why everyone on other machines may do everything; empty: not everyone may."""
+        reached = [self.listen, *([self.http] if self.http is not None else [])]
+        return "" if all(listen.loopback for listen in reached) else self.open
+
+    @property
+    def _remedy(self) -> str:
+        if self.tls is None:
+            also = "" if self.auth else " and --tls-client-ca"
+            return f"give --tls-cert, --tls-key{also} (`rdzvctl certs` makes them)"
+        return "give --tls-client-ca (`rdzvctl certs` makes one) or --auth=required"
 
     def _check_replica(self) -> None:
         """Refuse a server that shares its store and that the others' nodes could not reach."""

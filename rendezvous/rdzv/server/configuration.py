@@ -19,7 +19,16 @@ from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, compare, load, spelled
-from rdzv.server.config import Config, Limits, Listen, Timings, alter, check_otlp, default_data_dir
+from rdzv.server.config import (
+    Config,
+    Limits,
+    Listen,
+    Timings,
+    TlsFiles,
+    alter,
+    check_otlp,
+    default_data_dir,
+)
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
@@ -88,7 +97,7 @@ _PLAIN = (
         unit="HOST:PORT",
         parse=Listen.parse,
         reason="Where nodes and operators connect. Port 0 takes a free one; an IPv6 host stands in "
-        "brackets. Other than loopback only with `insecure`.",
+        "brackets. Other than loopback only with `tls.client_ca`, or `insecure`.",
     ),
     Knob(
         key="advertise",
@@ -104,8 +113,8 @@ _PLAIN = (
         unit="HOST:PORT",
         parse=Listen.parse,
         default_words="nowhere",
-        reason="Serve the live page, /api, /metrics, /sd, /healthz and /readyz here. Other than "
-        "loopback only with `insecure`.",
+        reason="Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if "
+        "`tls.cert` is given. Other than loopback only with `tls.client_ca`, or `insecure`.",
     ),
     Knob(
         key="otlp",
@@ -120,8 +129,23 @@ _PLAIN = (
         key="insecure",
         kind=Kind.BOOL,
         default=False,
-        reason="Listen beyond loopback although nothing is encrypted or authenticated: everyone "
-        "who reaches the port may run and end jobs.",
+        reason="Listen beyond loopback although nothing is encrypted, or nobody authenticated: "
+        "everyone who reaches the port may run and end jobs.",
+    ),
+    Knob(
+        key="auth",
+        kind=Kind.STR,
+        default_words="required with `tls.client_ca`, else none",
+        choices=("none", "required"),
+        reason="Whether callers have to prove who they are, by a client certificate or a token; "
+        "docs/roles.md says who may then do what. `none`: everyone may do everything.",
+    ),
+    Knob(
+        key="init_admin_token",
+        kind=Kind.PATH,
+        default_words="none",
+        reason="While there is no token of an admin: the one in this file becomes one, and if "
+        "there is no such file, it is made. Only with `auth` = required.",
     ),
     Knob(
         key="data_dir",
@@ -168,6 +192,25 @@ _PLAIN = (
         choices=("human", "json"),
         reload=True,
         reason="Lines for eyes, or one JSON object a line.",
+    ),
+    Knob(
+        key="tls.cert",
+        kind=Kind.PATH,
+        default_words="connections are not encrypted",
+        reason="The certificate that this rdzvd shows to those who connect, with those between it "
+        "and the CA, if any (PEM). This file and the next two are read anew when they have "
+        "changed and somebody connects; what is connected stays.",
+    ),
+    Knob(
+        key="tls.key",
+        kind=Kind.PATH,
+        reason="The key of that certificate (PEM), which only rdzvd may read.",
+    ),
+    Knob(
+        key="tls.client_ca",
+        kind=Kind.PATH,
+        default_words="nobody is asked for a certificate",
+        reason="Let in only those who show a certificate that this CA has signed (PEM).",
     ),
     Knob(
         key="etcd.endpoints",
@@ -672,6 +715,20 @@ def _often_enough(values: Values) -> str:
     )
 
 
+def _tls_together(values: Values) -> str:
+    cert, key, client_ca = (
+        values.by_key[name] for name in ("tls.cert", "tls.key", "tls.client_ca")
+    )
+    if (cert is None) != (key is None):
+        return "`tls.cert` and `tls.key` go together; one is missing"
+    if client_ca is not None and cert is None:
+        return (
+            "`tls.client_ca` asks those who connect for a certificate, which takes one of this "
+            "server; give `tls.cert` and `tls.key`"
+        )
+    return ""
+
+
 KNOBS = Knobs(
     "rdzvd",
     (*_PLAIN, *(bound.knob for bound in _BOUND)),
@@ -685,6 +742,7 @@ KNOBS = Knobs(
         _in_order("limits.log_window", "limits.log_buffer"),
         # Nobody who was in a job may still wait when it is forgotten, or it would begin anew.
         _in_order("limits.job_timeout", "retention.ended_for"),
+        Rule(("tls.cert", "tls.key", "tls.client_ca"), _tls_together),
     ),
 )
 
@@ -706,7 +764,10 @@ def make_config(values: Values) -> Config:
         data_dir=values.maybe("data_dir", Path) or default_data_dir(),
         store=values.get("store", str),
         insecure=values.get("insecure", bool),
+        tls=_tls(values),
         advertise=_address(values, "advertise"),
+        auth=_auth(values),
+        init_admin_token=values.maybe("init_admin_token", Path),
         etcd=_etcd(values),
         http=_address(values, "http"),
         otlp=values.maybe("otlp", str),
@@ -718,6 +779,12 @@ def make_config(values: Values) -> Config:
     )
     config.check()
     return config
+
+
+def _auth(values: Values) -> bool:
+    """Say whether callers must prove who they are: where certificates can do that, they must."""
+    said = values.maybe("auth", str)
+    return said == "required" if said else values.maybe("tls.client_ca", Path) is not None
 
 
 def _part(part: str, values: Values) -> Any:
@@ -737,6 +804,13 @@ def _value(knob: Knob, values: Values) -> int:
 def _address(values: Values, key: str) -> Listen | None:
     text = values.maybe(key, str)
     return None if text is None else Listen.parse(text)
+
+
+def _tls(values: Values) -> TlsFiles | None:
+    cert, key = values.maybe("tls.cert", Path), values.maybe("tls.key", Path)
+    if cert is None or key is None:
+        return None
+    return TlsFiles(cert, key, values.maybe("tls.client_ca", Path))
 
 
 def _etcd(values: Values) -> EtcdConfig | None:

@@ -63,14 +63,16 @@ from rdzv.errors import (
     RendezvousError,
     RendezvousStateError,
     RunStoppingError,
+    UnauthenticatedError,
     UnknownJobError,
     UnknownNodeError,
 )
-from rdzv.server import told
+from rdzv.server import roles, told
+from rdzv.server.callers import ANYBODY, Caller, Role
 from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
 from rdzv.server.hangs import Hangs
-from rdzv.server.jobs import Job, Jobs, News
+from rdzv.server.jobs import Guard, Job, Jobs, News
 from rdzv.server.log_relay import LogRelay
 from rdzv.server.messages import (
     Belief,
@@ -104,6 +106,7 @@ from rdzv.server.stacks import StackRelay
 from rdzv.server.stragglers import Stragglers
 from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
+from rdzv.server.tokens import Token, Tokens
 from rdzv.stores.base import Record, Store
 
 log = logging.getLogger("rdzv.driver")
@@ -189,6 +192,11 @@ class Driver:
             gather_ms=config.timings.hang_gather_ms,
             retry_ms=config.timings.store_retry_ms,
         )
+        self.tokens = Tokens(self._jobs, clock, tasks, config.limits.tokens, self._cut_off)
+        self._auth = config.auth
+        self._init_admin_token = config.init_admin_token
+        self._callers: dict[str, str] = {}
+        """By node_id, of nodes that are known: who speaks for them."""
         self._placer = Placer(
             self._jobs,
             clock,
@@ -248,6 +256,7 @@ class Driver:
     async def _start(self) -> None:
         self._nodes = replace(self._nodes, leadership=await self._jobs.take_over())
         await self._quarantine.load()
+        await self._load_tokens()
         for rdzv_id in await self._jobs.names():
             try:
                 async with self._jobs.claim(rdzv_id):
@@ -257,6 +266,16 @@ class Driver:
         await self._placer.start()
         self._jobs.start_pruning()
         self._watch.start()
+
+    async def _load_tokens(self) -> None:
+        await self.tokens.load()
+        if not self._auth and self.tokens.any:
+            raise InvalidRequestError(
+                "tokens were made for this server, and yet it would let everybody do everything; "
+                "start it with --auth=required"
+            )
+        if self._init_admin_token is not None:
+            await self.tokens.ensure_admin(self._init_admin_token)
 
     async def _stop(self) -> None:
         """Close every stream and let what is being decided come to its end."""
@@ -290,9 +309,9 @@ class Driver:
 
     # ---------------------------------------------------------------- what jobs publish
 
-    async def submit(self, rdzv_id: str, command: Command) -> State:
+    async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to its end; see `Jobs.submit`."""
-        return await self._jobs.submit(rdzv_id, command)
+        return await self._jobs.submit(rdzv_id, command, guard)
 
     async def _judge(
         self, before: State, step: Transition
@@ -350,7 +369,7 @@ class Driver:
 
     def _repeat_line(self, before: State, command: Join) -> None:
         stream = self._streams.get(command.node_id)
-        line = told.unheard_line(before, command)
+        line = told.unheard_line(before, command, self._clock.now_ms())
         if stream is not None and stream.incarnation == command.incarnation and line is not None:
             stream.send(line, again=True)
 
@@ -414,10 +433,11 @@ class Driver:
 
     # ---------------------------------------------------------------- streams
 
-    def attach(self, hello: Hello) -> Stream:
+    def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
         """Open a node's stream; the first message in it is `Welcome`.
 
         Raises:
+            DeniedError: the caller may not speak for this node.
             NodeSupersededError: another instance speaks for this node_id.
             RendezvousConnectionError: to be tried again: here, or at the server that took over.
             LimitExceededError: too many nodes.
@@ -425,6 +445,12 @@ class Driver:
 
         """
         self._refuse_hello(hello)
+        roles.refuse_node(
+            caller,
+            hello.node_id,
+            foreground=hello.kind is nodes.AgentKind.FOREGROUND and hello.resources is None,
+            bound_to=self._callers.get(hello.node_id),
+        )
         number = next(self._numbers)
         connect = nodes.Connect(
             node_id=hello.node_id,
@@ -439,8 +465,9 @@ class Driver:
         self._step_nodes(connect)
         record = self._nodes.records[hello.node_id]
         stream = Stream(
-            number, hello.node_id, record.incarnation, self._limits.outbox, self._meter.sent
+            number, hello.node_id, record.incarnation, self._limits.outbox, self._meter.sent, caller
         )
+        self._callers[hello.node_id] = caller.name
         self._meter.stream_opened()
         self._agents.note(hello.node_id, hello.metrics)
         self._logs.note_gone(hello.node_id)
@@ -472,6 +499,12 @@ class Driver:
                 f"node {hello.node_id} would be one too many: this server holds "
                 f"{self._limits.nodes}; raise the limit `nodes`"
             )
+
+    def _cut_off(self, tokens: frozenset[str]) -> None:
+        """Close the streams that were opened with tokens which are good for nothing any more."""
+        for stream in self._streams.values():
+            if stream.caller.token in tokens:
+                stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
 
     def detach(self, stream: Stream) -> None:
         """Note that a stream has ended. The node is away, and lost if it stays away."""
@@ -676,9 +709,16 @@ class Driver:
 
     async def _insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
         """Submit until it is decided: while the store is away, the node's word waits here."""
+        guard = None
+        if isinstance(command, Join | Resume):
+            command = replace(command, owner=roles.owner_by(stream.caller))
+
+            def guard(state: State) -> None:
+                roles.refuse_stranger(stream.caller, state, stream.node_id)
+
         while True:
             try:
-                return await self.submit(rdzv_id, command)
+                return await self.submit(rdzv_id, command, guard)
             except RunStoppingError as error:
                 stream.send(Waiting(rdzv_id, str(error)))
             except RendezvousConnectionError as error:
@@ -734,6 +774,7 @@ class Driver:
                 self._placer.wake()
             case nodes.NodeLost():
                 self._meter.node_lost()
+                self._callers.pop(event.node_id, None)
                 self._agents.lose(event.node_id, self._clock.now_ms())
                 self._placer.note_lost(event.node_id)
                 self._close_stream(event.node_id, event.stream, f"given up: {event.reason}")
@@ -942,20 +983,54 @@ class Driver:
         await self.status(rdzv_id)
         return self._view(await self.submit(rdzv_id, command))
 
-    async def submit_job(self, rdzv_id: str, command: Submit) -> JobView:
+    async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
         """Begin a run whose nodes are chosen here, and show the job as it then is.
 
         Raises:
+            DeniedError: the job is somebody else's.
             JobExistsError: a run of it has not ended.
             InvalidRequestError: no node that is known could ever take it.
 
         """
+
+        def guard(state: State) -> None:
+            roles.refuse_others_job(caller, state, "submit")
+
         state = await self._jobs.look(rdzv_id)
         if command.run != state.membership.run:
             self._placer.check_placeable(command.spec)
-        await self.submit(rdzv_id, command)
+        command = replace(command, spec=replace(command.spec, submitter=caller.name))
+        await self.submit(rdzv_id, command, guard)
         await self._placer.place()
         return await self.status(rdzv_id)
+
+    async def look(self, rdzv_id: str) -> State:
+        """Return a job's present state; that of a job which nobody knows is vacant."""
+        return await self._jobs.look(rdzv_id)
+
+    async def create_token(
+        self, name: str, token_roles: Sequence[Role], expires_in_ms: int
+    ) -> tuple[Token, str]:
+        """Make a token, and return it with its text; see `Tokens.create`.
+
+        Raises:
+            InvalidRequestError: nobody here has to show any, and so nobody should rely on it.
+
+        """
+        if not self._auth:
+            raise InvalidRequestError(
+                "this server lets everybody do everything, so a token would protect nothing; start "
+                "rdzvd with --auth=required --init-admin-token=FILE"
+            )
+        return await self.tokens.create(name, token_roles, expires_in_ms)
+
+    async def append(self, rows: tuple[Record, ...]) -> None:
+        """Write history that belongs to no job's step; see `Jobs.append`."""
+        await self._jobs.append(rows)
+
+    async def past(self, name: str, limit: int) -> tuple[Record, ...]:
+        """Return the newest rows of what was appended under a name that no job can have."""
+        return await self._jobs.past(name, limit)
 
     def nodes(self, node_ids: Collection[str] = ()) -> Sequence[NodeSummary]:
         """Show every node that is connected, away, cordoned or quarantined; of these, if any."""

@@ -16,6 +16,7 @@ from aiohttp import web
 from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.exposition import CONTENT_TYPE
 from rdzv.http_log import http_log
+from rdzv.server.access import Gate, checking_roles
 from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
@@ -27,6 +28,7 @@ from rdzv.server.replica import Replica
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
+    from rdzv.server.tls import Tls
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,6 +54,8 @@ async def serving_http(
     listen: Listen,
     clock: Clock,
     facade: Facade | None = None,
+    tls: Tls | None = None,
+    gate: Gate | None = None,
 ) -> AsyncIterator[Serving]:
     """Serve until the body ends.
 
@@ -59,7 +63,10 @@ async def serving_http(
         InvalidRequestError: the address can not be listened on.
 
     """
-    app = web.Application(middlewares=[answering_errors, refusing_strangers(listen)])
+    gate = gate or Gate(replica, clock, config, metrics)
+    app = web.Application(
+        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+    )
     app.add_routes(
         [
             web.get("/healthz", _healthz),
@@ -83,7 +90,8 @@ async def serving_http(
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listen.host, listen.port)
+            context = None if tls is None else tls.http
+            site = web.TCPSite(runner, listen.host, listen.port, ssl_context=context)
             try:
                 await site.start()
             except OSError as error:

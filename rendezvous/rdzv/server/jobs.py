@@ -90,6 +90,9 @@ class News:
     events: tuple[Event, ...]
 
 
+Guard = Callable[[State], None]
+"""Refuses what must not be done to a job as it is, by raising what the caller is to hear."""
+
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
 """Hears of a step before it is stored. It may have a command come first, and adds to the history.
 
@@ -135,24 +138,29 @@ class Jobs:
 
     # ---------------------------------------------------------------- decide, persist, publish
 
-    async def submit(self, rdzv_id: str, command: Command) -> State:
+    async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to its end: decide, persist, publish — in that order.
 
-        A caller that is cancelled does not cut it short.
+        `guard` sees the job first, and nobody changes it in between. A caller that is cancelled
+        does not cut it short.
 
         Raises:
             RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
                 it may have, and is to be repeated.
 
         """
-        outcome = await asyncio.shield(self._tasks.start(self._outcome(rdzv_id, command)))
+        outcome = await asyncio.shield(self._tasks.start(self._outcome(rdzv_id, command, guard)))
         if isinstance(outcome, RendezvousError):
             raise outcome
         return outcome
 
-    async def _outcome(self, rdzv_id: str, command: Command) -> State | RendezvousError:
+    async def _outcome(
+        self, rdzv_id: str, command: Command, guard: Guard | None = None
+    ) -> State | RendezvousError:
         try:
             async with self.claim(rdzv_id) as job:
+                if guard is not None:
+                    guard(job.state)
                 return await self.step(job, command)
         except RendezvousError as error:
             return error
@@ -515,6 +523,14 @@ class Jobs:
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
         """Write a document; return the new revision. Raises what `Store.swap_document` does."""
         return await self._ask(self._store.swap_document(name, data, revision), writes=True)
+
+    async def append(self, rows: tuple[Record, ...]) -> None:
+        """Write history that belongs to no step; if it can not be stored, the log has it alone."""
+        await self._flush(rows)
+
+    async def past(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return the newest rows of what was appended under a name that no job can have."""
+        return await self._ask(self._store.history(rdzv_id, limit))
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
         """Yield all that the store holds, as the lines of a backup file."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rdzv.core.commands import Command
 from rdzv.core.hangs import HungWorker
-from rdzv.core.model import Ended, JobSpec, RoundEnd
+from rdzv.core.model import Ended, JobSpec, RoundEnd, Tally
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.stacks import WorkerStack
@@ -197,6 +197,7 @@ class Line:
     use_agent_store: bool
     restarts: int
     max_restarts: int | None
+    tally: Tally | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,3 +430,5 @@ class ServerView:
     store: str
     version: str
     state_age_ms: int
+    insecure: str = ""
+    """Why everyone who reaches it may do everything; of this server alone."""

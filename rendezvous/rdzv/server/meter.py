@@ -92,6 +92,9 @@ class Meter:
     def sent(self) -> None:
         """Note a message to a node, put on its stream."""
 
+    def call_refused(self, code: str) -> None:
+        """Note a call that its caller may not make, with the code of the refusal."""
+
 
 class Meters(Meter):
     """Passes on what it is told to several."""
@@ -156,3 +159,8 @@ class Meters(Meter):
         """Pass it on."""
         for meter in self._meters:
             meter.sent()
+
+    def call_refused(self, code: str) -> None:
+        """Pass it on."""
+        for meter in self._meters:
+            meter.call_refused(code)

@@ -37,7 +37,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.explain import JobView
 from rdzv.core.model import Cause, JobState, Result, Round, State
-from rdzv.errors import LimitExceededError
+from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.exposition import Collect, Parts, add_process, by_label
 from rdzv.server.c10d_metrics import c10d_metrics
 from rdzv.server.config import Config
@@ -187,6 +187,14 @@ class Metrics(Meter, Collector):
             "Nodes that were given up, whatever jobs they were in.",
             registry=registry,
         )
+        self._calls_refused = Counter(
+            "rdzv_refused_calls_total",
+            "Calls of those who have not proven who they are, or may not do that.",
+            ("reason",),
+            registry=registry,
+        )
+        for error in (DeniedError, UnauthenticatedError):
+            self._calls_refused.labels(error.code)
         self._received = Counter(
             "rdzv_messages_received_total", "Messages of nodes.", registry=registry
         )
@@ -313,6 +321,10 @@ class Metrics(Meter, Collector):
     def store_failed(self, *, writes: bool) -> None:
         """Note that the store could not be asked, or not be written to."""
         self._store_errors.labels("write" if writes else "read").inc()
+
+    def call_refused(self, code: str) -> None:
+        """Note a call that its caller may not make, with the code of the refusal."""
+        self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
         """Note by how much the event loop was late for a timer."""

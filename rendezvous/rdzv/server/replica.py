@@ -37,6 +37,7 @@ class Replica:
         self._driver: Driver | None = None
         self._election: Election | None = None
         self._address = ""
+        self._exposed = ""
         self._since_ms = clock.now_ms()
         self._changed = asyncio.Event()
         """Set, and replaced by another, when somebody leads or nobody does any more."""
@@ -110,7 +111,10 @@ class Replica:
             leadership = self._driver.leadership if self._driver else 0
             leads = self._driver is not None
             return (
-                ServerView(self._address, leads, leadership, self._store, self._version, age_ms),
+                ServerView(
+                    *(self._address, leads, leadership, self._store, self._version, age_ms),
+                    insecure=self._exposed,
+                ),
             )
         leader = self._election.leader
         views = []
@@ -125,15 +129,19 @@ class Replica:
                     store=self._store,
                     version=other.version,
                     state_age_ms=max(self._clock.now_ms() - since_ms, 0),
+                    insecure=self._exposed if other.address == self._address else "",
                 )
             )
         return tuple(views)
 
     # ---------------------------------------------------------------- leading
 
-    def serve_as(self, address: str, tell: Callable[[bool], None]) -> None:
-        """Note where this server is reached, and whom to tell when it leads and when not."""
-        self._address, self._tell = address, tell
+    def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
+        """Note where this server is reached, and whom to tell when it leads and when not.
+
+        `exposed` is why everyone who reaches it may do everything, if so.
+        """
+        self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:

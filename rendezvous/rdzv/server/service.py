@@ -24,18 +24,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rdzv.concurrency import single_error
-from rdzv.core.commands import Command
+from rdzv.core.commands import Command, Restart, Scale, Stop
 from rdzv.errors import (
-    ERROR_CODE_METADATA_KEY,
-    LEADER_METADATA_KEY,
     InvalidRequestError,
     LimitExceededError,
-    NotLeaderError,
     RendezvousConnectionError,
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server import wire
+from rdzv.server import callers, wire
+from rdzv.server.access import AUDIT, Gate, Interceptor, end_call, signed
 from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
@@ -43,18 +41,21 @@ from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
+from rdzv.server.tokens import Token
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.core.explain import JobView
+    from rdzv.server.tls import Tls
 
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 AnyContext = grpc.aio.ServicerContext[Any, Any]
 Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
 
+Obeyed = Stop | Restart | Scale
 Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
 log = logging.getLogger("rdzv.service")
@@ -72,12 +73,8 @@ def server_version() -> str:
 
 async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
     """End a call with an error of the table."""
-    trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
-    if isinstance(error, NotLeaderError) and error.leader:
-        trailing.append((LEADER_METADATA_KEY, error.leader))
-    await context.abort(
-        grpc.StatusCode[error.grpc_status], str(error), trailing_metadata=tuple(trailing)
-    )
+    await end_call(context, error)
+    raise AssertionError("a call that was ended does not go on")
 
 
 async def _receive(context: Context) -> pb.NodeMessage | None:
@@ -144,7 +141,8 @@ class Conversation:
         """Serve the node until either side ends the stream."""
         try:
             message = await self._first_message(context)
-            stream = self._driver.attach(wire.hello_of(message, self._limits))
+            hello = wire.hello_of(message, self._limits)
+            stream = self._driver.attach(hello, callers.present.get())
         except RendezvousError as error:
             await _abort(context, error)
         try:
@@ -404,7 +402,8 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             command = wire.submit_of(request, self._limits)
-            return self._status(await self._replica.driver.submit_job(rdzv_id, command))
+            caller = callers.present.get()
+            return self._status(await self._replica.driver.submit_job(rdzv_id, command, caller))
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -425,6 +424,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Place nothing more on a node."""
         try:
             node_id, reason = wire.cordon_of(request, self._limits)
+            reason = signed(reason, callers.present.get())
             return wire.node_summary(await self._replica.driver.cordon(node_id, reason))
         except RendezvousError as error:
             await _abort(context, error)
@@ -445,8 +445,10 @@ class ControlService(pb_grpc.ControlServicer):
         """Empty a node."""
         try:
             driver = self._replica.driver
-            asked = wire.drain_of(request, self._limits)
-            return wire.node_summary(await driver.drain(*asked, keep_min=request.keep_min))
+            node_id, deadline_ms, reason = wire.drain_of(request, self._limits)
+            reason = signed(reason, callers.present.get())
+            found = await driver.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
+            return wire.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -461,11 +463,13 @@ class ControlService(pb_grpc.ControlServicer):
             await _abort(context, error)
 
     async def _obey(
-        self, request: Wish, read: Callable[[Wish, Limits], Command], context: AnyContext
+        self, request: Wish, read: Callable[[Wish, Limits], Obeyed], context: AnyContext
     ) -> pb.JobStatus:
         try:
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
-            view = await self._replica.driver.obey(rdzv_id, read(request, self._limits))
+            command = read(request, self._limits)
+            command = replace(command, reason=signed(command.reason, callers.present.get()))
+            view = await self._replica.driver.obey(rdzv_id, command)
             return self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
@@ -532,6 +536,54 @@ class ControlService(pb_grpc.ControlServicer):
             await _abort(context, error)
         return pb.ListServersResponse(servers=[wire.server(view) for view in servers])
 
+    async def CreateToken(  # noqa: N802
+        self, request: pb.CreateTokenRequest, context: AnyContext
+    ) -> pb.CreateTokenResponse:
+        """Make a token, and show its text once."""
+        try:
+            name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
+            expires_in_ms = wire.token_life_of(request, self._limits)
+            driver = self._replica.driver
+            token, text = await driver.create_token(name, roles, expires_in_ms)
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.CreateTokenResponse(token=wire.token(token, self._clock.now_ms()), text=text)
+
+    async def ListTokens(  # noqa: N802
+        self, request: pb.ListTokensRequest, context: AnyContext
+    ) -> pb.ListTokensResponse:
+        """Show every token."""
+        try:
+            tokens = self._replica.driver.tokens.listed()
+        except RendezvousError as error:
+            await _abort(context, error)
+        return self._tokens(tokens)
+
+    async def RevokeTokens(  # noqa: N802
+        self, request: pb.RevokeTokensRequest, context: AnyContext
+    ) -> pb.ListTokensResponse:
+        """Revoke a token, or all of one name."""
+        try:
+            revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
+        except RendezvousError as error:
+            await _abort(context, error)
+        return self._tokens(revoked)
+
+    def _tokens(self, tokens: Iterable[Token]) -> pb.ListTokensResponse:
+        now_ms = self._clock.now_ms()
+        return pb.ListTokensResponse(tokens=[wire.token(token, now_ms) for token in tokens])
+
+    async def ListAudit(  # noqa: N802
+        self, request: pb.ListAuditRequest, context: AnyContext
+    ) -> pb.ListEventsResponse:
+        """Show who has changed what."""
+        try:
+            limit = wire.history_limit(request.limit, self._limits)
+            rows = await self._replica.driver.past(AUDIT, limit)
+        except RendezvousError as error:
+            await _abort(context, error)
+        return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
+
     def _status(self, view: JobView) -> pb.JobStatus:
         progress = self._replica.driver.progress(view.rdzv_id)
         stragglers = self._replica.driver.stragglers(view.rdzv_id)
@@ -559,7 +611,12 @@ async def _in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def serving(
-    replica: Replica, clock: Clock, config: Config, facade: Facade | None = None
+    replica: Replica,
+    clock: Clock,
+    config: Config,
+    facade: Facade | None = None,
+    tls: Tls | None = None,
+    gate: Gate | None = None,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
@@ -569,7 +626,10 @@ async def serving(
         InvalidRequestError: the address can not be listened on.
 
     """
-    server = grpc.aio.server(options=_options(config.limits, config.timings))
+    gate = gate or Gate(replica, clock, config)
+    server = grpc.aio.server(
+        interceptors=[Interceptor(gate)], options=_options(config.limits, config.timings)
+    )
     pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
     control = ControlService(replica, clock, config.limits, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)
@@ -578,10 +638,11 @@ async def serving(
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    bound = replace(config.listen, port=_bind(server, config.listen))
+    bound = replace(config.listen, port=_bind(server, config.listen, tls))
     await server.start()
     try:
-        async with _telling_health(replica, health_servicer, str(config.advertise or bound)):
+        at = str(config.advertise or bound)
+        async with _telling_health(replica, health_servicer, at, config.exposed):
             yield bound
     finally:
         replica.stand_by(
@@ -608,7 +669,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def _telling_health(
-    replica: Replica, servicer: health.aio.HealthServicer, address: str
+    replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
     """Let the health service say whether nodes are served here; a server that stands by lives."""
     changed = asyncio.Event()
@@ -627,7 +688,7 @@ async def _telling_health(
             await changed.wait()
 
     await servicer.set("", _SERVING)
-    replica.serve_as(address, tell)
+    replica.serve_as(address, tell, exposed)
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(follow())
@@ -641,9 +702,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def _bind(server: grpc.aio.Server, listen: Listen) -> int:
+def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None) -> int:
     try:
-        return server.add_insecure_port(str(listen))
+        if tls is None:
+            return server.add_insecure_port(str(listen))
+        return server.add_secure_port(str(listen), tls.grpc_credentials())
     except RuntimeError as error:
         raise InvalidRequestError(_why_not(listen)) from error
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from rdzv.errors import LimitExceededError, RendezvousError
+from rdzv.server.callers import ANYBODY, Caller
 from rdzv.server.messages import Joined, Line, RoundOver, Told, Waiting
 
 
@@ -22,10 +23,13 @@ class Stream:
         incarnation: int,
         limit: int,
         on_send: Callable[[], None] = lambda: None,
+        caller: Caller = ANYBODY,
     ) -> None:
         self.number = number
         self.node_id = node_id
         self.incarnation = incarnation
+        self.caller = caller
+        """Who has opened it, and answers for what the node says."""
         self._on_send = on_send
         self.greeted = False
         """Whether the node has said all that it believes."""

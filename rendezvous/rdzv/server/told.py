@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
-from rdzv.core.adopt import adoptable
+from rdzv.core.adopt import adoptable, tally_of
 from rdzv.core.commands import Join
 from rdzv.core.events import (
     Event,
@@ -27,7 +27,16 @@ from rdzv.core.events import (
     RunEnded,
 )
 from rdzv.core.explain import waiting_reason
-from rdzv.core.model import Cause, Membership, Participant, Round, RoundEnd, State, is_stand_in
+from rdzv.core.model import (
+    Cause,
+    Membership,
+    Participant,
+    Round,
+    RoundEnd,
+    State,
+    Tally,
+    is_stand_in,
+)
 from rdzv.core.rendezvous import ended_run
 from rdzv.core.submitted import awaited
 from rdzv.server.messages import (
@@ -63,7 +72,7 @@ def news(
                 for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
-                yield from lines(membership, event.round)
+                yield from lines(membership, event.round, now_ms)
             case RoundAdopted():
                 yield from _superseded(before, event.round)
             case RoundEnded():
@@ -150,7 +159,7 @@ def concerns(state: State, node_id: str, incarnation: int, message: Told) -> boo
     return not isinstance(message, Line) or state.incarnation(node_id) == incarnation
 
 
-def unheard_line(before: State, command: Join) -> Line | RoundOver | None:
+def unheard_line(before: State, command: Join, now_ms: int) -> Line | RoundOver | None:
     """Return what a seated node has not taken in that asks for a seat: its line, or its end."""
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
@@ -159,16 +168,17 @@ def unheard_line(before: State, command: Join) -> Line | RoundOver | None:
         return None
     if command.left_round is not None and command.left_round >= round_.number:
         return None
-    return _about_its_seat(before.membership, command.node_id)
+    return _about_its_seat(before.membership, command.node_id, now_ms)
 
 
-def lines(membership: Membership, round_: Round) -> Iterator[tuple[str, Line]]:
+def lines(membership: Membership, round_: Round, now_ms: int) -> Iterator[tuple[str, Line]]:
     """Yield each participant's own line of a round."""
+    tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
-        yield participant.node_id, _line(membership, round_, group_rank)
+        yield participant.node_id, _line(membership, round_, group_rank, tally)
 
 
-def _line(membership: Membership, round_: Round, group_rank: int) -> Line:
+def _line(membership: Membership, round_: Round, group_rank: int, tally: Tally | None) -> Line:
     participant, last = round_.participants[group_rank], round_.participants[-1]
     return Line(
         rdzv_id=membership.rdzv_id,
@@ -186,6 +196,7 @@ def _line(membership: Membership, round_: Round, group_rank: int) -> Line:
         use_agent_store=round_.use_agent_store,
         restarts=round_.restarts,
         max_restarts=membership.settings.max_restarts,
+        tally=tally,
     )
 
 
@@ -212,7 +223,7 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
         # Also where the seat is another instance's: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
-        told.append(_about_its_seat(state.membership, node_id))
+        told.append(_about_its_seat(state.membership, node_id, now_ms))
     if node_id in state.waiting:
         told.append(waiting(state, node_id, now_ms))
     return tuple(told)
@@ -233,13 +244,14 @@ def unknown(state: State, belief: Belief) -> bool:
     )
 
 
-def _about_its_seat(membership: Membership, node_id: str) -> Line | RoundOver:
+def _about_its_seat(membership: Membership, node_id: str, now_ms: int) -> Line | RoundOver:
     """Tell a seated node its line while the round is live, and then that it has ended."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
         return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
-    return _line(membership, round_, _group_ranks(_Participants(round_.participants))[node_id])
+    group_rank = _group_ranks(_Participants(round_.participants))[node_id]
+    return _line(membership, round_, group_rank, tally_of(membership, now_ms))
 
 
 class _Participants:

@@ -6,6 +6,7 @@ read (a reason, a traceback) is cut instead: a node's report must not be lost fo
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +51,13 @@ from rdzv.core.placement import FailingCheck, Gpu, Resources
 from rdzv.core.stacks import Frame, Report, SilentNode, Thread, WorkerStack
 from rdzv.core.stragglers import Straggler
 from rdzv.errors import InvalidRequestError
-from rdzv.server.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits, Listen
+from rdzv.server.config import (
+    DAY_MS,
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Limits,
+    Listen,
+)
 from rdzv.server.messages import (
     Belief,
     Closed,
@@ -85,7 +92,9 @@ from rdzv.server.messages import (
     Welcome,
     Withdrawn,
 )
+from rdzv.server.tokens import Token
 from rdzv.stores.base import Record
+from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*")
@@ -436,7 +445,8 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     claim = _claim(message.round, join, limits) if message.HasField("round") and run else None
     resume: tuple[Command, ...] = ()
     if round_ is not None:
-        resume = (Resume(speaker.node_id, speaker.incarnation, run, round_, claim),)
+        again = Resume(speaker.node_id, speaker.incarnation, run, round_, claim)
+        resume = (replace(again, secret=join.secret),)
     store_host: tuple[Command, ...] = ()
     if round_ is not None and message.store_host_failed:
         reason = _sentence(message.store_host_failed, limits)
@@ -494,6 +504,7 @@ def _checked_claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim
         restarts=_within("restarts", line.restarts, 0, limits.restarts),
         settings=join.settings,
         offer=join.offer,
+        tally=tally_of(line.tally) if line.HasField("tally") else None,
     )
 
 
@@ -551,7 +562,24 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
             message.furthest_step if message.HasField("furthest_step") else None,
             message.snapshot_changed,
         ),
+        secret=_secret(message, limits),
     )
+
+
+def _secret(message: pb.Join, limits: Limits) -> str:
+    """Read a job's secret, and keep what does not tell it: a hash that is good for this job alone.
+
+    Whoever reads it can try secrets, so one of few characters is refused.
+    """
+    if not message.secret:
+        return ""
+    if not limits.secret_chars_least <= len(message.secret) <= limits.label_chars:
+        least = limits.secret_chars_least
+        raise InvalidRequestError(
+            f"the job secret has {len(message.secret)} characters; give {least} to "
+            f"{limits.label_chars}, as `openssl rand -hex 32` makes"
+        )
+    return hashlib.sha256(f"{message.rdzv_id}\0{message.secret}".encode()).hexdigest()
 
 
 def _fail(message: pb.Failed, speaker: Speaker, limits: Limits) -> Fail:
@@ -778,6 +806,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
             limits.local_world_size,
         ),
         needs_gpu=message.needs_gpu,
+        account=_label("--user: account", message.account, limits),
     )
 
 
@@ -865,7 +894,7 @@ def server_message(
         case Joined():
             message.joined.CopyFrom(_copied(pb.Joined(), told))
         case Line():
-            message.round_completed.CopyFrom(_copied(pb.RoundCompleted(), told))
+            message.round_completed.CopyFrom(_line(told))
         case RoundOver():
             message.round_ended.CopyFrom(_round_ended(told))
         case Closed():
@@ -905,6 +934,8 @@ def _job_spec(spec: JobSpec) -> pb.JobSpec:
         gpus_per_node=spec.gpus_per_node,
         local_world_size=spec.local_world_size,
         needs_gpu=spec.needs_gpu,
+        submitter=spec.submitter,
+        account=spec.account,
     )
 
 
@@ -932,9 +963,11 @@ _Flat = (
 )
 
 _FIELDS = {
-    kind: tuple(field.name for field in fields(kind)) for kind in (*get_args(_Flat), LogPosition)
+    kind: tuple(field.name for field in fields(kind) if field.name != "tally")
+    for kind in (*get_args(_Flat), LogPosition)
 }
-"""Looked up once for each kind, not for each message: a round is told to thousands of nodes."""
+"""Looked up once for each kind, not for each message: a round is told to thousands of nodes. What
+is no plain field is written apart."""
 
 
 def _copied(message: M, value: _Flat | LogPosition) -> M:
@@ -943,6 +976,13 @@ def _copied(message: M, value: _Flat | LogPosition) -> M:
         content = getattr(value, name)
         if content is not None:
             setattr(message, name, content)
+    return message
+
+
+def _line(told: Line) -> pb.RoundCompleted:
+    tally, message = told.tally, _copied(pb.RoundCompleted(), told)
+    if tally is not None:
+        message.tally.CopyFrom(tally_message(tally))
     return message
 
 
@@ -1065,6 +1105,8 @@ def _submission(submission: Submission, jobs_before: int | None, now_ms: int) ->
         declined=[
             pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
         ],
+        submitter=spec.submitter,
+        account=spec.account,
     )
 
 
@@ -1196,4 +1238,26 @@ def server(view: ServerView) -> pb.Server:
         store=view.store,
         server_version=view.version,
         state_age_ms=view.state_age_ms,
+        insecure=view.insecure,
     )
+
+
+TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
+"""Ten years: who wants more, wants a token that does not expire."""
+
+
+def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:
+    """Read for how long a token is to be good; 0: for ever."""
+    return _within("expires_in_ms", message.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)
+
+
+def token(token: Token, now_ms: int) -> pb.Token:
+    """Write what may be known of a token."""
+    message = pb.Token(
+        id=token.id, name=token.name, roles=token.roles, age_ms=max(now_ms - token.created_ms, 0)
+    )
+    if token.expires_ms is not None:
+        message.expires_in_ms = max(token.expires_ms - now_ms, 0)
+    if token.used_ms is not None:
+        message.used_age_ms = max(now_ms - token.used_ms, 0)
+    return message

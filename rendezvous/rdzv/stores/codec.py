@@ -13,10 +13,10 @@ from rdzv.core.budgets import unbudgeted
 from rdzv.core.model import Membership, ScaleUp
 from rdzv.errors import RendezvousStateError
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever an older server would misread, or silently drop, what this one writes."""
 
-_FORMAT_BEFORE = 1
+_FORMATS_BEFORE = (1, 2)
 """What is written where an older server would lose nothing, so that one may be gone back to."""
 
 PACK_ABOVE_BYTES = 16 * 1024
@@ -47,7 +47,10 @@ def encode(membership: Membership) -> bytes:
         or membership.settings.scale_up is ScaleUp.AFTER
         or not unbudgeted(membership.settings)
     )
-    version = FORMAT if new else _FORMAT_BEFORE
+    version = _FORMATS_BEFORE[1 if new else 0]
+    if membership.owner or membership.secret:
+        # Dropped by an older server, they would be nobody's, and anybody's to join.
+        version = FORMAT
     return _encoder.encode(_Envelope(version, msgspec.Raw(_encoder.encode(membership))))
 
 
@@ -60,7 +63,7 @@ def decode(data: bytes, where: str) -> Membership:
     """
     try:
         envelope = _envelope_decoder.decode(data)
-        if envelope.format not in (_FORMAT_BEFORE, FORMAT):
+        if envelope.format not in (*_FORMATS_BEFORE, FORMAT):
             raise _foreign(envelope.format, where)
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from rdzv.certificates import check_authorities, check_pair
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
@@ -167,24 +167,10 @@ class EtcdConfig:
         self._check_files()
 
     def _check_files(self) -> None:
-        """Have the TLS library of Python read the files: gRPC's own does not say what is wrong."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            if self.ca is not None:
-                context.load_verify_locations(cafile=self.ca)
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidRequestError(
-                f"etcd CA {self.ca} can not be used: {_said(error)}; give a readable PEM file"
-            ) from error
-        try:
-            if self.cert is not None and self.key is not None:
-                context.load_cert_chain(self.cert, self.key, password=lambda: "")
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidRequestError(
-                f"etcd client certificate {self.cert} with key {self.key} can not be used: "
-                f"{_said(error)}; give readable PEM files that belong together, the key "
-                "without a passphrase"
-            ) from error
+        if self.ca is not None:
+            check_authorities(self.ca, "etcd CA")
+        if self.cert is not None and self.key is not None:
+            check_pair(self.cert, self.key, "etcd client certificate")
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Return what TLS needs, read anew; None for plaintext."""

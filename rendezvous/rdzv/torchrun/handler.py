@@ -174,7 +174,14 @@ class RdzvHandler(RendezvousHandler):
             agent_version=f"torchrun-{metadata.version('rdzv')}",
         )
         part = self._part
-        stream = NodeStream(self._options.endpoints, hello, self._news, part.beliefs, part.hear)
+        stream = NodeStream(
+            self._options.endpoints,
+            self._options.credentials,
+            hello,
+            self._news,
+            part.beliefs,
+            part.hear,
+        )
         stream.open()
         self._stop_watching = watch_signals(self._on_signal)
         atexit.register(self._at_exit)

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_scale_up
+from rdzv.transport import PLAIN, Credentials
 
 log = logging.getLogger("rdzv.torchrun")
 
@@ -35,6 +37,10 @@ KNOWN_KEYS = (
     "reuse",
     "node_id",
     "topology",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "token_file",
 )
 
 
@@ -46,6 +52,7 @@ class Options:
     node_id: str
     endpoints: tuple[Endpoint, ...]
     settings: Settings
+    credentials: Credentials = PLAIN
     local_addr: str = ""
     local_world_size: int = 1
     role: str = "default"
@@ -77,6 +84,7 @@ def read_options(params: RendezvousParameters) -> Options:
         rdzv_id=params.run_id,
         node_id=conf.get("node_id", f"{socket.gethostname()}-{os.getpid()}"),
         endpoints=_endpoints(params.endpoint),
+        credentials=_credentials(conf),
         settings=Settings(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
@@ -130,6 +138,16 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
         return parse_endpoints(text)
     except InvalidRequestError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from error
+
+
+def _credentials(conf: Mapping[str, str]) -> Credentials:
+    """Read what this node trusts and shows, which the environment may say as well."""
+    keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
+    given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
+    try:
+        return Credentials.parse(given, os.environ)
+    except InvalidRequestError as error:
+        raise ValueError(f"--rdzv-conf: {error}") from error
 
 
 def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:

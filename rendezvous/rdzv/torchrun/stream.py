@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, Endpoint, error_from_status
-from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.transport import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 
@@ -39,12 +40,14 @@ class NodeStream:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
+        credentials: Credentials,
         hello: pb.Hello,
         lock: threading.Condition,
         beliefs: Callable[[], list[pb.Belief]],
         hear: Callable[[pb.ServerMessage], None],
     ) -> None:
         self._attempts = Attempts(endpoints)
+        self._credentials = credentials
         self._hello = hello
         self._lock = lock
         self._beliefs = beliefs
@@ -112,8 +115,14 @@ class NodeStream:
     def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
         outbox: _Outbox = queue.SimpleQueue()
-        with grpc.insecure_channel(endpoint.target, options=STREAM_OPTIONS) as channel:
-            call = RendezvousStub(channel).Attach(self._outgoing(outbox))
+        try:
+            metadata = self._credentials.metadata(endpoint)
+            opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
+        except InvalidRequestError as error:
+            # It may just be about to be renewed.
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+        with opened as channel:
+            call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
             watchdog.daemon = True
             watchdog.start()
@@ -194,7 +203,12 @@ class NodeStream:
                 f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
             )
         failure = error_from_status(
-            call.code(), call.details(), call.trailing_metadata(), endpoint, WELCOME_TIMEOUT_S
+            call.code(),
+            call.details(),
+            call.trailing_metadata(),
+            endpoint,
+            WELCOME_TIMEOUT_S,
+            self._credentials,
         )
         if failure.code in FINAL_REFUSALS:
             refused = pb.Refused(code=failure.code, message=str(failure))

@@ -134,6 +134,14 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
+/** Warn where everyone who reaches the server may do everything; of this page, that is to be said. */
+async function warn() {
+  const { servers } = await (await fetch("/api/v1/servers")).json();
+  const exposed = servers.find((server) => server.insecure);
+  $("insecure").hidden = !exposed;
+  if (exposed) put($("insecure"), `Insecure: ${exposed.insecure}; everyone who reaches ${exposed.address} may run and end jobs.`);
+}
+
 addEventListener("hashchange", () => show(false));
 setInterval(() => {
   if (document.hidden) return;
@@ -142,3 +150,5 @@ setInterval(() => {
   view.tick?.(stream);
 }, 1000);
 show(true);
+// Without an answer the link says so.
+warn().catch(() => {});

@@ -1,9 +1,10 @@
 """Plays the agent: `agent.py FOLDER SCRIPT ARGUMENTS`.
 
 Starts a runner, and with it the script as a worker and a sleeper in place of the store host; says
-"up PID" with the runner's pid. With FENCE_MS in its environment the worker has a fence so far off,
-which is never renewed. Then it is killed, or told by a line to kill the runner itself,
-after which it sweeps up and says what the runner exited with and what it could not sweep.
+"up PID" with the runner's pid. With FENCE_MS in its environment the worker, once there is a file
+`ready` in the folder, has a fence so far off, which is never renewed. Then it is killed, or told by
+a line to kill the runner itself, after which it sweeps up and says what the runner exited with and
+what it could not sweep.
 """
 
 import asyncio
@@ -15,20 +16,24 @@ from pathlib import Path
 
 from rdzv.agent import runner_link
 
+READY = Path(sys.argv[1], "ready")
+
 
 async def main() -> None:
     events: asyncio.Queue[runner_link.RunnerEvent] = asyncio.Queue()
     runner_link.become_subreaper()
     link = await runner_link.RunnerLink.spawn(events.put_nowait)
     env = dict(os.environ)
-    if fence_ms := os.environ.get("FENCE_MS"):
-        link.renew_fence(runner_link.boottime_ms() + int(fence_ms))
     argv = (sys.executable, "-S", *sys.argv[2:])
     link.start_workers(0, [runner_link.WorkerSpec(0, argv, env, None, None, None)])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         link.start_store_host(0, listening, sys.argv[1] + "/store_host", env)
     while not isinstance(await events.get(), runner_link.WorkerStarted):
         pass
+    if fence_ms := os.environ.get("FENCE_MS"):
+        while not READY.exists():  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.01)
+        link.renew_fence(runner_link.boottime_ms() + int(fence_ms))
     print("up", link.pid, flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     os.kill(link.pid, signal.SIGKILL)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings
+from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class Assignment:
     use_agent_store: bool
     restarts: int
     max_restarts: int
+    tally: Tally | None = field(default=None, compare=False)
+    """What the run had spent when this was heard. Only kept, for a server that has forgotten it."""
+    heard_at_ms: int = field(default=0, compare=False)
 
     @property
     def hosts_store(self) -> bool:

@@ -1,0 +1,192 @@
+"""Certificates and keys in PEM files: whether they can be used, and what they say of themselves.
+
+Python's own TLS library reads the files first: what gRPC's makes of a bad one is a handshake that
+fails without a word. Only what it does not tell of a certificate is read here, from its DER.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rdzv.errors import InvalidRequestError
+
+_BLOCK = re.compile(
+    r"-----BEGIN CERTIFICATE-----\s.*?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
+)
+_COMMON_NAME = bytes.fromhex("550403")
+_ORGANIZATION = bytes.fromhex("55040a")
+
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
+    "KEY_TYPE_MISMATCH": "the key does not belong to the certificate",
+    "BAD_DECRYPT": "the key has a passphrase",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
+}
+"""What the TLS library means by its reasons; any other is shown as it is."""
+
+
+Stamp = tuple[tuple[int, int, int], ...]
+"""Of some files: it changes when one of them does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What one certificate says of its holder."""
+
+    common_name: str
+    organizations: tuple[str, ...]
+    not_before: datetime
+    not_after: datetime
+
+    @property
+    def in_words(self) -> str:
+        """Whose it is, and for how long it is valid."""
+        return f"of {self.common_name or 'no name'}, valid until {_spelled(self.not_after)}"
+
+    def trouble(self, now: datetime) -> str:
+        """Say why it is not valid now; empty if it is."""
+        if now > self.not_after:
+            return f"expired on {_spelled(self.not_after)}"
+        if now < self.not_before:
+            return f"is not valid before {_spelled(self.not_before)}"
+        return ""
+
+
+def _spelled(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def stamp_of(paths: Iterable[Path]) -> Stamp:
+    """Say how files are now; one that is not there counts as well."""
+    return tuple(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def check_authorities(path: Path, what: str) -> None:
+    """Refuse a file that can not say whose certificates are trusted; `what` names it for people.
+
+    Raises:
+        InvalidRequestError: it can not be read, or holds no certificate.
+
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequestError(
+            f"{what} {path} can not be used: {_said(error)}; give a readable PEM file"
+        ) from error
+
+
+def check_pair(cert: Path, key: Path, what: str) -> None:
+    """Refuse a certificate and a key that can not be used together; `what` names them for people.
+
+    Raises:
+        InvalidRequestError: one can not be read, or they do not belong together.
+
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequestError(
+            f"{what} {cert} with key {key} can not be used: {_which(cert, key)}{_said(error)}; "
+            "give readable PEM files that belong together, the key without a passphrase"
+        ) from error
+
+
+def _which(*paths: Path) -> str:
+    """Name the file that can not be read, which the TLS library does not."""
+    for path in paths:
+        try:
+            with path.open("rb"):
+                pass
+        except OSError:
+            return f"{path}: "
+    return ""
+
+
+def _said(error: OSError) -> str:
+    reason = getattr(error, "reason", None) or ""
+    return _REASONS.get(reason) or error.strerror or str(error)
+
+
+def read_certificate(pem: bytes, what: str) -> Certificate:
+    """Read the first certificate of a PEM file: the holder's, if it has several.
+
+    Raises:
+        InvalidRequestError: there is none, or it can not be read.
+
+    """
+    found = _BLOCK.search(pem.decode(errors="replace"))
+    if found is None:
+        raise InvalidRequestError(f"{what} can not be used: it holds no certificate in PEM")
+    try:
+        return _read_der(ssl.PEM_cert_to_DER_cert(found[0]))
+    except (ValueError, IndexError) as error:
+        raise InvalidRequestError(
+            f"{what} can not be used: its certificate can not be read ({error})"
+        ) from error
+
+
+def _read_der(der: bytes) -> Certificate:
+    """Read the parts of RFC 5280's TBSCertificate that matter here."""
+    fields = list(_parts(_first(_first(der))))
+    if fields[0][0] == 0xA0:  # The version, which may be left out.
+        del fields[0]
+    _, _, _, (_, validity), (_, subject) = fields[:5]
+    not_before, not_after = (_time(tag, content) for tag, content in _parts(validity))
+    names = list(_names(subject))
+    return Certificate(
+        next((value for kind, value in names if kind == _COMMON_NAME), ""),
+        tuple(value for kind, value in names if kind == _ORGANIZATION),
+        not_before,
+        not_after,
+    )
+
+
+def _names(subject: bytes) -> Iterator[tuple[bytes, str]]:
+    for _, several in _parts(subject):
+        for _, one in _parts(several):
+            (_, kind), (_, value) = _parts(one)
+            yield kind, value.decode(errors="replace")
+
+
+def _time(tag: int, content: bytes) -> datetime:
+    # UTCTime has two digits of the year; strptime divides the centuries at 69, RFC 5280 at 50.
+    text = content.decode("ascii")
+    if tag == 0x17:
+        text = ("19" if text[:2] >= "50" else "20") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+
+
+def _first(data: bytes) -> bytes:
+    for _, content in _parts(data):
+        return content
+    raise ValueError("something is empty")
+
+
+def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Take a sequence of DER apart: tag and content of each element."""
+    at = 0
+    while at < len(data):
+        tag, length, at = data[at], data[at + 1], at + 2
+        if length >= 0x80:
+            count = length & 0x7F
+            length, at = int.from_bytes(data[at : at + count]), at + count
+        if at + length > len(data):
+            raise ValueError("it ends too soon")
+        yield tag, data[at : at + length]
+        at += length

@@ -1,0 +1,314 @@
+"""A small CA, and the certificates that it signs: for those who have none.
+
+A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
+files for each holder. A holder's common name (CN) is who calls, and its organizations (O) are its
+roles. A server's certificate is of no use to a caller, nor a caller's to a server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from rdzv.ctl.backup import new_file
+from rdzv.errors import InvalidRequestError
+
+CLOCKS_APART = timedelta(minutes=5)
+"""How long before it was made a certificate is valid: other machines' clocks may be behind."""
+
+OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+"""Names that every server's certificate has, for who asks on its own machine."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
+"""What a holder may be called: it names files, and a common name has 64 letters at most."""
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+_Key = ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The two files of a holder."""
+
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a certificate says."""
+
+    file: Path
+    kind: str
+    name: str
+    roles: tuple[str, ...]
+    hosts: tuple[str, ...]
+    not_after: datetime
+
+
+class Authority:
+    """A CA that can sign, in its folder."""
+
+    def __init__(self, folder: Path, key: _Key, certificate: x509.Certificate) -> None:
+        self._folder = folder
+        self._key = key
+        self._certificate = certificate
+
+    @classmethod
+    def make(cls, folder: Path, days: int, *, replace: bool) -> Authority:
+        """Make a CA.
+
+        Raises:
+            InvalidRequestError: there is one, or the folder can not be written.
+
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{folder} can not be made: {error.strerror}; give another --dir"
+            ) from error
+        files = _files(folder, "ca")
+        _refuse_present(files, replace=replace)
+        key = _new_key()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"rdzv CA of {_today()}")])
+        builder = _begun(name, name, key, days)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+        builder = builder.add_extension(_usage(signs_certificates=True), True)
+        certificate = builder.sign(key, hashes.SHA256())
+        _write(files, key, certificate, replace=replace)
+        return cls(folder, key, certificate)
+
+    @classmethod
+    def open(cls, folder: Path) -> Authority:
+        """Open the CA of a folder.
+
+        Raises:
+            InvalidRequestError: there is none, or it can not be read.
+
+        """
+        files = _files(folder, "ca")
+        try:
+            key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate(files.cert.read_bytes())
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{error.filename} can not be read: {error.strerror}; `rdzvctl certs init` makes "
+                "a CA, and --dir names the folder of one"
+            ) from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InvalidRequestError(
+                f"the CA in {folder} can not be used: {error}; give the folder of another"
+            ) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise InvalidRequestError(
+                f"{files.key} is of another kind than those that are made here; sign with the "
+                "tools that have made it"
+            )
+        return cls(folder, key, certificate)
+
+    def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
+        """Make the pair of a server that is asked for by these names and addresses."""
+        names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
+        return self._make(
+            "server",
+            _subject(hosts[0][:64], ()),
+            (x509.SubjectAlternativeName([_host(name) for name in names]),),
+            ExtendedKeyUsageOID.SERVER_AUTH,
+            days,
+            replace=replace,
+        )
+
+    def caller(
+        self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
+    ) -> Made:
+        """Make the pair of one that calls, with these roles."""
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f"name {name!r} can not be used: give up to 64 letters, digits and . _ @ -, the "
+                "first a letter, a digit or _"
+            )
+        return self._make(
+            f"{file}-{name}",
+            _subject(name, roles),
+            (),
+            ExtendedKeyUsageOID.CLIENT_AUTH,
+            days,
+            replace=replace,
+        )
+
+    def _make(
+        self,
+        file: str,
+        subject: x509.Name,
+        extensions: Sequence[x509.ExtensionType],
+        purpose: x509.ObjectIdentifier,
+        days: int,
+        *,
+        replace: bool,
+    ) -> Made:
+        files = _files(self._folder, file)
+        _refuse_present(files, replace=replace)
+        key = _new_key()
+        builder = _begun(subject, self._certificate.subject, key, days)
+        until = self._certificate.not_valid_after_utc
+        if datetime.now(UTC) + timedelta(days=days) > until:
+            raise InvalidRequestError(
+                f"--days {days} is longer than the CA is valid, until {until:%Y-%m-%d}; give fewer"
+            )
+        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        builder = builder.add_extension(_usage(signs_certificates=False), True)
+        for extension in (x509.ExtendedKeyUsage([purpose]), authority, *extensions):
+            builder = builder.add_extension(extension, False)
+        _write(files, key, builder.sign(self._key, hashes.SHA256()), replace=replace)
+        return files
+
+
+def show(files: Sequence[Path]) -> list[Shown]:
+    """Read what certificates say.
+
+    Raises:
+        InvalidRequestError: one can not be read.
+
+    """
+    found = []
+    for file in files:
+        try:
+            certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no certificate in PEM"
+            raise InvalidRequestError(f"{file} can not be read: {reason}") from error
+        found.append(_shown(file, certificate))
+    return found
+
+
+def _shown(file: Path, certificate: x509.Certificate) -> Shown:
+    def texts(oid: x509.ObjectIdentifier) -> tuple[str, ...]:
+        return tuple(str(part.value) for part in certificate.subject.get_attributes_for_oid(oid))
+
+    hosts: tuple[str, ...] = ()
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        hosts = tuple(str(name.value) for name in names.value)
+    except x509.ExtensionNotFound:
+        pass
+    return Shown(
+        file,
+        _kind(certificate),
+        next(iter(texts(NameOID.COMMON_NAME)), ""),
+        texts(NameOID.ORGANIZATION_NAME),
+        hosts,
+        certificate.not_valid_after_utc,
+    )
+
+
+def _kind(certificate: x509.Certificate) -> str:
+    try:
+        if certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
+            return "CA"
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return "any"
+    return "server" if ExtendedKeyUsageOID.SERVER_AUTH in usage else "caller"
+
+
+def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
+    """Read names and addresses, also several in one word with commas between them.
+
+    Raises:
+        InvalidRequestError: one can not be used, or there is none.
+
+    """
+    names = [part.strip() for word in given for part in word.split(",") if part.strip()]
+    if not names:
+        raise InvalidRequestError("no name of the server is given; give --server HOST,ADDRESS")
+    for name in names:
+        _host(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        if not _HOST.fullmatch(name):
+            raise InvalidRequestError(
+                f"{name!r} is no host name or address; give those by which the server is asked "
+                "for, without a port"
+            ) from None
+        return x509.DNSName(name)
+
+
+def _subject(name: str, roles: Sequence[str]) -> x509.Name:
+    organizations = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, role) for role in roles]
+    return x509.Name([*organizations, x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _begun(subject: x509.Name, issuer: x509.Name, key: _Key, days: int) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder()
+    builder = builder.subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - CLOCKS_APART).not_valid_after(
+        now + timedelta(days=days)
+    )
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _new_key() -> _Key:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _today() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _files(folder: Path, name: str) -> Made:
+    return Made(folder / f"{name}.crt", folder / f"{name}.key")
+
+
+def _refuse_present(files: Made, *, replace: bool) -> None:
+    """Refuse before anything is written: a new key beside an old certificate is of no use."""
+    for path in (files.cert, files.key):
+        if not replace and path.exists():
+            raise InvalidRequestError(f"{path} is there already; --force replaces it")
+
+
+def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bool) -> None:
+    pem = serialization.Encoding.PEM
+    plain = serialization.NoEncryption()
+    with new_file(files.key, replace=replace) as written:
+        written.write(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    with new_file(files.cert, replace=replace) as written:
+        written.write(certificate.public_bytes(pem))
+    try:
+        files.cert.chmod(0o644)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{files.cert} can not be made readable for all: {error.strerror}"
+        ) from error

@@ -1,0 +1,186 @@
+"""`rdzvctl certs`: a small CA and certificates, for those who have none. It asks no server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rdzv.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from rdzv.ctl.authority import Made
+
+ROLES = ("read", "submit", "admin")
+"""What a client may be; `node` is what `rdzvctl certs node` makes."""
+
+MOST_DAYS = 36_500
+
+_dir = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("rdzv-certs"),
+    show_default=True,
+    metavar="DIR",
+    help="The folder of the CA.",
+)
+_force = click.option("--force", is_flag=True, help="Replace files that are there.")
+
+
+def _days(default: int, what: str = "it is valid") -> Callable[..., Any]:
+    return click.option(
+        "--days",
+        type=click.IntRange(1, MOST_DAYS),
+        default=default,
+        show_default=True,
+        help=f"How long {what}.",
+    )
+
+
+_server_names = click.option(
+    "--server",
+    "hosts",
+    multiple=True,
+    required=True,
+    metavar="HOST,...",
+    help="The names and addresses by which nodes and operators ask for rdzvd; localhost is always "
+    "one of them.",
+)
+
+
+@click.group("certs", context_settings={"help_option_names": ["-h", "--help"]})
+def certs() -> None:
+    """Make a small CA, and certificates for rdzvd, nodes and people."""
+
+
+@certs.command("init")
+@_dir
+@_server_names
+@_days(365, "the server's certificate is valid")
+@click.option(
+    "--ca-days",
+    type=click.IntRange(1, MOST_DAYS),
+    default=3650,
+    show_default=True,
+    help="How long the CA is valid.",
+)
+@_force
+def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
+    """Make a CA, and the certificate of rdzvd.
+
+    ca.crt is for everyone; ca.key signs for whoever has it, so it stays where it is made, and needs
+    no server there.
+    """
+    from rdzv.ctl.authority import Authority, parse_hosts
+
+    names = parse_hosts(hosts)
+    if days > ca_days:
+        raise InvalidRequestError(
+            f"--days {days} is longer than the CA is valid, --ca-days {ca_days}; give fewer"
+        )
+    made = Authority.make(folder, ca_days, replace=force).server(names, days, replace=force)
+    ca = folder / "ca.crt"
+    return (
+        f"{ca}: the CA, for everyone; {folder / 'ca.key'} signs, and stays here\n"
+        f"{_files(made)}: of rdzvd; start it with\n"
+        f"  rdzvd --tls-cert {made.cert} --tls-key {made.key} --tls-client-ca {ca}"
+    )
+
+
+@certs.command("server")
+@_dir
+@_server_names
+@_days(365)
+@_force
+def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str:
+    """Make another certificate of rdzvd, or, with --force, in the place of the one it has.
+
+    An rdzvd that uses these files shows the new one to whoever connects next.
+    """
+    from rdzv.ctl.authority import Authority, parse_hosts
+
+    names = parse_hosts(hosts)
+    return f"{_files(Authority.open(folder).server(names, days, replace=force))}: of rdzvd"
+
+
+@certs.command("node")
+@click.argument("name")
+@_dir
+@_days(365)
+@_force
+def _node(name: str, folder: Path, days: int, force: bool) -> str:
+    """Make the certificate of the node NAME, its node_id."""
+    from rdzv.ctl.authority import Authority
+
+    made = Authority.open(folder).caller("node", name, ("node",), days, replace=force)
+    return f"{_files(made)}: of node {name}; it needs them, and {folder / 'ca.crt'}"
+
+
+@certs.command("client")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    required=True,
+    type=click.Choice(ROLES),
+    help="What it may do; may be given several times.",
+)
+@_dir
+@_days(90)
+@_force
+def _client(name: str, roles: tuple[str, ...], folder: Path, days: int, force: bool) -> str:
+    """Make the certificate of the person or program NAME."""
+    from rdzv.ctl.authority import Authority
+
+    made = Authority.open(folder).caller("client", name, roles, days, replace=force)
+    return (
+        f"{_files(made)}: of {name}, for {' and '.join(roles)}; in its environment:\n"
+        f"  RDZV_TLS_CA={folder / 'ca.crt'} RDZV_TLS_CERT={made.cert} RDZV_TLS_KEY={made.key}"
+    )
+
+
+@certs.command("show")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@_dir
+def _show(files: tuple[Path, ...], folder: Path) -> str:
+    """Show whose certificates FILES are, and how long they are valid; else those of --dir."""
+    from rdzv.ctl.authority import show
+    from rdzv.ctl.layout import Cell, page_for
+
+    found = show(files or sorted(folder.glob("*.crt")))
+    if not found:
+        raise InvalidRequestError(f"no certificate is in {folder}; give --dir, or FILES")
+    now = datetime.now(UTC)
+    rows = [
+        (
+            Cell(str(one.file)),
+            Cell(one.kind),
+            Cell(one.name),
+            Cell(",".join(one.roles)),
+            _expiry(one.not_after, now),
+            Cell(" ".join(one.hosts)),
+        )
+        for one in sorted(found, key=lambda one: one.not_after)
+    ]
+    header = ("FILE", "KIND", "NAME", "ROLES", "VALID UNTIL", "ASKED FOR AS")
+    return "\n".join(page_for(sys.stdout).table(header, rows))
+
+
+def _expiry(not_after: datetime, now: datetime) -> Any:
+    from rdzv.ctl.layout import Cell
+
+    days = (not_after - now).days
+    day = f"{not_after:%Y-%m-%d}"
+    if not_after <= now:
+        return Cell(f"{day} (expired)", "red")
+    return Cell(f"{day} ({days} days)", "yellow" if days < 14 else "")
+
+
+def _files(made: Made) -> str:
+    return f"{made.cert} and {made.key.name}"

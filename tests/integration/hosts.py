@@ -1,0 +1,173 @@
+"""Hosts of a network of their own: rdzvd on one, rdzv-agent on three others. It takes root.
+
+Each host is a network namespace; files and processes they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
+
+from rdzv.client import ControlClient, JobStatus, parse_endpoints
+from tests.faults.network import Network
+
+HEAD = "head"
+HOSTS = ("n1", "n2", "n3")
+PORT = 29_400
+DEADLINE_S = 60.0
+
+need_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="making network namespaces needs root and iproute2",
+)
+
+
+@dataclass
+class Hosts:
+    """The hosts, and what runs on them."""
+
+    cluster: Cluster
+    network: Network
+    folder: Path
+    server_config: str = ""
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.network.address(HEAD)}:{PORT}"
+
+    def start_server(self) -> None:
+        config = self.folder / "rdzvd.toml"
+        config.write_text(self.server_config)
+        command = [str(BIN / "rdzvd"), "--insecure", f"--listen={self.endpoint}"]
+        command += [f"--data-dir={self.folder / 'data'}", f"--config={config}"]
+        self.cluster.start_server_by(self.network.on(HEAD, command))
+
+    def restart_server(self) -> None:
+        """Kill -9, and start it again: nobody is to notice."""
+        self.cluster.kill_server()
+        self.start_server()
+
+    def start_agent(self, host: str) -> Node:
+        """Start the agent of a host; again, with the jobs that it finds there."""
+        config = self.folder / f"{host}.toml"
+        config.write_text(
+            f'server = "{self.endpoint}"\nnode_id = "{host}"\naccount = "root"\n'
+            f'gpus = "none"\nstate_dir = "{self.folder / host}"\n'
+            f'runtime_dir = "{self.folder / host}-run"\n[labels]\nhost = "{host}"\n'
+        )
+        command = [str(BIN / "rdzv-agent"), f"--config={config}"]
+        return self.cluster.start(host, self.network.on(host, command))
+
+    def agent(self, host: str) -> Node:
+        """Return the agent of a host that was started last."""
+        return [node for node in self.cluster.nodes if node.name == host][-1]
+
+    def ctl(self, *words: str, expect: int = 0) -> str:
+        """Run rdzvctl to its end, and return what it printed."""
+        done = subprocess.run(
+            self.network.on(HEAD, [str(BIN / "rdzvctl"), f"--server={self.endpoint}", *words]),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            cwd=self.folder,
+            env=self.cluster.environ(),
+        )
+        assert done.returncode == expect, (words, done.stdout, done.stderr, self.describe())
+        return done.stdout + done.stderr
+
+    def start_ctl(self, name: str, *words: str) -> Node:
+        """Start rdzvctl, which goes on until it is done."""
+        command = [str(BIN / "rdzvctl"), f"--server={self.endpoint}", *words]
+        return self.cluster.start(name, self.network.on(HEAD, command))
+
+    def submit(
+        self,
+        name: str,
+        nodes: str,
+        *more: str,
+        worker: str = "talk_until.py",
+        script_args: tuple[str, ...] = (),
+    ) -> None:
+        self.ctl(
+            *("submit", f"--rdzv-id={name}", f"--nnodes={nodes}", "--nproc-per-node=1"),
+            *(f"--env=RDZV_TEST_DIARY={self.folder / name}.diary", *more, "--"),
+            *(str(WORKERS / worker), str(self.end_of(name)), *script_args),
+        )
+
+    def end_of(self, name: str) -> Path:
+        return self.folder / f"{name}.end"
+
+    def connected(self) -> int:
+        """Count the agents that the server hears."""
+        return self.ctl("nodes", "-o", "json").count('"connected"')
+
+    def status(self, name: str) -> JobStatus:
+        with ControlClient(parse_endpoints(self.endpoint)) as client:
+            return client.status(name)
+
+    def seated(self, name: str) -> list[str]:
+        """Name the nodes of a running job by GROUP_RANK."""
+        shown = self.status(name)
+        if shown.state != "running":
+            return []
+        return [node.node_id for node in shown.nodes if node.state == "seated"]
+
+    def started(self, name: str) -> list[tuple[int, int, int]]:
+        """Return round, RANK and pid of every worker that the job has ever started."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.folder / f"{name}.diary").read_text().splitlines()
+            parts = [line.split() for line in lines]
+            return [(int(p[0]), int(p[1]), int(p[3])) for p in parts]
+        return []
+
+    def wait(self, what: str, holds: Callable[[], Any]) -> Any:
+        return self.cluster.wait_until(what, holds, DEADLINE_S)
+
+    def wait_running(self, name: str, nodes: int) -> list[int]:
+        """Wait until a job runs on so many nodes, and return the pids of its workers."""
+        self.wait(f"{name} runs on {nodes} nodes", lambda: len(self.seated(name)) == nodes)
+
+        def pids() -> list[int]:
+            round_ = self.status(name).round
+            found = [pid for number, _, pid in self.started(name) if number == round_]
+            return found if len(found) == nodes and all(map(alive, found)) else []
+
+        found: list[int] = self.wait(f"the workers of {name} have started", pids)
+        return found
+
+    def describe(self) -> str:
+        return self.cluster.describe()
+
+
+@contextlib.contextmanager
+def three_hosts(folder: Path, server_config: str = "") -> Iterator[Hosts]:
+    """Have rdzvd and three agents run, all connected; nothing of them or their jobs is left."""
+    with (
+        Network(uuid.uuid4().hex[:6], 1, (HEAD, *HOSTS), seed=1) as network,
+        cluster_without_server(folder) as made,
+    ):
+        found = Hosts(made, network, folder, server_config)
+        try:
+            found.start_server()
+            for host in HOSTS:
+                found.start_agent(host)
+            found.wait("all agents are connected", lambda: found.connected() == len(HOSTS))
+            yield found
+        finally:
+            # Runners that were adopted descend from no agent that the cluster could end them by.
+            for pid in made.marked():
+                if made.server is None or pid != made.server.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
