@@ -45,8 +45,10 @@ test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip 
 	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder --durations=5
 
 .PHONY: unit
-unit: $(READY)  ## the quick tests: ten seconds, no processes but their own
-	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2 -m 'not slow'
+# What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.
+unit: $(READY)  ## the quick tests
+	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2 --dist loadfile \
+	  -m 'not slow'
 
 SEEDS ?= 10000
 

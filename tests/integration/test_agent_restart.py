@@ -185,6 +185,29 @@ def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -
     assert "Traceback" not in again.text
 
 
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_runner_that_is_killed_after_its_agent_leaves_nobody_behind(
+    d: Nodes, adopted: bool
+) -> None:
+    """What a worker had started is then a child of init, and could hold a GPU for ever."""
+    d.agents["n1"] = d.start("n1")
+    d.submit("job", "--nnodes=1", "--nproc-per-node=1", str(WORKERS / "starts_another.py"))
+    (report,) = d.reports("job", 1)
+    runner, stray = parent(report["pid"]), int(report["other"])
+    d.kill("n1")
+    if adopted:
+        d.come_back("n1")
+        d.until_back()
+    assert alive(stray)
+    os.kill(runner, signal.SIGKILL)
+    d.until("its worker is gone", lambda: not alive(report["pid"]))
+    if not adopted:
+        assert alive(stray)
+        d.agents["n1"] = d.launch("n1")
+    d.until("nobody is left", lambda: not alive(stray))
+    d.until("it is told", lambda: " of a dead runner" in d.agents["n1"].text)
+
+
 # ---------------------------------------------------------------------- another takes its place
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import SETTLED
 from rdzv.agent.numa import NumaBinding, bound_cpus, format_cpu_list, parse_cpu_list
 from rdzv.errors import InvalidRequestError
 from tests.unit.numa_trees.machines import (
@@ -194,7 +195,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [shape.write(tmp_path_factory.mktemp("sys")) for shape in SHAPES]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(SETTLED, max_examples=200)
 @given(data=st.data())
 def test_the_same_cpus_as_torch_with_any_gpus_and_any_allowed_cpus(
     torch: Torch, trees: list[Path], data: st.DataObject

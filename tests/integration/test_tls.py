@@ -16,8 +16,8 @@ from cluster import BIN, DEADLINE_S, JOB, WORKERS, Cluster, cluster_without_serv
 from test_invisible_server import Training
 from tls_files import Files, put
 
-from rdzv.client import ControlClient, parse_endpoints
-from rdzv.errors import RendezvousConnectionError
+from rdzv.client import ControlClient, Endpoint, parse_endpoints
+from rdzv.errors import RendezvousConnectionError, UnauthenticatedError
 from rdzv.transport import Credentials
 from tests.faults.network import Network
 
@@ -165,6 +165,33 @@ def test_nothing_below_tls_1_3_is_spoken(c: Cluster, tmp_path: Path) -> None:
             process.stdout.close()
 
 
+def test_a_token_stands_in_for_a_certificate_where_that_is_allowed(
+    c: Cluster, tmp_path: Path
+) -> None:
+    files, token = Files(tmp_path / "certs"), tmp_path / "token"
+    start_server(
+        *(c, files, "--store=memory", "--http=127.0.0.1:0", "--tls-http-client-auth=accept"),
+        *("--tls-token-listen=127.0.0.1:0", f"--init-admin-token={token}", "--log-level=info"),
+    )
+    found = re.search(r"has no certificate connects to 127\.0\.0\.1:(\d+)", c.server_log)
+    assert found is not None, c.server_log
+    at = Endpoint("127.0.0.1", int(found[1]))
+    with ControlClient(at, 60, Credentials(files.ca, token_file=token)) as client:
+        assert client.servers()[0].insecure is None
+    with (
+        ControlClient(at, 60, Credentials(files.ca)) as client,
+        pytest.raises(UnauthenticatedError),
+    ):
+        client.servers()
+    # The port of those who have certificates takes nobody without.
+    main = parse_endpoints(c.endpoint)
+    with (
+        ControlClient(main, 60, Credentials(files.ca, token_file=token)) as client,
+        pytest.raises(RendezvousConnectionError, match="wants a client certificate"),
+    ):
+        client.servers()
+
+
 def test_files_that_can_not_be_used_are_said_before_anything_is_bound(
     c: Cluster, tmp_path: Path
 ) -> None:
@@ -224,9 +251,7 @@ def test_five_commands_set_up_a_cluster_of_three_hosts(c: Cluster, tmp_path: Pat
         c.start_server_by([*absolute, f"--data-dir={tmp_path / 'data'}"])
         for host in hosts:
             script = [str(WORKERS / "report.py") if w == "train.py" else w for w in rdzvrun]
-            # The node's name is that of its certificate.
-            own = [*script[:-1], f"--node-id={host}", script[-1]]
-            c.start(host, on(host, own), cwd=tmp_path / host)
+            c.start(host, on(host, script), cwd=tmp_path / host)
         c.wait_for_round(0, workers=2)
         shown = tmp_path / "tls"
         listing = on(head, ["rdzvctl", "--server=head", "list"])

@@ -374,6 +374,7 @@ async def test_a_closed_store_refuses(store: Store) -> None:
 # ---------------------------------------------------------------- etcd alone
 
 
+@pytest.mark.slow
 async def test_nothing_is_deleted_nor_a_document_written_once_another_leads(
     etcd: EtcdCluster, tmp_path: Path
 ) -> None:

@@ -137,6 +137,40 @@ async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_node_without_a_job_is_looked_at_now_and_then() -> None:
+    fan, heard = Fake(), list[bool]()
+    node = Health((fan,), on_change=lambda: heard.append(bool(node.failing)))
+    node.idle_interval_s = 0.01
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(node.run())
+        await until(lambda: len(fan.asked) > 2)
+        # It becomes ill, and nobody had to ask; then it heals.
+        fan.wrong = "stands still"
+        await until(lambda: heard == [True])
+        fan.wrong = ""
+        await until(lambda: heard == [True, False])
+        running.cancel()
+
+
+async def test_while_a_job_is_there_only_need_has_it_looked_at() -> None:
+    fan, passed = Fake(), list[int]()
+    node = Health((fan,))
+    node.idle_interval_s = 0.01
+
+    def is_idle() -> bool:
+        passed.append(len(fan.asked))
+        return len(passed) > 3
+
+    node.is_idle = is_idle
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(node.run())
+        await until(lambda: len(fan.asked) > 1)
+        running.cancel()
+    # Once at the start, and then only when the job was gone.
+    assert passed[:4] == [1, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("quick")
 async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_back() -> None:
     nfs, fan = Fake("nfs"), Fake()
     nfs.timeout_s, nfs.gate = 0.05, asyncio.Event()
@@ -192,17 +226,10 @@ async def test_a_command_is_told_which_gpus_nobody_has() -> None:
 
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    found = await command(
-        f"""
-        import subprocess, sys, time
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        open({str(pid)!r}, "w").write(str(child.pid))
-        print("waits for ever", flush=True)
-        time.sleep(600)
-        """,
-        timeout_s=3.0,
-    ).look(NONE)
-    assert found == "did not end within 3 s: waits for ever"
+    # A shell is up in a moment, on any machine.
+    script = f"sleep 600 & echo $! >'{pid}'; echo waits for ever; wait"
+    found = await Command("command sh", 1.0, ("/bin/sh", "-c", script), {}).look(NONE)
+    assert found == "did not end within 1 s: waits for ever"
     await until(lambda: _gone(int(pid.read_text())))
 
 

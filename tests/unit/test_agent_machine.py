@@ -1049,6 +1049,7 @@ def test_no_order_of_events_breaks_a_promise() -> None:
     assert phases == set(Phase)
 
 
+@pytest.mark.slow
 def test_an_event_that_is_repeated_at_once_changes_nothing() -> None:
     edge = {begin(JOB, 0)}
     for depth in range(1, DEPTH - 1):

@@ -246,6 +246,7 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later) { return 
 """
 
 
+@pytest.mark.slow
 def test_the_real_module_reads_a_library(tmp_path: Path) -> None:
     """In a process of its own, for the module keeps the library that it has loaded."""
     compiler = shutil.which("cc")

@@ -954,7 +954,10 @@ async def test_a_job_that_comes_while_the_stream_is_open_learns_that_there_is_a_
         assert [belief.join.rdzv_id for belief in hello.beliefs] == ["job-7"]
 
 
-async def test_a_job_that_comes_with_a_fence_has_the_server_know_of_it(server: Server) -> None:
+async def test_a_job_that_comes_with_a_fence_has_the_server_know_of_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "RENEWAL_MS", 200)
     link, job = link_to(server.endpoint), Job(fence_after_ms=FENCED_MS)
     async with running(link):
         talk, hello = await server.greet()
@@ -1025,8 +1028,9 @@ async def test_a_job_that_has_left_is_not_believed_in_any_more(server: Server) -
 
 
 async def test_a_hello_is_said_again_at_once_and_no_job_takes_it_for_a_loss(
-    server: Server,
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server_link, "RENEWAL_MS", 200)
     job = Job()
     link = link_to(server.endpoint, jobs=(job,))
     link.placements = Placements()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import SETTLED
 from rdzv.core.budgets import backoff_ms, exceeded, further, spend, unbudgeted
 from rdzv.core.model import (
     UNMOVED,
@@ -261,7 +261,8 @@ def test_a_run_that_follows_begins_with_nothing_spent() -> None:
 # ------------------------------------------------------------------ in any order
 
 
-@hypothesis.settings(deadline=None)
+@pytest.mark.slow
+@SETTLED
 @given(
     st.lists(
         st.tuples(

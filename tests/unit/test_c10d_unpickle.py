@@ -283,6 +283,7 @@ def test_too_many_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(stored(sample(4)))
 
 
+@pytest.mark.slow
 def test_damaged_states_are_refused_or_read_but_nothing_else() -> None:
     """Bytes that are changed, cut or doubled at random; the seed is fixed."""
     dice = random.Random(4711)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rdzv.knobs
+from examples import SETTLED
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import (
     FILE_BYTES,
@@ -355,14 +356,16 @@ def test_secrets_are_not_printed(file: Path) -> None:
     assert change.lines == ("tls.token is to change: that needs a restart",)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.slow
+@settings(SETTLED, max_examples=50)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
 def test_any_text_is_printed_so_that_it_can_be_read(text: str) -> None:
     values = load(KNOBS, given={"labels": {text: text}, "tls.token": "x"})
     assert tomllib.loads(render(values))["labels"] == {text: text}
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(SETTLED, max_examples=200)
 @given(ms=st.integers(1, 86_400_000), size=st.integers(2**10, 2**44))
 def test_any_duration_and_size_is_printed_so_that_it_can_be_read(ms: int, size: int) -> None:
     values = load(KNOBS, given={"wait.short": ms / 1000, "buffer": size})

@@ -208,6 +208,8 @@ def imports(path: Path, name: str) -> frozenset[str]:
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue  # No import is inside one.
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
         yield child

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import SETTLED
 from rdzv.core import placement
 from rdzv.core.commands import Place, Submit
 from rdzv.core.model import JobSpec, ScaleUp, Settings
@@ -399,7 +400,7 @@ def fits(job: Demand, host: Host) -> bool:
 
 @pytest.mark.slow
 @given(queues())
-@settings(max_examples=300, deadline=None)
+@settings(SETTLED, max_examples=300)
 def test_every_plan_keeps_the_promises(queue: tuple[list[Demand], list[Host]]) -> None:
     jobs, hosts = queue
     made = plan(jobs, hosts)
@@ -436,8 +437,9 @@ def test_every_plan_keeps_the_promises(queue: tuple[list[Demand], list[Host]]) -
     assert [made.waits[job.rdzv_id].jobs_before for job in waiting] == [*range(len(waiting))]
 
 
+@pytest.mark.slow
 @given(queues())
-@settings(max_examples=100, deadline=None)
+@settings(SETTLED)
 def test_what_was_placed_is_not_placed_again(queue: tuple[list[Demand], list[Host]]) -> None:
     """Once a plan is carried out, there is nothing more to do."""
     jobs, hosts = queue

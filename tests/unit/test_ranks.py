@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import SETTLED
 from rdzv.core.model import Offer, Participant, Waiting
 from rdzv.core.ranks import assign_seats
 
@@ -115,7 +117,8 @@ fleets = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@pytest.mark.slow
+@settings(SETTLED, max_examples=60)
 @given(fleets, fleets, st.integers(1, 12), st.integers(1, 12))
 def test_whoever_comes_and_goes_ranks_tile_and_survivors_keep_their_order(
     before: dict[str, Waiting], now: dict[str, Waiting], max_before: int, max_now: int

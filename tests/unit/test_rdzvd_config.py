@@ -231,6 +231,8 @@ def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
         ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
+        ('tls.token_listen = "127.0.0.1:1"', "without `tls.client_ca` nobody is asked for one"),
+        ('tls.http_client_auth = "accept"', "without `tls.client_ca` nobody is asked for one"),
     ],
 )
 def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:

@@ -8,11 +8,12 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import ClientError, ClientSession, TCPConnector, web
 from tls_files import Files, put
 
 from rdzv.errors import InvalidRequestError
@@ -56,7 +57,7 @@ async def both(tls: Tls) -> AsyncIterator[tuple[int, int]]:
             await asyncio.sleep(0.02)
 
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials())
+    port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials(asks=True))
     await server.start()
     app = web.Application()
     app.add_routes([web.get("/held", held)])
@@ -189,3 +190,27 @@ def test_files_that_are_gone_leave_what_there_was(
     tls.refresh()
     assert tls.shown is shown
     assert len(caplog.records) == 1
+
+
+async def test_http_may_leave_open_whether_a_caller_has_a_certificate(files: Files) -> None:
+    anybody = ssl.create_default_context(cafile=files.ca)
+    strangers = ssl.create_default_context(cafile=files.ca)
+    other = Files(files.folder.with_name("others")).client("mallory", "admin")
+    assert other.cert is not None
+    strangers.load_cert_chain(other.cert, other.key)
+    for context, requires, fails in (
+        (anybody, True, True),
+        (anybody, False, False),
+        # One that is shown has to be good all the same.
+        (strangers, False, True),
+    ):
+        tls = Tls(replace(files.server(), http_requires=requires))
+        async with both(tls) as (_, port), ClientSession() as session:
+            url = f"https://127.0.0.1:{port}/held"
+            if fails:
+                with pytest.raises(ClientError):
+                    async with session.get(url, ssl=context) as held:
+                        await held.content.readline()
+                continue
+            async with session.get(url, ssl=context) as held:
+                assert await held.content.readline() == b"x\n"

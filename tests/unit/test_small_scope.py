@@ -32,6 +32,8 @@ from rdzv.core.rendezvous import step
 from rdzv.errors import RendezvousError
 from tests.unit.builders import Job, check_calm, check_step, join, report, running
 
+pytestmark = pytest.mark.slow
+
 NODES = ("n1", "n2", "n3")
 STEPS = 1_500
 """How many steps are tried from each beginning."""

@@ -95,7 +95,8 @@ async def served(tls: TlsFiles | None) -> AsyncIterator[Endpoint]:
     if tls is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:
-        port = server.add_secure_port("127.0.0.1:0", Tls(tls).grpc_credentials())
+        credentials = Tls(tls).grpc_credentials(asks=tls.client_ca is not None)
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
         yield Endpoint("127.0.0.1", port)

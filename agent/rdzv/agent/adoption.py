@@ -30,6 +30,7 @@ from rdzv.agent.kept import (
     decode_state,
 )
 from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
+from rdzv.agent.strays import kill_strays, mark_of
 
 log = logging.getLogger("rdzv.agent")
 
@@ -113,6 +114,8 @@ class Heritage:
     async def _meet(self, path: Path) -> FoundRunner | None:
         try:
             if (found := await FoundRunner.meet(path)) is None:
+                # It removes it itself, unless it was killed.
+                kill_strays(mark_of(path))
                 _remove(path)
             return found
         except NotAdoptableError as error:

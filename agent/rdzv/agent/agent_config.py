@@ -614,6 +614,16 @@ KNOBS = Knobs(
             "of those that have ended go.",
         ),
         Knob(
+            key="health_interval",
+            kind=Kind.DURATION,
+            default=5 * 60,
+            least=0,
+            most=DAY,
+            reason="How often the node looks at itself while no job is on it, so that `rdzvctl "
+            "nodes` shows one that has become ill before a job is placed there; 0: only when "
+            "there is need.",
+        ),
+        Knob(
             key="health",
             kind=Kind.TABLES,
             each=_HEALTH,

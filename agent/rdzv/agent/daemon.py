@@ -138,6 +138,7 @@ class Daemon:
         link.on_welcome = heritage.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
+        health.idle_interval_s = config.values.ms("health_interval") / 1000
         placements = Placements(
             link, resources, around, folders, runners, heritage, health, config.accounts
         )

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec
 
-from rdzv.agent import runner_link, wire
+from rdzv.agent import runner_link, strays, wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.machine import EXIT_FAILED, rejoin, rejoins_after_failure
 from rdzv.agent.core.model import Assignment, Leaving, Phase
@@ -90,6 +90,9 @@ class JobDriver:
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
         self.local_world_size = launch.job.local_world_size
+        if keeping is not None:
+            marked = {**launch.environ, strays.RUNNER: strays.mark_of(keeping.socket)}
+            launch = replace(launch, environ=marked)
         self._launch = launch
         self._link = link
         self._state = begin(launch.job, _now_ms(), run)
@@ -673,6 +676,9 @@ class JobDriver:
         """Kill what a dead runner has left behind, before anyone is told that it is gone."""
         if event.exit_code != 0 or not self._ended.done():
             runner_link.sweep_orphans()
+            if self._keeping is not None:
+                # Was it adopted, they are init's.
+                strays.kill_strays(strays.mark_of(self._keeping.socket))
         if not self._ended.done():
             how = "nobody knows how" if event.exit_code is None else event.exit_code
             reason = f"its runner exited unexpectedly ({how})"

@@ -60,6 +60,11 @@ class Health:
     ) -> None:
         """`unused_gpus` names those that no job has; `on_change` hears when `failing` changes."""
         self.unused_gpus = unused_gpus
+        self.is_idle: Callable[[], bool] = lambda: True
+        """Says whether no job is on this node. While one is, it is looked only when there is need:
+        a check must cost no worker anything."""
+        self.idle_interval_s = 0.0
+        """How often it is looked while the node is idle; 0: not before there is need."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
         """What was found last."""
@@ -111,17 +116,23 @@ class Health:
                 log.error("%s: what was before still counts: %s", check.name, error)
 
     async def run(self) -> None:
-        """Look at once if nobody has, when that is asked for, and as long as something is wrong."""
+        """Look at once if nobody has, when that is asked for, and as long as something is wrong.
+
+        And now and then while the node is idle, so that no job is placed on one that became ill.
+        """
         if self._began_s is None:
             await self.look()
         retry_s = FIRST_RETRY_S
         while True:
             self._woken.clear()
             if not self._asked:
+                wait_s = retry_s if self.failing else self.idle_interval_s or None
                 try:
-                    async with asyncio.timeout(retry_s if self.failing else None):
+                    async with asyncio.timeout(wait_s):
                         await self._woken.wait()
                 except TimeoutError:
+                    if not self.failing and not self.is_idle():
+                        continue
                     retry_s = min(retry_s * 2, LONGEST_RETRY_S)
                 else:
                     # Asked for, or something was found just now, and is tried again in time.

@@ -114,6 +114,7 @@ class Placements:
         self._ledger = Ledger.of(resources)
         self._health = health or Health(())
         self._health.unused_gpus = lambda: frozenset(self._ledger.free)
+        self._health.is_idle = lambda: not self._held
         self._health.on_change = link.say_health
         self._held: dict[_Held, None] = {}
         self._waiting: dict[_Held, asyncio.Future[tuple[str, ...]]] = {}

@@ -102,6 +102,8 @@ def _key(parameter: str) -> str:
 @_flag("--tls-cert")
 @_flag("--tls-key")
 @_flag("--tls-client-ca")
+@_flag("--tls-http-client-auth")
+@_flag("--tls-token-listen")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")

@@ -323,6 +323,10 @@ class TlsFiles:
     key: Path
     client_ca: Path | None = None
     """Who has signed the certificates of those who connect; None: they are not asked for any."""
+    http_requires: bool = True
+    """Whether, with a client CA, who connects by HTTP has to show one, too."""
+    token_listen: Listen | None = None
+    """Where gRPC is served to those who have none; None: nowhere."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -401,6 +405,12 @@ class Config:
             )
         if self.tls is not None:
             self.tls.check()
+            if (self.tls.token_listen or not self.tls.http_requires) and not self.auth:
+                raise InvalidRequestError(
+                    "--tls-token-listen and --tls-http-client-auth=accept are for callers with a "
+                    "token in place of a certificate, and nobody would have to show one; give "
+                    "--auth=required with it"
+                )
         if self.init_admin_token is not None and not self.auth:
             raise InvalidRequestError(
                 "--init-admin-token makes a token, and nobody would have to show one; give "
@@ -429,7 +439,8 @@ class Config:
     @property
     def exposed(self) -> str:
         """Say why everyone on other machines may do everything; empty: not everyone may."""
-        reached = [self.listen, *([self.http] if self.http is not None else [])]
+        token_listen = None if self.tls is None else self.tls.token_listen
+        reached = [listen for listen in (self.listen, self.http, token_listen) if listen]
         return "" if all(listen.loopback for listen in reached) else self.open
 
     @property

@@ -213,6 +213,24 @@ _PLAIN = (
         reason="Let in only those who show a certificate that this CA has signed (PEM).",
     ),
     Knob(
+        key="tls.http_client_auth",
+        kind=Kind.STR,
+        default="require",
+        choices=("require", "accept"),
+        reason="With `tls.client_ca`: whether who connects to `http` has to show a certificate, or "
+        "may show a token instead, as browsers do.",
+    ),
+    Knob(
+        key="tls.token_listen",
+        kind=Kind.STR,
+        unit="HOST:PORT",
+        parse=Listen.parse,
+        default_words="nowhere",
+        reason="With `tls.client_ca`: where nodes and operators without a certificate connect, and "
+        "show a token. gRPC can not leave that open at one port: who connects to `listen` always "
+        "has to show a certificate.",
+    ),
+    Knob(
         key="etcd.endpoints",
         kind=Kind.STRINGS,
         unit="HOST:PORT",
@@ -715,16 +733,22 @@ def _often_enough(values: Values) -> str:
     )
 
 
+_TLS = ("tls.cert", "tls.key", "tls.client_ca", "tls.token_listen", "tls.http_client_auth")
+
+
 def _tls_together(values: Values) -> str:
-    cert, key, client_ca = (
-        values.by_key[name] for name in ("tls.cert", "tls.key", "tls.client_ca")
-    )
+    cert, key, client_ca, token_listen, http = (values.by_key[name] for name in _TLS)
     if (cert is None) != (key is None):
         return "`tls.cert` and `tls.key` go together; one is missing"
     if client_ca is not None and cert is None:
         return (
             "`tls.client_ca` asks those who connect for a certificate, which takes one of this "
             "server; give `tls.cert` and `tls.key`"
+        )
+    if (token_listen is not None or http != "require") and client_ca is None:
+        return (
+            "`tls.token_listen` and `tls.http_client_auth` are for callers without a certificate, "
+            "and without `tls.client_ca` nobody is asked for one; leave them out, or give it"
         )
     return ""
 
@@ -742,7 +766,7 @@ KNOBS = Knobs(
         _in_order("limits.log_window", "limits.log_buffer"),
         # Nobody who was in a job may still wait when it is forgotten, or it would begin anew.
         _in_order("limits.job_timeout", "retention.ended_for"),
-        Rule(("tls.cert", "tls.key", "tls.client_ca"), _tls_together),
+        Rule(_TLS, _tls_together),
     ),
 )
 
@@ -810,7 +834,13 @@ def _tls(values: Values) -> TlsFiles | None:
     cert, key = values.maybe("tls.cert", Path), values.maybe("tls.key", Path)
     if cert is None or key is None:
         return None
-    return TlsFiles(cert, key, values.maybe("tls.client_ca", Path))
+    return TlsFiles(
+        cert,
+        key,
+        values.maybe("tls.client_ca", Path),
+        http_requires=values.get("tls.http_client_auth", str) == "require",
+        token_listen=_address(values, "tls.token_listen"),
+    )
 
 
 def _etcd(values: Values) -> EtcdConfig | None:

@@ -638,7 +638,11 @@ async def serving(
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    bound = replace(config.listen, port=_bind(server, config.listen, tls))
+    asks = config.tls is not None and config.tls.client_ca is not None
+    bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
+    if config.tls is not None and (listen := config.tls.token_listen) is not None:
+        at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
+        log.info("who has no certificate connects to %s, and shows a token", at_port)
     await server.start()
     try:
         at = str(config.advertise or bound)
@@ -702,11 +706,12 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None) -> int:
+def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
+    """Bind an address; `asks`: who connects has to show a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
-        return server.add_secure_port(str(listen), tls.grpc_credentials())
+        return server.add_secure_port(str(listen), tls.grpc_credentials(asks=asks))
     except RuntimeError as error:
         raise InvalidRequestError(_why_not(listen)) from error
 

@@ -56,8 +56,6 @@ class Tls:
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()
-        self._told = self._now
-        """What gRPC was told last."""
         self._tried = self._now.stamp
         """The files as they were when they were read last, whether they could be used or not."""
         self._warn()
@@ -70,13 +68,22 @@ class Tls:
         """The certificate that is shown now."""
         return self._now.shown
 
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC port is opened with."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._now.grpc,
-            self._fetch,  # type: ignore[arg-type]  # None is allowed: nothing has changed.
-            self._files.client_ca is not None,
-        )
+    def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
+        """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
+        told = self._now
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Say, at a handshake, what has changed since this was called last."""
+            nonlocal told
+            with self._lock:
+                self._refresh()
+                if self._now is told:
+                    return None
+                told = self._now
+                return told.grpc
+
+        # None is allowed: nothing has changed.
+        return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
         """Read the files anew if they have changed; if they can not be used, those before stay."""
@@ -98,15 +105,6 @@ class Tls:
             return
         log.info("TLS files read anew: %s", self._now.shown.in_words)
         self._warn()
-
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Tell gRPC, at a handshake, what has changed since it asked last."""
-        with self._lock:
-            self._refresh()
-            if self._now is self._told:
-                return None
-            self._told = self._now
-            return self._now.grpc
 
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
@@ -159,5 +157,5 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if files.client_ca is not None:
         context.load_verify_locations(cafile=files.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if files.http_requires else ssl.CERT_OPTIONAL
     return context

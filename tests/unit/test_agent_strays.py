@@ -1,0 +1,58 @@
+"""Processes that a dead runner has left are found by what their environment says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import strays
+from rdzv.agent.strays import RUNNER, kill_strays, mark_of
+
+
+@contextmanager
+def started(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run something in a session of its own, with this environment and no other."""
+    process = subprocess.Popen(["/bin/sleep", "1000"], env=environ, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_only_those_of_this_runner_are_killed(caplog: pytest.LogCaptureFixture) -> None:
+    mine, other = mark_of(Path("/run/a1.sock")), mark_of(Path("/run/a12.sock"))
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(started(**{RUNNER: mine})) for _ in range(2))
+        others = [
+            stack.enter_context(started(**environ))
+            for environ in ({RUNNER: other}, {f"X{RUNNER}": mine}, {"X": f"{RUNNER}={mine}"}, {})
+        ]
+        assert kill_strays(mine) == 2
+        assert (first.wait(), second.wait()) == (-9, -9)
+        assert [process.poll() for process in others] == [None] * 4
+        assert kill_strays(mine) == 0
+    assert caplog.text.count("killed 2 strays of a dead runner") == 1
+
+
+def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is itself a job's worker is not its own stray."""
+    with started(**{RUNNER: "b2"}) as process:
+        monkeypatch.setattr(os, "getpid", lambda: process.pid)
+        assert kill_strays("b2") == 0
+        assert process.poll() is None
+
+
+def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(strays.signal, "pidfd_send_signal", lambda *_: None)
+    with started(**{RUNNER: "c3"}) as process:
+        assert kill_strays("c3", timeout_s=0.1) == 1
+        assert f"SIGKILL does not end 1 stray of a dead runner: pid {process.pid}" in caplog.text
+        assert "killed" not in caplog.text
