@@ -234,6 +234,8 @@ def test_status_for_programs(
         "budgets",
         "no_progress",
         "stragglers",
+        "owner",
+        "has_secret",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)

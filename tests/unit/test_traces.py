@@ -245,7 +245,7 @@ def test_whoever_is_told_passes_it_on_to_all() -> None:
     assert {name for name in vars(Meters) if not name.startswith("_")} == set(names)
     arguments: dict[str, tuple[object, ...]] = {
         **{"loaded": (None, 0), "stepped": (None, None, (), 0), "recorded": ((),)},
-        **{"loop_late": (1,), "call_refused": ("DeniedError",)},
+        **{"loop_late": (1,), "call_refused": ("PERMISSION_DENIED",)},
     }
     for name in names:
         more = {"writes": True} if name == "store_failed" else {}
