@@ -125,6 +125,12 @@ def test_a_node_that_can_not_be_cut_off_has_no_fence(alone: tuple[str, ...]) -> 
         launch(*alone, "--fence-after=3")
 
 
+def test_word_of_a_preemption_comes_from_where_the_command_is_given() -> None:
+    assert launch().preemption_file is None
+    assert launch("--preemption-file=gone").preemption_file == Path.cwd() / "gone"
+    assert launch("--preemption-file=/run/gone").preemption_file == Path("/run/gone")
+
+
 def test_nodes_of_one_machine_have_different_names() -> None:
     assert launch().job.node_id == f"{socket.gethostname()}-{os.getpid()}"
 
