@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
 import pytest
+from tls_files import Files
 
 from rdzv import flags
 from rdzv.agent.launch import Launch, Output
@@ -19,6 +21,7 @@ from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_conf, parse_nnodes, parse_streams
+from rdzv.transport import PLAIN
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
 
@@ -65,6 +68,25 @@ def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
     assert found.job.shutdown_timeout_ms == 30_000
     assert found.job.failure_stop_timeout_ms == 5_000
     assert found.job.server_timeout_ms == 600_000
+
+
+def test_credentials_are_for_a_standing_rdzvd(tmp_path: Path) -> None:
+    """A server that a node brings along has no TLS, whatever the environment says."""
+    files = Files(tmp_path / "certs")
+    node = files.node("n1")
+    environ = {"RDZV_TLS_CA": str(files.ca), "RDZV_TOKEN": "abc"}
+    shown = (f"--tls-cert={node.cert}", f"--tls-key={node.key}")
+    standing = ("--rdzv-endpoint=head", "--rdzv-id=a", "--nnodes=2")
+    found = parse_launch([*standing, *shown, "train.py"])[1].credentials(environ)
+    assert found == replace(node, token="abc")
+    for own in (
+        ("--standalone",),
+        ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:1", "--nnodes=2"),
+        ("--rdzv-backend=static", "--node-rank=0", "--nnodes=2"),
+    ):
+        assert parse_launch([*own, *shown, "train.py"])[1].credentials(environ) == PLAIN
+    with pytest.raises(InvalidRequestError, match="without --tls-ca"):
+        parse_launch([*standing, *shown, "train.py"])[1].credentials({})
 
 
 def test_a_job_of_its_own_has_a_name_of_its_own() -> None:

@@ -70,7 +70,7 @@ class SubmitControl(FakeControl):
         self, request: pb.ReadLogsRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.LogLines]:
         self.logs_read.append(request)
-        self.watched.wait(10)
+        self.watched.wait(100)
         if self.log_error is not None:
             context.abort(self.log_error, "no more readers")
         yield pb.LogLines(node_id="n1", rank=0, data=b"step 1\n", run=request.run)

@@ -96,6 +96,9 @@ class Launch:
     topology: str = ""
     local_addr: str = ""
     refuse_reuse: bool = False
+    secret: str = field(default="", repr=False)
+    """What whoever takes part in the job must know; empty: nothing. Only rdzvrun has one: of a job
+    that was submitted, the agent would have to read a file that somebody else names."""
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None

@@ -34,6 +34,7 @@ from rdzv.job_options import (
     shutdown_timeout_ms,
     unknown_keys,
 )
+from rdzv.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
 
@@ -81,7 +82,7 @@ def parse_launch(
         no_python=args.no_python and not args.run_path,
         run_path=args.run_path,
         python=python,
-        environ=environ,
+        environ=without_secrets(environ),
         chdir=chdir,
         snapshot=_path("--snapshot", args.snapshot, chdir),
         preemption_file=_path("--preemption-file", args.preemption_file, chdir),
