@@ -405,6 +405,21 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """A token, but for its text. `expires_in_ms` is None if it never expires, 0 if it has.
+
+    When it was last used is known give or take an hour; None: never.
+    """
+
+    id: str
+    name: str
+    roles: tuple[str, ...]
+    age_ms: int
+    expires_in_ms: int | None
+    used_age_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class DeclinedNode:
     """A node that could not run a submitted job, and is not chosen for it again."""
 
@@ -931,6 +946,30 @@ class ControlClient:
         )
         return _job_status(self._call(lambda stub: stub.ScaleJob, request))
 
+    def create_token(
+        self, name: str, roles: Sequence[str], expires_in_ms: int
+    ) -> tuple[Token, str]:
+        """Make a token, and return it with its text, which nobody shows again."""
+        request = pb.CreateTokenRequest(name=name, roles=roles, expires_in_ms=expires_in_ms)
+        answer = self._call(lambda stub: stub.CreateToken, request)
+        return _token(answer.token), answer.text
+
+    def tokens(self) -> list[Token]:
+        """Show every token."""
+        answer = self._call(lambda stub: stub.ListTokens, pb.ListTokensRequest())
+        return [_token(token) for token in answer.tokens]
+
+    def revoke_tokens(self, id_or_name: str) -> list[Token]:
+        """Revoke a token by its id, or all of one name; return them."""
+        request = pb.RevokeTokensRequest(id_or_name=id_or_name)
+        answer = self._call(lambda stub: stub.RevokeTokens, request)
+        return [_token(token) for token in answer.tokens]
+
+    def audit(self, limit: int = 0) -> list[Event]:
+        """Show who has changed what, oldest first; 0: as many as the server sees fit."""
+        answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
+        return [_event(event) for event in answer.events]
+
     def submit(
         self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
     ) -> JobStatus:
@@ -1189,13 +1228,30 @@ def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnec
 # ------------------------------------------------------------------------------------ the wire
 
 _Message = (
-    pb.JobStatus | pb.JobSummary | pb.NodeStatus | pb.WorkerFailure | pb.Submission | pb.Budgets
+    pb.JobStatus
+    | pb.JobSummary
+    | pb.NodeStatus
+    | pb.WorkerFailure
+    | pb.Submission
+    | pb.Budgets
+    | pb.Token
 )
 
 
 def _optional(message: _Message, field: str) -> int | None:
     """Return a number that is optional on the wire; None if it is not set."""
     return int(getattr(message, field)) if message.HasField(field) else None  # type: ignore[arg-type]
+
+
+def _token(token: pb.Token) -> Token:
+    return Token(
+        id=token.id,
+        name=token.name,
+        roles=tuple(token.roles),
+        age_ms=token.age_ms,
+        expires_in_ms=_optional(token, "expires_in_ms"),
+        used_age_ms=_optional(token, "used_age_ms"),
+    )
 
 
 def _server(server: pb.Server) -> Server:

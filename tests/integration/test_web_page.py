@@ -492,3 +492,28 @@ def test_three_real_nodes(open_page: Open, tmp_path: Path) -> None:
         c.finish()
         expect(page.locator(".head .chip")).to_have_text("succeeded")
         once(page)
+
+
+def test_the_page_shows_nothing_without_a_token(open_page: Open, tmp_path: Path) -> None:
+    file = tmp_path / "admin-token"
+    listen = f"127.0.0.1:{free_port()}"
+    with cluster(
+        tmp_path, f"--http={listen}", "--auth=required", f"--init-admin-token={file}"
+    ) as running:
+        page = open_page(f"http://{listen}", allowed=LOST)
+        expect(page.locator("#banner")).to_contain_text("this server wants to know who calls")
+        field = page.get_by_label("Your token")
+        field.fill("rdzv_00000000_nonsense")
+        page.get_by_role("button", name="Look").click()
+        expect(page.locator("#banner")).to_contain_text("not known here, or was revoked")
+        field.fill(file.read_text())
+        page.get_by_role("button", name="Look").click()
+        expect(page.locator("#link-text")).to_have_text("live")
+        expect(field).to_be_hidden()
+        # It lasts as long as the tab, and is nowhere to be read.
+        page.reload()
+        expect(page.locator("#link-text")).to_have_text("live")
+        assert file.read_text().strip() not in page.content()
+        assert running.server is not None
+        assert running.server.poll() is None
+        open_page.close()

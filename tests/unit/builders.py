@@ -67,6 +67,7 @@ def join(
     moved: Moved = UNMOVED,
     refuse_reuse: bool = False,
     new_run: str = RUN,
+    secret: str = "",
     **offered: Any,
 ) -> Join:
     """Build a join; what is not a field of `Join` is what the node offers."""
@@ -81,6 +82,7 @@ def join(
         moved=moved,
         refuse_reuse=refuse_reuse,
         new_run=new_run,
+        secret=secret,
     )
 
 

@@ -44,7 +44,7 @@ from rdzv.stores.memory import MemoryStore
 T = TypeVar("T")
 
 HEARD_EVERY_S = 0.5
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 class Served:

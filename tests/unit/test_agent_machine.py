@@ -951,6 +951,8 @@ REFUSALS = {
     "SettingsMismatchError": 2,
     "NodeSupersededError": 2,
     "RendezvousClosedError": 1,
+    "DeniedError": 77,
+    "UnauthenticatedError": 77,
 }
 
 
@@ -964,7 +966,8 @@ def test_a_refused_launch_is_a_usage_error_unless_the_run_is_closed(
 
 @pytest.mark.parametrize("code", REFUSALS)
 def test_a_node_that_has_run_and_is_refused_has_failed(code: str) -> None:
-    assert outcome_of(rejoining().hear(events.Refused(code, "the reason"))).exit_code == 1
+    exit_code = 77 if REFUSALS[code] == 77 else 1
+    assert outcome_of(rejoining().hear(events.Refused(code, "the reason"))).exit_code == exit_code
 
 
 @pytest.mark.parametrize("code", ["RendezvousClosedError", "NodeSupersededError"])
@@ -975,7 +978,9 @@ def test_workers_without_a_place_are_stopped(code: str) -> None:
     assert outcome_of(node.hear(gone())) == Outcome(1, "the reason")
 
 
-@pytest.mark.parametrize("code", ["InvalidRequestError", "SettingsMismatchError", "Unheard"])
+@pytest.mark.parametrize(
+    "code", ["InvalidRequestError", "SettingsMismatchError", "DeniedError", "Unheard"]
+)
 @pytest.mark.parametrize("name", ["running", "stopping", "sweeping", "at_barrier", "leaving"])
 def test_workers_go_on_when_only_what_was_said_is_refused(name: str, code: str) -> None:
     node = PHASES[name]()

@@ -29,7 +29,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
 IDENTITY = Identity("n1", "instance-1", pb.AGENT_KIND_FOREGROUND, "127.0.0.1", 4711, "1.2.3")
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
 
@@ -464,7 +464,11 @@ async def test_a_deposed_server_changes_nothing(server: Server) -> None:
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("code", sorted(FINAL_REFUSALS))
+STRANGER = "UnauthenticatedError"
+"""Final for who was never let in."""
+
+
+@pytest.mark.parametrize("code", sorted({*FINAL_REFUSALS, STRANGER}))
 async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: str) -> None:
     jobs = (Job("job-1"), Job("job-2"))
     async with running(link_to(server.endpoint, jobs=jobs)):
@@ -476,7 +480,9 @@ async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: st
             assert await job.hear(events.Refused) == events.Refused(code, "node_id n1 is in use")
 
 
-@pytest.mark.parametrize("code", [*sorted(ERRORS.keys() - FINAL_REFUSALS), "", "UnheardOfError"])
+@pytest.mark.parametrize(
+    "code", [*sorted(ERRORS.keys() - FINAL_REFUSALS - {STRANGER}), "", "UnheardOfError"]
+)
 async def test_anything_else_is_tried_again(server: Server, code: str) -> None:
     job = Job()
     error = ERRORS.get(code)
@@ -484,6 +490,17 @@ async def test_anything_else_is_tried_again(server: Server, code: str) -> None:
     async with running(link_to(server.endpoint, jobs=(job,))):
         for _ in range(2):
             (await server.talk()).end(status, code, "not now")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    assert {type(event) for event in job.everything} == {events.ServerLost, events.ServerConnected}
+
+
+async def test_who_was_let_in_once_waits_for_a_token_that_is_renewed(server: Server) -> None:
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        talk.end(grpc.StatusCode.UNAUTHENTICATED, STRANGER, "token 1a2b has expired")
+        (await server.talk()).end(grpc.StatusCode.UNAUTHENTICATED, STRANGER, "it has expired")
         await server.greet()
         await job.hear(events.ServerConnected)
     assert {type(event) for event in job.everything} == {events.ServerLost, events.ServerConnected}

@@ -134,6 +134,19 @@ def test_the_end_of_a_job_without_progress_is_understood() -> None:
     assert event.no_progress
 
 
+def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
+    state = AgentState(JOB, run="r1", assignment=LINE)
+    secret = "0123456789abcdef"
+    say = commands.SayJoin("", None, ())
+    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False, secret=secret)
+    command = heard(pb.NodeMessage(join=join))
+    assert isinstance(command, asked.Join)
+    belief = wire.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
+    resume = server_wire.belief_of(belief, SPEAKER, LIMITS).commands[0]
+    assert isinstance(resume, asked.Join | asked.Resume)
+    assert command.secret == resume.secret != ""
+
+
 def test_a_fresh_join_names_no_round() -> None:
     say = commands.SayJoin("", None, ())
     join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)

@@ -254,7 +254,7 @@ async def test_promtool_finds_nothing_to_improve() -> None:
     check = await asyncio.create_subprocess_exec(
         promtool, "check", "metrics", stdin=pipe, stdout=pipe, stderr=pipe
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         said = await check.communicate(text)
     assert (check.returncode, said) == (0, (b"", b""))
 

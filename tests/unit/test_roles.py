@@ -291,7 +291,7 @@ class Node:
         await self._call.write(pb.NodeMessage(**body).SerializeToString())
 
     async def hear(self) -> pb.ServerMessage:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             return pb.ServerMessage.FromString(await self._call.read())
 
     async def hear_of_job(self) -> pb.ServerMessage:
@@ -302,7 +302,7 @@ class Node:
     async def end(self) -> str:
         """Wait until the server ends the stream, and return why."""
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 while await self._call.read() is not grpc.aio.EOF:
                     pass
         except grpc.aio.AioRpcError as error:

@@ -330,8 +330,13 @@ class JobDriver:
         try:
             if self._failed or self._state.phase is Phase.ENDED or not self._holds_port():
                 return None
-            reuse = self._launch.refuse_reuse
-            return wire.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=reuse)
+            return wire.belief(
+                self._state,
+                self._current_offer(),
+                _now_ms(),
+                refuse_reuse=self._launch.refuse_reuse,
+                secret=self._launch.secret,
+            )
         except Exception as error:
             self._fail(error)
             return None
@@ -520,8 +525,14 @@ class JobDriver:
     def _join(self, say: commands.SayJoin) -> None:
         if not self._holds_port():
             return
-        reuse = self._launch.refuse_reuse
-        join = wire.join(say, self._state, self._current_offer(), _now_ms(), refuse_reuse=reuse)
+        join = wire.join(
+            say,
+            self._state,
+            self._current_offer(),
+            _now_ms(),
+            refuse_reuse=self._launch.refuse_reuse,
+            secret=self._launch.secret,
+        )
         self._link.say(pb.NodeMessage(join=join))
 
     def _start(self, assignment: Assignment) -> None:

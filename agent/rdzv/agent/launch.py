@@ -90,10 +90,15 @@ class Launch:
     """Below which the workers say how far they are; None: the temporary folder."""
     snapshot: Path | None = None
     """File or folder by whose change a round is known to have moved the job on."""
+    preemption_file: Path | None = None
+    """Where word comes that this machine is about to be taken away; None: nowhere, for this job."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
     refuse_reuse: bool = False
+    secret: str = field(default="", repr=False)
+    """What whoever takes part in the job must know; empty: nothing. Only rdzvrun has one: of a job
+    that was submitted, the agent would have to read a file that somebody else names."""
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None

@@ -34,6 +34,7 @@ from rdzv.job_options import (
     shutdown_timeout_ms,
     unknown_keys,
 )
+from rdzv.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
 
@@ -81,9 +82,10 @@ def parse_launch(
         no_python=args.no_python and not args.run_path,
         run_path=args.run_path,
         python=python,
-        environ=environ,
+        environ=without_secrets(environ),
         chdir=chdir,
-        snapshot=_absolute("--snapshot", args.snapshot, chdir) if args.snapshot else None,
+        snapshot=_path("--snapshot", args.snapshot, chdir),
+        preemption_file=_path("--preemption-file", args.preemption_file, chdir),
         role=args.role,
         topology=args.topology,
         local_addr=args.local_addr,
@@ -185,6 +187,10 @@ def _job(
         fence_after_ms=_fence_after_ms(args.fence_after, meeting),
         notice_signum=parse_notice_signal(args.notice_signal) or 0,
     )
+
+
+def _path(flag: str, path: Path | None, chdir: Path | None) -> Path | None:
+    return None if path is None else _absolute(flag, path, chdir)
 
 
 def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:

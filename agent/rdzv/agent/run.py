@@ -1,8 +1,8 @@
 """rdzvrun: one job in the foreground, in place of torchrun.
 
 Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 trying again is sensible (no server, or
-too few nodes came in time); 93 it failed again and again without moving on, and is not to be queued
-again; 128+n ended by signal n; 130 Ctrl-C.
+too few nodes came in time); 77 the server does not let this caller do that; 93 it failed again and
+again without moving on, and is not to be queued again; 128+n ended by signal n; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from rdzv.agent.launch import check_startable
 from rdzv.agent.options import parse_launch
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.job_secret import read_secret
 
 log = logging.getLogger("rdzv.agent")
 
@@ -43,6 +45,7 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
     set_up_logging("rdzvrun")
     try:
         launch, meeting = parse_launch(argv, legacy=legacy)
+        launch = replace(launch, secret=read_secret(os.environ))
         check_startable(launch)
     except InvalidRequestError as error:
         _fail(error, EXIT_USAGE)

@@ -49,6 +49,7 @@ from rdzv.errors import (
     NodeSupersededError,
     RendezvousConnectionError,
     RendezvousError,
+    UnauthenticatedError,
 )
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
@@ -575,7 +576,9 @@ class ServerLink:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        if failure.code in FINAL_REFUSALS:
+        # Who was let in before may be again, with a token or certificate that is renewed.
+        stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
+        if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(events.Refused(failure.code, str(failure)))
         # One that was never welcomed may only have come before the end of the one before it.

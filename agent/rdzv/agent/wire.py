@@ -56,13 +56,15 @@ _RESULTS = {
 }
 
 
-def belief(state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool) -> pb.Belief:
+def belief(
+    state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
+) -> pb.Belief:
     """Say all that this node believes about its job."""
     # The join of a node without workers has them already.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
-        join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse),
+        join=join(_rejoin(state), state, offer, now_ms, refuse_reuse=refuse_reuse, secret=secret),
         failures=_failures(failures, now_ms),
     )
     if state.assignment is not None:
@@ -82,7 +84,13 @@ def _rejoin(state: AgentState) -> commands.SayJoin:
 
 
 def join(
-    say: commands.SayJoin, state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool
+    say: commands.SayJoin,
+    state: AgentState,
+    offer: Offer,
+    now_ms: int,
+    *,
+    refuse_reuse: bool,
+    secret: str = "",
 ) -> pb.Join:
     """Ask for a place, with what this node brings."""
     return pb.Join(
@@ -106,6 +114,7 @@ def join(
         fenced=say.fenced,
         furthest_step=say.moved.step,
         snapshot_changed=say.moved.snapshot,
+        secret=secret,
     )
 
 

@@ -14,10 +14,12 @@ import click
 
 from rdzv.ctl.certs import certs
 from rdzv.errors import (
+    DeniedError,
     InvalidRequestError,
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    UnauthenticatedError,
     UnknownNodeError,
 )
 
@@ -39,7 +41,10 @@ _OK = 0
 _REFUSED = 1
 _USAGE = 2
 _UNREACHABLE = 75
+_DENIED = 77
 _INTERRUPTED = 130
+
+_ROLES = ("read", "submit", "node", "admin")
 
 _EPILOG = """\b
 Exit codes:
@@ -47,6 +52,7 @@ Exit codes:
   1   what was asked for is not there, or the server refused
   2   the command line is wrong
   75  the server can not be reached; the same command may succeed later
+  77  the server does not let this caller do that
 """
 
 
@@ -76,6 +82,8 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(f"{error.format_message().rstrip('.')}; see {command} --help", _USAGE)
     except RendezvousConnectionError as error:
         return _complain(str(error), _UNREACHABLE)
+    except (DeniedError, UnauthenticatedError) as error:
+        return _complain(str(error), _DENIED)
     except RendezvousError as error:
         return _complain(str(error), _REFUSED)
     except click.Abort:
@@ -365,6 +373,110 @@ def _events(
     if output != "text":
         return _document(output, as_json.events(job, found))
     return as_text.events(job, found, page_for(sys.stdout))
+
+
+@rdzvctl.command("audit")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Only the newest N changes.",
+)
+@_output_option
+@_connection_options
+def _audit(limit: int | None, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show who has changed what, of all jobs, nodes and tokens, oldest first.
+
+    It is for admins. Times are local ones of this machine.
+    """
+    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.audit(limit or 0)
+    if output != "text":
+        return _document(output, as_json.audit(found))
+    return as_text_access.audit(found, page_for(sys.stdout))
+
+
+@rdzvctl.group("tokens")
+def _tokens() -> None:
+    """Make, show and revoke tokens, by which callers without a certificate prove who they are."""
+
+
+@_tokens.command("create")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    required=True,
+    type=click.Choice(_ROLES),
+    help="What its owner may do; may be given more than once.",
+)
+@click.option(
+    "--expires",
+    metavar="TIME",
+    help="How long it is good, such as 12h or 30d; for ever if not given.",
+)
+@_output_option
+@_connection_options
+def _create_token(
+    name: str,
+    roles: tuple[str, ...],
+    expires: str | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Make a token for the caller NAME, and write its text to stdout.
+
+    Nobody shows it again: put it where only NAME can read it. There may be several of one name, so
+    that the next can be handed out before the last is revoked.
+    """
+    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl.as_text_access import parse_life
+
+    life_ms = 0 if expires is None else parse_life(expires)
+    with _client(server, timeout_s) as client:
+        token, text = client.create_token(name, roles, life_ms)
+    if output != "text":
+        return _document(output, as_json.token_made(token, text))
+    click.echo(as_text_access.made(token), err=True)
+    return text
+
+
+@_tokens.command("list")
+@_output_option
+@_connection_options
+def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show every token, but for its text; those that have expired, for a while."""
+    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl.layout import page_for
+
+    with _client(server, timeout_s) as client:
+        found = client.tokens()
+    if output != "text":
+        return _document(output, as_json.tokens(found))
+    return as_text_access.tokens(found, page_for(sys.stdout))
+
+
+@_tokens.command("revoke")
+@click.argument("id_or_name", metavar="ID|NAME")
+@_output_option
+@_connection_options
+def _revoke_tokens(
+    id_or_name: str, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Revoke the token ID, or all of the caller NAME; nodes that show them are cut off."""
+    from rdzv.ctl import as_json, as_text_access
+
+    with _client(server, timeout_s) as client:
+        found = client.revoke_tokens(id_or_name)
+    if output != "text":
+        return _document(output, as_json.tokens(found))
+    return as_text_access.revoked(found)
 
 
 @rdzvctl.command("explain")

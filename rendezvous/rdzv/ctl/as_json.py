@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rdzv.client import Event, JobStatus, JobSummary, Node, Server, StackReport
+from rdzv.client import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
 from rdzv.core.model import JobSpec, Settings
 
 VERSION = 1
@@ -42,6 +42,21 @@ def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) 
 def stacks(report: StackReport) -> str:
     """Return the document of what workers were doing: the fields of `StackReport`, by name."""
     return _document(asdict(report))
+
+
+def audit(history: Sequence[Event]) -> str:
+    """Return the document of who has changed what, oldest first."""
+    return _document({"events": [asdict(event) for event in history]})
+
+
+def tokens(found: Sequence[Token]) -> str:
+    """Return the document of tokens, without their texts."""
+    return _document({"tokens": [asdict(token) for token in found]})
+
+
+def token_made(token: Token, text: str) -> str:
+    """Return the document of a new token, with its text."""
+    return _document({**asdict(token), "text": text})
 
 
 def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:

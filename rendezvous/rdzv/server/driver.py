@@ -702,10 +702,21 @@ class Driver:
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Run what a node asks for; a refusal is told to it, never raised."""
         try:
+            self._check_room_for(stream.node_id, rdzv_id, command)
             await self._insist(stream, rdzv_id, command)
         except RendezvousError as error:
             belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
             await self._refuse(stream, belief, error)
+
+    def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
+        """Refuse a node one more job than it may be in: all of them have to fit into a hello."""
+        held = self._jobs_of.get(node_id, set())
+        most = self._limits.beliefs
+        if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
+            raise LimitExceededError(
+                f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
+                "limit `jobs_per_node`"
+            )
 
     async def _insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
         """Submit until it is decided: while the store is away, the node's word waits here."""

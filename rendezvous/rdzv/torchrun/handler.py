@@ -64,6 +64,7 @@ class RdzvHandler(RendezvousHandler):
             options.settings,
             self._offer,
             refuse_reuse=options.refuse_reuse,
+            secret=options.secret,
         )
         self._news = threading.Condition(threading.RLock())
         self._stream: NodeStream | None = None

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_scale_up
+from rdzv.job_secret import read_secret
 from rdzv.transport import PLAIN, Credentials
 
 log = logging.getLogger("rdzv.torchrun")
@@ -58,6 +59,8 @@ class Options:
     role: str = "default"
     topology: str = ""
     refuse_reuse: bool = False
+    secret: str = field(default="", repr=False)
+    """What whoever takes part in the job must know; empty: nothing."""
     close_timeout_s: float = 30.0
     """How long the end of a job is waited for by a node whose workers have succeeded."""
     read_timeout_s: float = 60.0
@@ -100,6 +103,7 @@ def read_options(params: RendezvousParameters) -> Options:
         role=config.role if config else "default",
         topology=conf.get("topology", ""),
         refuse_reuse=not _bool(conf, "reuse", default=True),
+        secret=_secret(),
         close_timeout_s=_seconds(conf, "close_timeout", 30),
         read_timeout_s=_seconds(conf, "read_timeout", 60),
     )
@@ -138,6 +142,14 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
         return parse_endpoints(text)
     except InvalidRequestError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from error
+
+
+def _secret() -> str:
+    """Read the secret of the job, which the environment alone says."""
+    try:
+        return read_secret(os.environ)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from None
 
 
 def _credentials(conf: Mapping[str, str]) -> Credentials:

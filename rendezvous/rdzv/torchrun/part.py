@@ -39,7 +39,13 @@ class Part:
     """What is said and heard. Each `say_*` moves on, and returns the message that says so."""
 
     def __init__(
-        self, rdzv_id: str, settings: Settings, offer: pb.Offer, *, refuse_reuse: bool = False
+        self,
+        rdzv_id: str,
+        settings: Settings,
+        offer: pb.Offer,
+        *,
+        refuse_reuse: bool = False,
+        secret: str = "",
     ) -> None:
         self.rdzv_id = rdzv_id
         self.phase = Phase.APART
@@ -53,6 +59,7 @@ class Part:
         self._settings = settings_message(settings)
         self._offer = offer
         self._refuse_reuse = refuse_reuse
+        self._secret = secret
         self._leave: pb.Leave | None = None
         self._reason = ""
 
@@ -132,6 +139,7 @@ class Part:
             offer=self._offer,
             left_round=self.line.round if joining and self.line is not None else None,
             refuse_reuse=self._refuse_reuse,
+            secret=self._secret,
         )
 
     # ------------------------------------------------------------------ what is heard

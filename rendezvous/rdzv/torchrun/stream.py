@@ -16,7 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, Endpoint, error_from_status
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnauthenticatedError,
+)
 from rdzv.transport import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
@@ -210,7 +215,9 @@ class NodeStream:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        if failure.code in FINAL_REFUSALS:
+        # Who was let in before may be again, with a token or certificate that is renewed.
+        stranger = isinstance(failure, UnauthenticatedError) and not self._hello.incarnation
+        if stranger or failure.code in FINAL_REFUSALS:
             refused = pb.Refused(code=failure.code, message=str(failure))
             self._deliver(pb.ServerMessage(refused=refused))
         return failure

@@ -1,5 +1,6 @@
 // Which view is shown, what the link to the server is like, and the theme.
 
+import { useToken } from "./ask.js";
 import { put, tick } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { JobView } from "./job.js";
@@ -75,13 +76,30 @@ function drawLink() {
   const stale = stream.link === "lost" && (stream.ready || stream.error);
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
+  $("login").hidden = !(stale && stream.locked);
   if (!stale) return;
+  if (stream.locked) {
+    put(banner, `${stream.error.message}.`);
+    return;
+  }
   const unknown = stream.error?.code?.startsWith("Unknown");
   const why = stream.error?.message || "the connection is lost";
   const since = stream.ready && !unknown ? ` What is shown is ${duration(Date.now() - stream.heard)} old.` : "";
   const leader = stream.error?.leader ? " Ask that one." : "";
   put(banner, unknown ? `${why}.` : `Not live: ${why}.${leader}${since} Connecting again.`);
 }
+
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const field = $("token");
+  const good = useToken(field.value);
+  field.setCustomValidity(good ? "" : "This is no token.");
+  field.reportValidity();
+  if (!good) return;
+  field.value = "";
+  stream.open();
+});
+$("token").addEventListener("input", () => $("token").setCustomValidity(""));
 
 // ------------------------------------------------------------------ for those who listen
 

@@ -1,5 +1,6 @@
 // What the workers of a job have written: the end of it, or as it comes.
 
+import { ask } from "./ask.js";
 import { h, put } from "./dom.js";
 import { jobPath } from "./stream.js";
 
@@ -56,7 +57,7 @@ export class LogView {
     if (this.follow.checked) query.set("follow", "true");
     put(this.said, "Reading.");
     try {
-      const answer = await fetch(`${jobPath(this.name)}/logs?${query}`, { signal: reading.signal });
+      const answer = await ask(`${jobPath(this.name)}/logs?${query}`, { signal: reading.signal });
       if (!answer.ok) {
         put(this.said, (await answer.json()).message);
         return;

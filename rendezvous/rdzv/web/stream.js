@@ -1,5 +1,7 @@
 // What the server pushes, kept. The page asks for nothing by itself, but for logs.
 
+import { ask, Source } from "./ask.js";
+
 const API = "/api/v1";
 const SILENT_MS = 12000; // The server says something every 5 s.
 const HIDDEN_MS = 60000;
@@ -41,7 +43,7 @@ export class Stream {
     clearTimeout(this.again);
     this.source?.close();
     const query = this.job === null ? "" : `?job=${encodeURIComponent(this.job)}`;
-    const source = (this.source = new EventSource(`${API}/stream${query}`));
+    const source = (this.source = new Source(`${API}/stream${query}`));
     this.opened = Date.now();
     let fresh = null;
     const on = (name, take) =>
@@ -99,6 +101,11 @@ export class Stream {
     return row;
   }
 
+  /** Whether the server wants to know who looks at the page. */
+  get locked() {
+    return this.error?.code === "UnauthenticatedError" || this.error?.code === "DeniedError";
+  }
+
   tell(what) {
     this.changed(what);
   }
@@ -120,13 +127,15 @@ export class Stream {
     this.tell("link");
   }
 
-  /** An EventSource does not say why it failed; the same question asked otherwise does. */
+  /** A stream does not say why it failed; the same question asked otherwise does. */
   async explain() {
     this.retry();
     try {
-      const answer = await fetch(this.job === null ? `${API}/nodes` : jobPath(this.job));
+      const answer = await ask(this.job === null ? `${API}/nodes` : jobPath(this.job));
       if (answer.ok) return;
       this.error = await answer.json();
+      // It waits for a token, and is opened again when there is one.
+      if (this.locked) clearTimeout(this.again);
     } catch {
       this.error = { code: "", message: "the server does not answer" };
     }
@@ -147,7 +156,7 @@ export class Stream {
 
   seen() {
     this.hiddenAt = document.hidden ? Date.now() : 0;
-    if (!document.hidden && !this.source) {
+    if (!document.hidden && !this.source && !this.locked) {
       this.wait = FIRST_MS;
       this.open();
     }

@@ -65,6 +65,8 @@ EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
 """Trying again is sensible: no server, the join timed out, the job was placed elsewhere, or the
 node was drained."""
+EXIT_DENIED = 77
+"""This caller may not do that, whenever it tries: sysexits' EX_NOPERM."""
 EXIT_NO_PROGRESS = 93
 """Trying again makes no sense: the job failed again and again without moving on."""
 
@@ -81,6 +83,9 @@ _SIGTERM = 15
 
 _OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
 """Refusals that end running workers too: they state that the node has no place any more."""
+
+_DENIED = ("DeniedError", "UnauthenticatedError")
+"""Refusals of who calls, and not of what is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +270,13 @@ def _accept_refusal(work: _Step, event: Refused) -> None:
     """
     if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:
         return
-    never_ran = work.state.assignment is None
-    wrong_launch = never_ran and event.code != "RendezvousClosedError"
-    _finish(work, Outcome(EXIT_USAGE if wrong_launch else EXIT_FAILED, event.message))
+    exit_code = EXIT_FAILED
+    if event.code in _DENIED:
+        exit_code = EXIT_DENIED
+    elif work.state.assignment is None and event.code != "RendezvousClosedError":
+        # What it was launched with is wrong.
+        exit_code = EXIT_USAGE
+    _finish(work, Outcome(exit_code, event.message))
 
 
 # ------------------------------------------------------------------ the workers

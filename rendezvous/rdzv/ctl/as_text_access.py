@@ -1,0 +1,86 @@
+"""Tokens, and who has changed what, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rdzv.client import Event, Token
+from rdzv.core.words import duration
+from rdzv.ctl.layout import Cell, Page
+from rdzv.errors import InvalidRequestError
+
+_LIFE = re.compile(r"([1-9][0-9]{0,5})([hd])")
+_LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
+
+
+def parse_life(text: str) -> int:
+    """Read how long a token is good, in milliseconds; the server has the last word.
+
+    >>> parse_life("12h"), parse_life("30d")
+    (43200000, 2592000000)
+    """
+    found = _LIFE.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequestError(
+            f"--expires={text} is no time; give a number with h or d behind it, such as 30d"
+        )
+    return int(found[1]) * _LIFE_UNITS_MS[found[2]]
+
+
+def tokens(found: Sequence[Token], page: Page) -> str:
+    """Show one line a token."""
+    if not found:
+        return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` makes one"))
+    rows = [
+        (
+            Cell(token.id),
+            Cell(token.name),
+            Cell(", ".join(token.roles)),
+            Cell(duration(token.age_ms)),
+            _used(token),
+            _expires(token),
+        )
+        for token in found
+    ]
+    return "\n".join(page.table(("ID", "NAME", "ROLES", "AGE", "USED", "EXPIRES"), rows))
+
+
+def _used(token: Token) -> Cell:
+    # It is not known more exactly, so nothing more exact is shown.
+    if token.used_age_ms is None:
+        return Cell("never")
+    within_the_hour = token.used_age_ms < 3_600_000
+    return Cell("lately" if within_the_hour else f"{duration(token.used_age_ms)} ago")
+
+
+def _expires(token: Token) -> Cell:
+    if token.expires_in_ms is None:
+        return Cell("never")
+    if token.expires_in_ms == 0:
+        return Cell("has expired", "red")
+    return Cell(f"in {duration(token.expires_in_ms)}")
+
+
+def made(token: Token) -> str:
+    """Say what was made, beside the text of the token, which alone is on stdout."""
+    until = "does not expire"
+    if token.expires_in_ms is not None:
+        until = f"expires in {duration(token.expires_in_ms)}"
+    return (
+        f"token {token.id} of {token.name} ({', '.join(token.roles)}) {until}. Its text is shown "
+        "this once; put it into a file that only its owner can read, for --token-file"
+    )
+
+
+def revoked(found: Sequence[Token]) -> str:
+    """Say which tokens are good for nothing any more."""
+    return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)
+
+
+def audit(history: Sequence[Event], page: Page) -> str:
+    """Show who has changed what, oldest first."""
+    if not history:
+        return "\n".join(page.sentence("nobody has changed anything, as far as is remembered"))
+    rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]
+    return "\n".join(page.table(("TIME", "CALL", "TEXT"), rows))
