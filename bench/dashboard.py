@@ -129,12 +129,9 @@ def recoveries(sums: Mapping[str, Samples], counts: Mapping[str, Samples]) -> li
 
 def picture(prometheus: str, marks: Sequence[tuple[float, str]]) -> str:
     """Draw what was scraped."""
-    began = min(
-        at for samples in scraped(prometheus, "rdzv_job_state").values() for at, _ in samples
-    )
-    until = max(
-        at for samples in scraped(prometheus, "rdzv_job_state").values() for at, _ in samples
-    )
+    states = scraped(prometheus, "rdzv_job_state").values()
+    times = [at for samples in states for at, _ in samples]
+    began, until = min(times), max(times)
 
     def steps(name: str, samples: Samples, *, bound: bool = False) -> draw.Steps:
         return draw.Steps(name, tuple((at - began, v) for at, v in changes(samples)), bound)

@@ -146,7 +146,11 @@ class Answers:
         """
         rdzv_id = wire.rdzv_id_of(asked, self.limits)
         report = await self.replica.driver.kept_stacks(rdzv_id, number)
-        return client.stack_report_of(wire.stack_report(report, self.clock.now_ms()))
+        now_ms = self.clock.now_ms()
+        # It may be a megabyte, for which no node is to wait.
+        return await asyncio.to_thread(
+            lambda: client.stack_report_of(wire.stack_report(report, now_ms))
+        )
 
     def summaries(self) -> list[NodeSummary]:
         """Show every node, in the server's own words."""

@@ -125,7 +125,7 @@ class Api:
 
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])
-        # It may be a megabyte, for which nobody is to wait.
+        # Written in a thread, as it is read: it may be large.
         return await asyncio.to_thread(as_json.stacks, report)
 
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ export class Stacks {
     this.name = name;
     this.chip = chip("hangs");
     this.list = h("ul", { class: "others" });
-    this.taken = h("p", { class: "message" });
+    this.taken = h("p", { class: "taken" });
     this.button = h("button", { type: "button", onclick: () => this.read() });
     this.said = h("p", { class: "dim", role: "status" });
     this.groups = h("div", { class: "groups" });
