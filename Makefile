@@ -36,6 +36,10 @@ $(READY): pyproject.toml
 demo: $(READY)  ## a real training that survives what happens to it; KEEP=1: and the page of it, to look at
 	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
+.PHONY: picture
+picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has scraped it
+	@$(BIN)/python bench/dashboard.py
+
 .PHONY: test
 test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder --durations=5

@@ -1,9 +1,13 @@
-"""Plots as SVG, as far as the benchmarks need them: lines over logarithms, and bars of parts."""
+"""Plots as SVG, as far as they are needed here: lines over logarithms, bars of parts, and panels.
+
+Panels are what a dashboard has: several things over one axis of time.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -33,6 +37,32 @@ class Bar:
     note: str = ""
     failed_after: float = 0.0
     """Drawn as far as this, as an outline, where there are no parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What was so from one moment until the next, by moment; a bound is drawn as a dashed line."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pile:
+    """What is put on top of each other at one moment, by name."""
+
+    at: float
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel: steps or piles."""
+
+    title: str
+    steps: tuple[Steps, ...] = ()
+    piles: tuple[Pile, ...] = ()
 
 
 def decades(values: Iterable[float]) -> tuple[int, int]:
@@ -138,6 +168,108 @@ def bars(title: str, x_name: str, part_names: Sequence[str], drawn: Sequence[Bar
         parts.append(_text(at_x(max(before, bar.failed_after)) + 6, y + 14, bar.note))
     wide = left + width + 20 + CHAR * max(len(bar.note) for bar in drawn)
     return _page(wide, top + height + 30, parts)
+
+
+def panels(
+    title: str,
+    x_name: str,
+    until: float,
+    drawn: Sequence[Panel],
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Draw panels below each other, over one axis from 0 to `until`; marks go through all of them.
+
+    Raises:
+        ValueError: a panel has nothing to draw.
+
+    """
+    left, top, width, height, gap = 52.0, 78.0, 640.0, 104.0, 46.0
+    bottom = top + len(drawn) * (height + gap) - gap
+
+    def at_x(value: float) -> float:
+        return left + width * value / until
+
+    parts = [_text(8, 22, title, weight="bold")]
+    for number, (at, name) in enumerate(marks):
+        x, y = at_x(at), 40 + 13 * (number % 2)
+        parts.append(
+            f"<line x1='{x:.1f}' y1='{y + 2}' x2='{x:.1f}' y2='{bottom:.1f}' stroke='{INK}' "
+            "stroke-dasharray='2 3'/>"
+        )
+        parts.append(_text(x + 3, y + 2, name))
+    for number, panel in enumerate(drawn):
+        y = top + number * (height + gap)
+        parts += _panel(panel, at_x, (left, y, width, height))
+    step = _step(until)
+    for number in range(int(until / step) + 1):
+        x = at_x(number * step)
+        parts.append(_text(x, bottom + 18, f"{number * step:g}", anchor="middle"))
+    parts.append(_text(left + width, bottom + 36, x_name, anchor="end"))
+    return _page(left + width + 150, bottom + 46, parts)
+
+
+def _panel(
+    panel: Panel, at_x: Callable[[float], float], box: tuple[float, float, float, float]
+) -> list[str]:
+    left, top, width, height = box
+    highest = max(
+        (
+            *(value for steps in panel.steps for _, value in steps.points),
+            *(sum(value for _, value in pile.parts) for pile in panel.piles),
+        ),
+        default=0.0,
+    )
+    if not highest:
+        raise ValueError(f"{panel.title}: there is nothing to draw")
+    # What is counted has no halves; what is timed is seldom whole.
+    whole = all(value == int(value) for steps in panel.steps for _, value in steps.points) and all(
+        value == int(value) for pile in panel.piles for _, value in pile.parts
+    )
+    step = max(_step(highest), 1.0) if whole else _step(highest)
+    highest = step * math.ceil(highest / step)
+
+    def at_y(value: float) -> float:
+        return top + height * (1 - value / highest)
+
+    parts = [_text(left, top - 8, panel.title, weight="bold")]
+    for number in range(0, round(highest / step) + 1, 2 if highest / step > 6 else 1):
+        y = at_y(number * step)
+        parts.append(_rule(left, y, left + width, y))
+        parts.append(_text(left - 8, y + 4, f"{number * step:g}", anchor="end"))
+    names = [steps.name for steps in panel.steps]
+    names += dict.fromkeys(name for pile in panel.piles for name, _ in pile.parts)
+    colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
+    for steps in panel.steps:
+        parts.append(_stairs(steps, colours[steps.name], at_x, at_y))
+    for pile in panel.piles:
+        low = 0.0
+        for name, value in pile.parts:
+            x, y = at_x(pile.at) - 5, at_y(low + value)
+            parts.append(
+                f"<rect x='{x:.1f}' y='{y:.1f}' width='10' height='{at_y(low) - y:.1f}' "
+                f"fill='{colours[name]}'/>"
+            )
+            low += value
+    for number, (name, colour) in enumerate(colours.items()):
+        y = top + 12 + 16 * number
+        x = left + width + 12
+        parts.append(f"<rect x='{x}' y='{y - 9:.1f}' width='10' height='10' fill='{colour}'/>")
+        parts.append(_text(x + 16, y, name))
+    return parts
+
+
+def _stairs(
+    steps: Steps, colour: str, at_x: Callable[[float], float], at_y: Callable[[float], float]
+) -> str:
+    found: list[str] = []
+    before = 0.0
+    for number, (x, value) in enumerate(steps.points):
+        found += [f"{at_x(x):.1f},{at_y(before):.1f}"] if number else []
+        found.append(f"{at_x(x):.1f},{at_y(value):.1f}")
+        before = value
+    stroke = f"stroke='{colour}' stroke-width='2'"
+    stroke += " stroke-dasharray='6 4'" if steps.bound else ""
+    return f"<polyline points='{' '.join(found)}' fill='none' {stroke}/>"
 
 
 def _step(longest: float) -> float:

@@ -253,6 +253,12 @@ FLEET = Board(
                     unit="s",
                 ),
                 panel(
+                    "Nodes that leave, or get no job",
+                    "Draining until nothing is left on them; and barred until that is taken back.",
+                    (f"sum by (state) (rdzv_node_drains{{{FLEET_OF}}})", "{{state}}"),
+                    (f"sum by (by) (rdzv_nodes_barred{{{FLEET_OF}}})", "{{by}}"),
+                ),
+                panel(
                     "Flapping nodes, and nodes that are missing",
                     "By job: lost again and again; and still to come before a round can complete.",
                     (
@@ -442,6 +448,19 @@ JOB = Board(
                     (mean("rdzv_job_formation_seconds", "rdzv_id", JOB_OF), "formation"),
                     kind=STAT,
                     unit="s",
+                ),
+                panel(
+                    "Budgets",
+                    "What the run has spent beside restarts, and how much it may, if it was "
+                    "launched with a bound.",
+                    (f"max (rdzv_job_preemptions_spent{{{JOB_OF}}})", "preemptions"),
+                    (f"max (rdzv_job_max_preemptions{{{JOB_OF}}})", "of"),
+                    (f"max (rdzv_job_store_failures_spent{{{JOB_OF}}})", "store failures"),
+                    (f"max (rdzv_job_max_store_failures{{{JOB_OF}}})", "of"),
+                    (f"max (rdzv_job_restarts_in_vain{{{JOB_OF}}})", "restarts in vain"),
+                    (f"max (rdzv_job_no_progress_restarts{{{JOB_OF}}})", "of"),
+                    kind=STAT,
+                    span=WIDE,
                 ),
                 panel(
                     "Goodput of the last hour",

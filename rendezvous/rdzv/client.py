@@ -1519,6 +1519,11 @@ def node_of(message: pb.Node) -> Node:
     return _node(message)
 
 
+def stack_report_of(message: pb.StackReport) -> StackReport:
+    """Return what a message says of what workers were doing."""
+    return _stack_report(message)
+
+
 def server_of(message: pb.Server) -> Server:
     """Return what a message says of an rdzvd."""
     return _server(message)

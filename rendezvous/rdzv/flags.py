@@ -73,6 +73,7 @@ OWN = frozenset(
         "--no-progress-restarts",
         "--node-id",
         "--notice-signal",
+        "--preemption-file",
         "--restart-backoff",
         "--restart-window",
         "--snapshot",
@@ -476,6 +477,14 @@ def _what() -> list[Option]:
             help="what the workers get when this node is about to leave (a drain, a preemption), "
             "long enough before to save what they have; none: only the file that RDZV_NOTICE_FILE "
             "names (default SIGTERM)",
+        ),
+        _option(
+            "--preemption-file",
+            type=Path,
+            default=None,
+            metavar="PATH",
+            help="once it is there this node is about to be taken away: its workers are told, and "
+            "it leaves; its first line may say how many seconds are left (default 30)",
         ),
         _option(
             "--signals-to-handle",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 _BOOT = r"""
 set -eu

@@ -25,7 +25,7 @@ from tests.faults.network import Network
 HEAD = "head"
 HOSTS = ("n1", "n2", "n3")
 PORT = 29_400
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 need_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import random
-import re
 import socket
 from collections.abc import Iterator
 
-FIRST, LAST = 20_000, 29_000
-"""Below those that the system gives out by itself, for port 0 and for each connection that is made:
-so nobody else gets one while its server is not there, as between two lives of it."""
-SHARES = 16
+FIRST = 20_000
+BLOCKS, BLOCK = 90, 100
+"""All are below those that the system gives out by itself, for port 0 and for each connection: so
+nobody else gets one while its server is not there, as between two lives of it."""
 
 
 def _mine() -> Iterator[int]:
-    """Yield the share of this process in a random order, so that no port is soon used again.
+    """Yield the ports of a block that no other process has, over and over.
 
-    Those who share the work of one run have shares of their own: what one has found to be free, and
-    not yet taken, is not found by another.
+    Several runs of the tests, and those who share the work of one, have blocks of their own. Who
+    has a block is known by the name of a socket, which the system forgets when its process ends.
     """
-    worker = re.search(r"\d+", os.environ.get("PYTEST_XDIST_WORKER", ""))
-    share = int(worker.group()) % SHARES if worker else 0
-    while True:
-        yield from random.sample(range(FIRST + share, LAST, SHARES), (LAST - FIRST) // SHARES)
+    for block in random.sample(range(BLOCKS), BLOCKS):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0rdzv-test-ports-{block}")
+        except OSError:
+            name.close()
+            continue
+        name.detach()  # It is never closed.
+        first = FIRST + block * BLOCK
+        yield from itertools.cycle(range(first, first + BLOCK))
+    raise AssertionError(f"other processes have all {BLOCKS} blocks of ports")
 
 
 _ports = _mine()
@@ -32,10 +38,10 @@ _ports = _mine()
 
 def free_port() -> int:
     """Return a port that nobody listens on, and that nobody else is given."""
-    for port in _ports:
+    for port in itertools.islice(_ports, BLOCK):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
-    raise AssertionError("there is always another")
+    raise AssertionError(f"none of this process's {BLOCK} ports is free")
 
 
 def free_ports(count: int) -> list[int]:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 _CHUNK_BYTES = 64 << 10
 _MAX_CHUNKS = 64
 """What may be under way in each direction; a sender that is faster has to wait."""

@@ -254,6 +254,33 @@ def test_a_planned_restart_has_the_time_that_was_announced(d: Nodes) -> None:
     d.complete_logs(pids)
 
 
+def test_an_agent_that_dies_amid_a_drain_is_followed_by_one_that_goes_on_with_it(d: Nodes) -> None:
+    """Workers that were told save and leave as if nothing had happened to their agent."""
+    for name in ("n1", "n2"):
+        d.agents[name] = d.start(name)
+    go, snapshot = d.folder / "go", d.folder / "snapshot"
+    worker = (str(WORKERS / "saving.py"), f"snapshot={snapshot}", "by=file", f"go={go}")
+    d.submit("job", "--nnodes=1:2", "--nproc-per-node=1", "--notice-signal=none", *worker)
+    first = {d.node_of(int(report["pid"])): report for report in d.reports("job", 2)}
+    server = f"--server={d.cluster.endpoint}"
+    assert d.cluster.run("rdzvctl", server, "drain", "n1", "--deadline=10m").returncode == 0
+    told = Path(first["n1"]["RDZV_NOTICE_FILE"])
+    d.until("its worker is told", told.exists)
+    d.kill("n1")
+    d.come_back("n1")
+    d.until_back()
+    assert told.exists()
+    assert d.node("n1")["node"].drain == "draining"
+    assert all(alive(int(report["pid"])) for report in first.values())
+    go.touch()
+    d.until("n1 is drained", lambda: d.node("n1")["node"].drain == "drained")
+    (last,) = [r for r in d.reports("job", 3) if r["WORLD_SIZE"] == "1"]
+    assert last["step"] > 0
+    assert d.status("job").restarts == 0
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+
+
 # ---------------------------------------------------------------------- it stays away
 
 

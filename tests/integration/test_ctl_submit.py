@@ -124,7 +124,7 @@ def test_the_exit_code_of_a_followed_job_is_that_of_wait(t: Typist) -> None:
     following = t.begins("submit", "--follow", "--rdzv-id=long", REPORT)
     t.cluster.wait_until("it runs", lambda: len(t.cluster.all_reports()) == 2)
     t.says("stop", "long")
-    assert following.wait(60) == 3
+    assert following.wait(120) == 3
     assert t.types("wait", "long").returncode == 3
 
 
@@ -134,7 +134,7 @@ def test_ctrl_c_detaches(t: Typist) -> None:
     assert following.stdout is not None
     assert following.stdout.readline() == "[rank 0] x\n"
     following.send_signal(signal.SIGINT)
-    _, said = following.communicate(timeout=60)
+    _, said = following.communicate(timeout=120)
     assert following.returncode == 130
     assert said.splitlines()[-1].startswith("rdzvctl: night goes on; `rdzvctl logs -f night`")
     assert "Traceback" not in said
@@ -234,5 +234,5 @@ def test_a_server_that_restarts_disturbs_nobody_who_follows(t: Typist) -> None:
     t.cluster.finish()
     # What readline read ahead is in the buffer of stdout, and communicate() would not look there.
     rest = following.stdout.read()
-    assert following.wait(90) == 0, (rest, following.stderr.read() if following.stderr else None)
+    assert following.wait(120) == 0, (rest, following.stderr.read() if following.stderr else None)
     assert rest == "[rank 0] x\n"

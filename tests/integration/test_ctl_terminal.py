@@ -54,7 +54,7 @@ class Terminal:
         except OSError:
             pass  # How Linux says that the other side has closed.
         os.close(self._ours)
-        return self.process.wait(60)
+        return self.process.wait(100)
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_a_submitted_job_runs_where_it_was_submitted_from_and_leaves_the_node_fr
     d.until_state("job-1", "succeeded")
     d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
     assert agent.process.poll() is None
-    assert "hello" in d.logs("job-1")
+    d.until("its log is there", lambda: "hello" in d.logs("job-1"))
     assert "hello" not in agent.text
 
 
@@ -201,8 +201,8 @@ def test_a_job_that_is_scaled_down_gives_its_node_back(d: Daemons) -> None:
         return [name for name in ("n1", "n2") if not d.node(name)["jobs"]]
 
     (left,) = d.until("one node is free", free)
-    text = next(node for node in d.cluster.nodes if node.name == left).text
-    assert "job-1: withdrawn from this node: " in text
+    agent = next(node for node in d.cluster.nodes if node.name == left)
+    d.cluster.wait_for_text(agent, "job-1: withdrawn from this node: ")
     d.submit("job-2", *worker("exit=0"))
     d.until_state("job-2", "succeeded")
     d.cluster.finish()
@@ -253,7 +253,7 @@ def test_a_folder_that_is_not_there_is_declined_by_name(d: Daemons) -> None:
     agent = d.start("n1")
     d.submit("lost", *worker(), chdir="/no/such/folder")
     assert "the folder '/no/such/folder' can not be used on this node" in declined(d, "lost")
-    assert "lost: declined: " in agent.text
+    d.cluster.wait_for_text(agent, "lost: declined: ")
     d.submit("next", *worker("exit=0"))
     d.until_state("next", "succeeded")
 
@@ -377,9 +377,8 @@ def test_a_reload_says_what_it_changes_and_disturbs_no_job(d: Daemons) -> None:
         return bool(resources.capacity == 3 and dict(resources.labels) == {"gpu": "h100"})
 
     d.until("the server has heard of it", announced)
-    assert "capacity is now 3 (it was 1)" in agent.text
-    assert 'topology is to be "rack-2"' in agent.text
-    assert "that needs a restart" in agent.text
+    for text in ("capacity is now 3 (it was 1)", 'topology is to be "rack-2"', "needs a restart"):
+        d.cluster.wait_for_text(agent, text)
     d.config("n1", "capacity = 0\n")
     agent.process.send_signal(signal.SIGHUP)
     d.until("it is refused", lambda: "nothing was changed" in agent.text)
@@ -395,7 +394,9 @@ def test_events_can_be_logged_as_json_one_a_line(d: Daemons) -> None:
     d.submit("job-1", *worker("exit=0", "say=hello"))
     d.until_state("job-1", "succeeded")
     d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
-    messages = [json.loads(line)["message"] for line in agent.text.splitlines()]
+    d.cluster.wait_for_text(agent, "ended on this node: the job has succeeded")
+    whole, _, _ = agent.text.rpartition("\n")
+    messages = [json.loads(line)["message"] for line in whole.splitlines()]
     assert "job-1: placed here (run" in "\n".join(messages)
     assert "job-1: ended on this node: the job has succeeded" in "\n".join(messages)
 

@@ -184,6 +184,34 @@ def test_a_drained_rdzvrun_leaves_and_says_so(f: Floor) -> None:
     assert nodes[1].wait() == 0
 
 
+def test_an_rdzvrun_that_is_preempted_lets_its_workers_save_and_leaves(f: Floor) -> None:
+    c, word = f.cluster, f.folder / "preempted"
+    nodes = [
+        c.start_node(
+            name,
+            "--notice-signal=none",
+            *options,
+            worker="saving.py",
+            nnodes="1:2",
+            args=(f"snapshot={f.snapshot}", "by=file"),
+        )
+        for name, options in (("a", (f"--preemption-file={word}",)), ("b", ()))
+    ]
+    f.until("both run", lambda: len(c.all_reports()) >= 2)
+    new = f.folder / "new"
+    new.write_text("60\n")
+    new.rename(word)
+    assert nodes[0].wait() == 75
+    assert f"preempted ({word}): this node leaves all its jobs within 1 min" in nodes[0].text
+    # It was told in time, and the other goes on from what it has saved.
+    f.until("the other goes on alone", lambda: len(c.all_reports()) >= 3)
+    (alone,) = [r for r in c.all_reports() if r["WORLD_SIZE"] == "1"]
+    assert alone["step"] > 0
+    assert c.status().restarts == 0
+    c.finish()
+    assert nodes[1].wait() == 0
+
+
 # ------------------------------------------------------------------ what the node itself knows
 
 

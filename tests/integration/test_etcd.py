@@ -37,7 +37,7 @@ from rdzv.stores.etcd_client import (
     Put,
 )
 
-DEADLINE_S = 60
+DEADLINE_S = 100.0
 TTL_S = 2
 """Where a lease is to run out."""
 LONG_TTL_S = 60

@@ -23,7 +23,7 @@ from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
 
-DEADLINE_S = 60
+DEADLINE_S = 100.0
 TOKEN_TTL_S = 2
 MEMBERSHIP = Membership("job", "run", 0, Settings(1, 1), 0)
 

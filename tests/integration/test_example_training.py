@@ -45,14 +45,24 @@ class Job:
     def output(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int) -> None:
+        """Wait until rank 0 has told of a step: both workers then sleep for `--step-seconds`."""
+        environ = Path(f"/proc/{self.worker(0)}/environ").read_bytes().split(b"\0")
+        told = dict(pair.split(b"=", 1) for pair in environ if b"=" in pair)
+        file = Path(os.fsdecode(told[b"RDZV_PROGRESS_FILE"]))
+        deadline = time.monotonic() + 100
+        while int(file.read_text() or -1) < step:
+            assert time.monotonic() < deadline, f"no step {step}:\n{self.output}"
+            time.sleep(0.005)
+
+    def wait_for(self, text: str, timeout_s: float = 100) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             assert self.process.poll() is None, f"it ended before {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
             time.sleep(0.02)
 
-    def finish(self, timeout_s: float = 90) -> str:
+    def finish(self, timeout_s: float = 200) -> str:
         assert self.process.wait(timeout_s) == 0, self.output
         return self.output
 
@@ -102,7 +112,7 @@ class Launcher:
             if job.process.poll() is None:
                 job.process.terminate()
                 try:
-                    job.process.wait(10)
+                    job.process.wait(60)
                 except subprocess.TimeoutExpired:
                     job.process.kill()
                     job.process.wait()
@@ -160,11 +170,11 @@ def test_killed_workers_change_nothing_in_the_result(
     job = launch(
         f"--snapshot={tmp_path / 'snapshot.pt'}",
         f"--final-weights={tmp_path / 'disturbed.pt'}",
-        "--step-seconds=0.05",
+        "--step-seconds=0.1",
     )
     for epoch, victim in (2, 1), (4, 0):
         job.wait_for(f"\nepoch {epoch} | step {epoch * STEPS_PER_EPOCH} | ")
-        time.sleep(0.15)  # in the middle of the next epoch
+        job.wait_for_step(epoch * STEPS_PER_EPOCH + 2)
         os.kill(job.worker(victim), signal.SIGKILL)
     output = job.finish()
 
@@ -204,11 +214,12 @@ def test_sigterm_saves_the_step_it_interrupts(
         f"--final-weights={tmp_path / 'disturbed.pt'}",
         "--save-every=100",
     )
-    job = launch(*arguments, "--step-seconds=0.1")
+    job = launch(*arguments, "--step-seconds=0.5")
     job.wait_for("epoch 1 | step 8 | ")
-    time.sleep(0.35)
+    # While both sleep: one that hears of it a step earlier leaves the other in a broken step.
+    job.wait_for_step(10)
     job.process.send_signal(signal.SIGTERM)
-    assert job.process.wait(30) != 0
+    assert job.process.wait(100) != 0
     stopped = re.search(r"rank 0 of 2: stopping on SIGTERM at step (\d+)", job.output)
     assert stopped, job.output
     assert 8 < int(stopped[1]) < 16
@@ -223,6 +234,6 @@ def test_a_corrupt_snapshot_is_told_by_the_launcher(launch: Launcher, tmp_path: 
     snapshot = tmp_path / "snapshot.pt"
     snapshot.write_bytes(b"this is no snapshot")
     job = launch(f"--snapshot={snapshot}", nproc=1, max_restarts=0)
-    assert job.process.wait(60) != 0
+    assert job.process.wait(100) != 0
     assert f"{snapshot} is not a whole snapshot" in job.output
     assert "remove the file to train from the beginning" in job.output

@@ -67,12 +67,16 @@ def test_what_two_nodes_are_doing_one_of_them_warm(c: Cluster) -> None:
 
 
 def test_a_node_whose_agent_does_not_answer_is_named(c: Cluster) -> None:
+    # So long that it is not given up before anybody asks.
+    config = c.folder / "rdzvd.toml"
+    config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
+    c.kill_server()
+    c.start_server(f"--config={config}")
     c.start_node("n1", worker="steps.py", nnodes="2")
     held_up = c.start_node("n2", worker="steps.py", nnodes="2")
     c.wait_for_round(0, workers=2)
     held_up.process.send_signal(signal.SIGSTOP)
     try:
-        # Its stream ends when its lease is over, before it could be waited for any longer.
         found = stacks(c)
     finally:
         held_up.process.send_signal(signal.SIGCONT)
@@ -82,7 +86,7 @@ def test_a_node_whose_agent_does_not_answer_is_named(c: Cluster) -> None:
 
 def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> None:
     for name in ("n1", "n2"):
-        options = ("--max-restarts=1", "--hang-timeout=2", "--rdzv-conf=failure_stop_timeout=1")
+        options = ("--max-restarts=1", "--hang-timeout=5", "--rdzv-conf=failure_stop_timeout=1")
         c.start_node(name, *options, worker="steps.py", nnodes="2")
     reports = c.wait_for_round(0, workers=2)
     c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
@@ -116,7 +120,7 @@ def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> N
 
 
 def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Cluster) -> None:
-    node = c.start_node("n1", "--hang-timeout=1", worker="steps.py", nnodes="1", nproc=2)
+    node = c.start_node("n1", "--hang-timeout=3", worker="steps.py", nnodes="1", nproc=2)
     reports = c.wait_for_round(0, workers=2)
     c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
     c.kill_server()

@@ -61,8 +61,8 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     assert "UNUSABLE" in ctl(d, "nodes")
     events = ctl(d, "events", "job-1")
     assert "n2 is quarantined for 12 h 0 min: at fault 3 times within" in events
-    text = next(node for node in d.cluster.nodes if node.name == "n2").text
-    assert "job-1: withdrawn from this node: quarantined: at fault 3 times" in text
+    agent = next(node for node in d.cluster.nodes if node.name == "n2")
+    d.cluster.wait_for_text(agent, "job-1: withdrawn from this node: quarantined: at fault 3 times")
 
     # The server remembers it, and who waits for the node is told.
     d.cluster.kill_server()
@@ -97,7 +97,9 @@ def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
     (d.folder / "n2 is well").unlink()
     d.start("n1")
     agent = d.start("n2", lines)
-    assert "this node is unhealthy: command sh exited 1: its fan stands still" in agent.text
+    d.cluster.wait_for_text(
+        agent, "this node is unhealthy: command sh exited 1: its fan stands still"
+    )
     d.submit("job-1", "--nnodes=2", *worker("exit=0"))
     d.until("job-1 says so", lambda: f"n2: {UNWELL}" in ctl(d, "status", "job-1"))
     assert UNWELL in ctl(d, "nodes")
@@ -107,7 +109,7 @@ def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
     (d.folder / "n2 is well").touch()
     d.until_state("job-1", "succeeded")
     assert d.node("n2")["node"].unhealthy is None
-    assert "this node is healthy again" in agent.text
+    d.cluster.wait_for_text(agent, "this node is healthy again")
 
 
 def test_a_node_that_is_not_well_after_a_failure_leaves_and_a_free_one_takes_its_seat(
@@ -126,7 +128,7 @@ def test_a_node_that_is_not_well_after_a_failure_leaves_and_a_free_one_takes_its
     # It failed, and that costs a restart; but no round was formed with it again.
     assert (status.round, status.restarts) == (1, 1)
     assert f"n2 left: {UNWELL}" in ctl(d, "events", "job-1")
-    assert "job-1: leaving the job, for this node is unhealthy" in agent.text
+    d.cluster.wait_for_text(agent, "job-1: leaving the job, for this node is unhealthy")
     d.until("n2 is free", lambda: d.node("n2")["jobs"] == {})
     # An operator has it look at once, and it heals.
     (d.folder / "n2 is well").touch()

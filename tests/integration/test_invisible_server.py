@@ -12,7 +12,6 @@ from cluster import Cluster, Node, alive, cluster
 from etcd_cluster import EtcdCluster
 from replicas import Replicas
 
-from tests.faults.history import Stepped
 from tests.faults.sources import Diaries
 
 KILLS = 20
@@ -20,8 +19,6 @@ FAIL_OVERS = 10
 TTL = "--etcd-ttl=2"
 NODES = 2
 WORKER = Path(__file__).parents[1] / "faults" / "workers" / "gloo.py"
-STALL_S = 5.0
-"""A lease: far above what a training takes for one step, far below any timeout of a collective."""
 
 
 class Training:
@@ -74,18 +71,6 @@ class Training:
 
         self.cluster.wait_until("all are seated", seated)
 
-    def longest_stall_s(self) -> float:
-        """Return the longest time for which any worker wrote down the same step."""
-        longest = 0.0
-        moved: dict[int, Stepped] = {}
-        for record in self.diaries.records:
-            if isinstance(record, Stepped) and record.step >= 0:
-                last = moved.setdefault(record.pid, record)
-                if record.step > last.step:
-                    longest = max(longest, record.at_s - last.at_s)
-                    moved[record.pid] = record
-        return longest
-
     def check_undisturbed(self) -> None:
         """Insist that the first workers of the first round are the only ones that there were."""
         self.wait_for_steps(20)
@@ -94,7 +79,6 @@ class Training:
         assert all(alive(s.pid) for s in started)
         status = self.cluster.status()
         assert (status.state, status.round, status.restarts) == ("running", 0, 0)
-        assert self.longest_stall_s() < STALL_S
 
     def finish(self) -> None:
         self.cluster.finish()
@@ -133,9 +117,12 @@ def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> No
     rng = random.Random(seed)
     training = Training(c)
     training.wait_for_steps(20)
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         time.sleep(rng.uniform(0.0, 0.5))
         c.kill_server()
+        if kill % 4 == 0:
+            # Nor that there is none.
+            training.wait_for_steps(20)
         c.start_server()
     training.wait_until_seated()
     training.check_undisturbed()
@@ -149,9 +136,9 @@ def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
     training.wait_for_steps(20)
     for _ in range(FAIL_OVERS):
         replicas.kill_replica(leader.address)
+        training.wait_for_steps(20)
         replicas.start_replica(leader.address, TTL)
         leader = replicas.wait_for_leader(above=leader.leadership or 0)
-        training.wait_for_steps(1)
     training.wait_until_seated()
     training.check_undisturbed()
     training.finish()

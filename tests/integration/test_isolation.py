@@ -121,7 +121,7 @@ def test_workers_have_no_descriptors_but_the_three(c: Cluster) -> None:
         os.kill(first[0]["pid"], signal.SIGKILL)
         second = c.wait_for_round(1, workers=2)
         c.finish()
-        assert process.wait(60) == 0
+        assert process.wait(100) == 0
     finally:
         os.close(read_end)
         os.close(write_end)

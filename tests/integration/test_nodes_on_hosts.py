@@ -27,7 +27,6 @@ longest = "60 s"
 
 pytestmark = [
     need_root,
-    pytest.mark.timeout(240),
     pytest.mark.usefixtures("_torch"),
 ]
 

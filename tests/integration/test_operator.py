@@ -42,7 +42,7 @@ def test_restart_scale_wait_and_stop(c: Cluster) -> None:
         assert [node.state for node in status.nodes] == ["seated", "spare"]
         assert ctl(c, "wait", JOB, "--for=0.2") == (4, f"{JOB} is running after 0.2 s")
         assert ctl(c, "stop", JOB)[0] == 0
-        said, _ = waiting.communicate(timeout=60)
+        said, _ = waiting.communicate(timeout=120)
     finally:
         waiting.kill()
         waiting.wait()
@@ -78,7 +78,7 @@ def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server
             c.finish()
             # What readline read ahead is in the buffer; communicate() would not look there.
             rest = watching.stdout.read()
-            watching.wait(60)
+            watching.wait(120)
         finally:
             watching.kill()
     assert json.loads(rest.splitlines()[-1])["state"] == "succeeded"

@@ -272,8 +272,9 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     apart = c.folder / "apart"
     apart.mkdir()
     env = (("RDZV_TEST_REPORTS", str(apart)),)
+    budgets = ("--max-preemptions=9", "--max-store-failures=9", "--no-progress-restarts=9")
     for name in ("submitted", "queued"):
-        d.submit(name, "--nproc-per-node=2", str(WORKERS / "steps.py"), env=env)
+        d.submit(name, "--nproc-per-node=2", *budgets, str(WORKERS / "steps.py"), env=env)
     c.start_node(
         "crashes",
         # One scrape after the other is to see it: a counter that is first seen at its end has not

@@ -30,7 +30,7 @@ from tests.unit.accounts import (
     roots_secret,
 )
 
-pytestmark = [pytest.mark.timeout(120), needs_root]
+pytestmark = needs_root
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from tcp_proxy import TcpProxy, proxy_to
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 
 @pytest.fixture(name="server")

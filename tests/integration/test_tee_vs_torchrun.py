@@ -98,7 +98,7 @@ def start_torchrun(case: Case, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def finish_torchrun(process: subprocess.Popen[bytes], folder: Path) -> Result:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err.decode()
     (attempt,) = folder.glob("*/attempt_0")
     return Result(by_worker(out), by_worker(err), files_in(attempt))

@@ -21,8 +21,6 @@ from rdzv.errors import RendezvousConnectionError, UnauthenticatedError
 from rdzv.transport import Credentials
 from tests.faults.network import Network
 
-pytestmark = pytest.mark.timeout(300)
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 
 

@@ -211,7 +211,7 @@ async def test_a_handler_that_dies_takes_nothing_with_it(
     play(log)
     side = log._side
     assert side is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await asyncio.shield(side._over)
     play(log)
     await log.close()
@@ -280,7 +280,7 @@ async def reify(specs: LogsSpecs, round_: int = 0) -> RoundOutput | OSError:
     answer: asyncio.Future[RoundOutput | OSError] = loop.create_future()
     environs = {rank: {"RANK": str(rank + 4)} for rank in range(2)}
     specs.reify(round_, environs, answer.set_result)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         return await answer
 
 
@@ -397,7 +397,7 @@ def test_a_signal_ends_a_node_whose_class_does_not_answer(tmp_path: Path) -> Non
             assert line, told
             told += line
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         assert process.returncode == 143
     assert not (tmp_path / "ran").exists()
 
@@ -405,7 +405,7 @@ def test_a_signal_ends_a_node_whose_class_does_not_answer(tmp_path: Path) -> Non
 def test_a_class_that_fails_ends_its_node_with_the_reason(tmp_path: Path) -> None:
     environ = {"SPECS": "fail"}
     with ended(rdzvrun(tmp_path, "--logs-specs=mine", environ=environ)) as process:
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=120)
         assert process.returncode == 1
     assert "--logs-specs: OSError: the disk is full" in told
     assert not (tmp_path / "ran").exists()
@@ -413,7 +413,7 @@ def test_a_class_that_fails_ends_its_node_with_the_reason(tmp_path: Path) -> Non
 
 def test_a_handler_that_nobody_knows_is_usage(tmp_path: Path) -> None:
     with ended(rdzvrun(tmp_path, "--event-log-handler=mine", environ={})) as process:
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=120)
         assert process.returncode == 2
     assert "torch knows no event handler 'mine' there" in told.splitlines()[-1]
     assert not (tmp_path / "ran").exists()

@@ -8,13 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from builders import Job, running
+from tls_files import Files
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
@@ -26,12 +30,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.utils import store as store_util
 
+from rdzv.client import Endpoint
 from rdzv.core.events import RoundSettled
 from rdzv.core.explain import view
 from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
 from rdzv.server import wire
 from rdzv.server.config import Limits
+from rdzv.server.tls import Tls
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
 from rdzv.torchrun.handler import RdzvHandler
@@ -39,6 +45,8 @@ from rdzv.torchrun.options import KNOWN_KEYS, Options, read_options
 from rdzv.torchrun.part import Part, Phase
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.store import EXIT_BARRIER
+from rdzv.torchrun.stream import NodeStream
+from rdzv.transport import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 
 RUN = "run-1"
@@ -70,6 +78,47 @@ def test_the_defaults_are_torchruns() -> None:
     assert [str(endpoint) for endpoint in options.endpoints] == ["head:29400", "[::1]:7"]
     assert options.node_id == f"{socket.gethostname()}-{os.getpid()}"
     assert (options.local_world_size, options.refuse_reuse) == (1, False)
+
+
+def test_it_connects_with_the_credentials_of_rdzv_conf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tmp_path / "certs")
+    node = files.node("n1")
+    monkeypatch.setenv("RDZV_TOKEN", "abc")
+    conf = {"tls_ca": node.ca, "tls_cert": node.cert, "tls_key": node.key}
+    assert read_options(params(**conf)).credentials == replace(node, token="abc")
+    with pytest.raises(ValueError, match=r"--rdzv-conf: CA .*none can not be used"):
+        read_options(params(tls_ca=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    ("trusts", "trouble"),
+    [("ours", "not an rdzv server, or an older one"), ("others", "is not signed by the CA in")],
+)
+def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None:
+    """A server that has no such service is reached by who trusts it; no other is spoken to."""
+    trusted = {name: Files(tmp_path / name) for name in ("ours", "others")}
+    tls = Tls(trusted["ours"].server(client_ca=False))
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials(asks=False))
+    server.start()
+    news = threading.Condition(threading.RLock())
+    stream = NodeStream(
+        (Endpoint("127.0.0.1", port),),
+        Credentials(trusted[trusts].ca),
+        pb.Hello(node_id="n1"),
+        news,
+        list,
+        lambda message: None,
+    )
+    try:
+        stream.open()
+        with news:
+            assert news.wait_for(lambda: trouble in stream.trouble, 60), stream.trouble
+    finally:
+        stream.close(60)
+        server.stop(None).wait()
 
 
 def test_everything_in_rdzv_conf_has_its_effect() -> None:

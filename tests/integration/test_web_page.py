@@ -174,6 +174,37 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         once(page)
 
 
+def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) -> None:
+    with served(hang_gather_ms=100, stacks_answer_ms=600_000) as s:
+        s.join("night", "n1", "n2", nodes=(2, 2))
+        s.lines[2] = 7
+        page = open_page(f"{s.url}/#/job/night")
+        card = page.locator("section[aria-labelledby=stacks]")
+        expect(page.locator(".head .chip")).to_have_text("running")
+        expect(card).to_be_hidden()
+        s.hang("night", "n1", 0, 1)
+        expect(card.locator("h2 .chip")).to_have_text("hangs")
+        expect(card.locator(".others")).to_contain_text("n1: workers hang in round 0: RANK 0")
+        expect(page.locator("#said")).to_contain_text("Job night hangs: n1: workers hang")
+        expect(card.get_by_role("button")).to_be_hidden()
+        s.let_look()
+        summary = "RANK 0-1,3 in step at train.py:41; RANK 2 in step at train.py:7"
+        expect(card).to_contain_text(summary)
+        expect(card.locator("h2 .chip")).to_be_hidden()
+        expect(card.locator(".others")).to_be_hidden()
+        s.rejoin("night")
+        expect(page.locator(".failure")).to_contain_text("hung: RANK 0-1,3 in step")
+        # What has hung is told on, and can be read while the next round runs.
+        card.get_by_role("button", name="Show the stacks of round 0").click()
+        groups = card.locator("details")
+        expect(groups).to_have_count(2)
+        expect(groups.locator("summary").first).to_have_text("RANK 0-1,3 in step at train.py:41")
+        expect(card.get_by_label("Stack of RANK 2")).to_have_text(
+            "step (/home/ada/train.py:7)\n<module> (/home/ada/train.py:90)"
+        )
+        once(page)
+
+
 REASONS = (
     "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); gives up in "
     "9 min 48 s",

@@ -58,7 +58,7 @@ class FakeControl(pb_grpc.ControlServicer):
 
     def _misbehave(self, context: grpc.ServicerContext) -> None:
         if self.hangs:
-            self._released.wait(30)
+            self._released.wait(100)
         if isinstance(self.error, RendezvousError):
             _abort(context, self.error)
         if isinstance(self.error, grpc.StatusCode):

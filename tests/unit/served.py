@@ -19,12 +19,23 @@ from ports import free_port
 from test_driver import Server, join
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
+from rdzv.core.hangs import HungWorker
 from rdzv.core.model import Settings
+from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.server.clock import MonotonicClock
 from rdzv.server.config import Config, Listen, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.http import serving_http
-from rdzv.server.messages import LogPiece, Progress, RankProgress, ReadLog, Told
+from rdzv.server.messages import (
+    Hung,
+    LogPiece,
+    Progress,
+    RankProgress,
+    ReadLog,
+    Stacks,
+    TakeStacks,
+    Told,
+)
 from rdzv.server.metrics import Metrics
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
@@ -33,7 +44,7 @@ from rdzv.stores.memory import MemoryStore
 T = TypeVar("T")
 
 HEARD_EVERY_S = 0.5
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 class Served:
@@ -43,6 +54,10 @@ class Served:
         self.url = ""
         self.logs: dict[str, bytes] = {}
         """By node: what its workers have written."""
+        self.lines: dict[int, int] = {}
+        """By RANK: the line of train.py at which a worker is, if not 41."""
+        self._looked_at = asyncio.Event()
+        """Set: nodes that are asked for stacks answer."""
         self._loop = loop
         self._facade = facade
         self._streams: dict[str, Stream] = {}
@@ -85,6 +100,14 @@ class Served:
     def progress(self, rdzv_id: str, node_id: str, *steps: tuple[int, int, float]) -> None:
         """Let workers say how far they are: RANK, step, rate."""
         self.do(self._progress(rdzv_id, node_id, steps))
+
+    def hang(self, rdzv_id: str, node_id: str, *ranks: int) -> None:
+        """Have workers of a node hang; what all workers do is not told before `let_look`."""
+        self.do(self._hang(rdzv_id, node_id, ranks))
+
+    def let_look(self) -> None:
+        """Have nodes that are asked for stacks answer, now and later."""
+        self._loop.call_soon_threadsafe(self._looked_at.set)
 
     def stop_http(self) -> None:
         """End what is served, as if the server had died; `start_http` brings it back."""
@@ -169,6 +192,27 @@ class Served:
                         error="",
                     )
                     self.driver.take_log(stream, piece)
+            elif isinstance(told, TakeStacks):
+                await self._looked_at.wait()
+                await self._say_stacks(stream, told)
+
+    async def _say_stacks(self, stream: Stream, asked: TakeStacks) -> None:
+        state = await self.driver.status(asked.rdzv_id)
+        (node,) = (node for node in state.nodes if node.node_id == stream.node_id)
+        assert node.rank_first is not None
+        workers = []
+        for local_rank in range(node.local_world_size):
+            rank = node.rank_first + local_rank
+            frame = Frame("step", "/home/ada/train.py", self.lines.get(rank, 41))
+            main = Thread("MainThread", True, (frame, Frame("<module>", frame.file, 90)))
+            workers.append(WorkerStack(rank, local_rank, 4700 + rank, "S", (main,)))
+        self.driver.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
+
+    async def _hang(self, rdzv_id: str, node_id: str, ranks: tuple[int, ...]) -> None:
+        state = await self.driver.status(rdzv_id)
+        assert state.round is not None
+        hung = tuple(HungWorker(rank, 0, 4700 + rank, 60_000, "no step") for rank in ranks)
+        self.driver.note_hung(self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung))
 
     async def _join(
         self, rdzv_id: str, node_ids: tuple[str, ...], nodes: tuple[int, int], more: dict[str, Any]

@@ -50,8 +50,6 @@ from tests.unit.accounts import (
     roots_secret,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 LINE = Assignment("r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
 JOB = Job("job-7", "n1", Settings(1, 1), 1)
 
@@ -245,16 +243,16 @@ def test_other_threads_keep_their_rights(shared: Path) -> None:
 
     def work() -> None:
         began.set()
-        go.wait(30)
+        go.wait(100)
         read.append(secret.read_text())
         done.set()
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert began.wait(30)
+    assert began.wait(100)
     with acting_as(ADA):
         go.set()
-        assert done.wait(30)
+        assert done.wait(100)
     thread.join()
     assert read == [SECRET]
 
@@ -377,7 +375,7 @@ async def read_log(written: Written) -> list[Piece]:
     reading.serve("job-7", written)
     try:
         reading.read(ReadRequest(1, "job-7", 1 << 20, stderr=False))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             await over.wait()
     finally:
         reading.close()
@@ -555,7 +553,7 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
     snapshot = Snapshot(private / "model.pt", identity=ADA)
     begun = asyncio.Event()
     snapshot.begin_round(begun.set)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await begun.wait()
         snapshot.end_round(changed.set_result)
         assert await changed, "what can not be seen counts as changed"
@@ -563,7 +561,7 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
     again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     begun.clear()
     seen.begin_round(begun.set)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await begun.wait()
         seen.end_round(again.set_result)
         assert not await again

@@ -41,7 +41,7 @@ from rdzv.client import Endpoint
 from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
 from rdzv.v1 import rdzv_pb2 as pb
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 RECORDED = Path(__file__).with_name("golden") / "kept_1.json"
 JOB = Job("job", "n1", Settings(1, 2), local_world_size=2)
 LINE = Assignment("r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)

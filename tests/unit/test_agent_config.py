@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tls_files import Files
 
 from rdzv.agent import __main__ as main
 from rdzv.agent import agent_config, daemon
@@ -13,6 +14,7 @@ from rdzv.agent.health_checks import Command, Disk, Gpus, Xids
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import compare, load, render
+from rdzv.transport import Credentials
 
 OWN = own_account()
 
@@ -29,6 +31,27 @@ def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
     assert [str(endpoint) for endpoint in config.endpoints] == ["head:1"]
     assert config.node_id == os.uname().nodename
     assert (config.capacity, config.labels, config.launches) == (1, {}, ())
+
+
+def test_it_connects_with_the_credentials_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tmp_path / "certs")
+    node, token = files.node("n1"), tmp_path / "token"
+    token.write_text("abc")
+    lines = f'[tls]\nca = "{node.ca}"\ncert = "{node.cert}"\nkey = "{node.key}"'
+    assert read_config(written(tmp_path, lines)).credentials == node
+    monkeypatch.setenv("RDZV_TLS_CA", str(files.ca))
+    found = read_config(written(tmp_path, f'token_file = "{token}"')).credentials
+    assert found == Credentials(ca=files.ca, token_file=token)
+    with pytest.raises(InvalidRequestError, match="one without the other"):
+        read_config(written(tmp_path, f'[tls]\ncert = "{node.cert}"'))
+
+
+def test_a_job_of_its_file_has_no_credentials_of_its_own(tmp_path: Path) -> None:
+    args = '["--rdzv-id=a", "--nnodes=2", "--tls-ca=/ca.crt", "train.py"]'
+    with pytest.raises(InvalidRequestError, match="have credentials of their own"):
+        read_config(written(tmp_path, f"[[job]]\nargs = {args}"))
 
 
 def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:

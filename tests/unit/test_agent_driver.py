@@ -20,7 +20,7 @@ from rdzv.client import Endpoint
 from rdzv.core.model import Settings
 from rdzv.v1 import rdzv_pb2 as pb
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from rdzv.agent import former
 from rdzv.agent.former import Runners
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ async def test_the_timer_looks_by_itself(tmp_path: Path, worker: subprocess.Pope
     w = Watch(tmp_path, HangTimeout(200), worker.pid)
     w.file.write_bytes(b"7\n")
     worker.send_signal(signal.SIGSTOP)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not w.said:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert w.reported == [[9]]

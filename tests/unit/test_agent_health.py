@@ -55,7 +55,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -16,7 +16,7 @@ from rdzv.agent.launch import NO_FILES
 from rdzv.agent.log_reading import PIECE_COST, LogReading, Piece, ReadRequest, tail
 from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 PLENTY = 1 << 30
 
 

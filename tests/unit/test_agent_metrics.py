@@ -339,7 +339,7 @@ async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureF
     async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
         reader, writer = await asyncio.open_connection(bound.host, bound.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
         writer.close()
         await writer.wait_closed()

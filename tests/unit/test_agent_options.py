@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
 import pytest
+from tls_files import Files
 
 from rdzv import flags
 from rdzv.agent.launch import Launch, Output
@@ -19,6 +21,7 @@ from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_conf, parse_nnodes, parse_streams
+from rdzv.transport import PLAIN
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
 
@@ -67,6 +70,25 @@ def test_without_options_one_worker_runs_with_a_server_of_its_own() -> None:
     assert found.job.server_timeout_ms == 600_000
 
 
+def test_credentials_are_for_a_standing_rdzvd(tmp_path: Path) -> None:
+    """A server that a node brings along has no TLS, whatever the environment says."""
+    files = Files(tmp_path / "certs")
+    node = files.node("n1")
+    environ = {"RDZV_TLS_CA": str(files.ca), "RDZV_TOKEN": "abc"}
+    shown = (f"--tls-cert={node.cert}", f"--tls-key={node.key}")
+    standing = ("--rdzv-endpoint=head", "--rdzv-id=a", "--nnodes=2")
+    found = parse_launch([*standing, *shown, "train.py"])[1].credentials(environ)
+    assert found == replace(node, token="abc")
+    for own in (
+        ("--standalone",),
+        ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:1", "--nnodes=2"),
+        ("--rdzv-backend=static", "--node-rank=0", "--nnodes=2"),
+    ):
+        assert parse_launch([*own, *shown, "train.py"])[1].credentials(environ) == PLAIN
+    with pytest.raises(InvalidRequestError, match="without --tls-ca"):
+        parse_launch([*standing, *shown, "train.py"])[1].credentials({})
+
+
 def test_a_job_of_its_own_has_a_name_of_its_own() -> None:
     names = {launch().job.rdzv_id for _ in range(3)}
     assert len(names) == 3
@@ -101,6 +123,12 @@ def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
 def test_a_node_that_can_not_be_cut_off_has_no_fence(alone: tuple[str, ...]) -> None:
     with pytest.raises(InvalidRequestError, match=r"--fence-after=3 has no use here: .* its own"):
         launch(*alone, "--fence-after=3")
+
+
+def test_word_of_a_preemption_comes_from_where_the_command_is_given() -> None:
+    assert launch().preemption_file is None
+    assert launch("--preemption-file=gone").preemption_file == Path.cwd() / "gone"
+    assert launch("--preemption-file=/run/gone").preemption_file == Path("/run/gone")
 
 
 def test_nodes_of_one_machine_have_different_names() -> None:

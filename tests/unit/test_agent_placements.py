@@ -32,7 +32,7 @@ from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 SUCCEEDED = NodeOutcome(0, "the job has succeeded", result=Result.SUCCEEDED)
 
 

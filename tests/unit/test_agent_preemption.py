@@ -17,7 +17,7 @@ import pytest
 from rdzv.agent import preemption as module
 from rdzv.agent.preemption import Preemption, heeded
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 
 
 class Notices:

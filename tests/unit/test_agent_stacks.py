@@ -265,6 +265,6 @@ async def test_those_who_ask_too_often_hear_so(
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -18,13 +18,15 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from test_driver import FakeClock, FlakyStore, Server, join, settle
+from test_driver import FakeClock, FlakyStore, Server, join, read, settle
 from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.explain import view
+from rdzv.core.hangs import HungWorker
 from rdzv.core.model import JobState
 from rdzv.core.rendezvous import vacant
+from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server import feeds as feeds_module
 from rdzv.server.answers import Answers
@@ -32,7 +34,7 @@ from rdzv.server.config import Config, Limits, Listen
 from rdzv.server.driver import Driver
 from rdzv.server.feeds import Reader
 from rdzv.server.http import Serving, serving_http
-from rdzv.server.messages import LogPiece, Progress, RankProgress, ReadLog
+from rdzv.server.messages import Hung, LogPiece, Progress, RankProgress, ReadLog, TakeStacks
 from rdzv.server.metrics import Metrics
 from rdzv.server.openapi import PREFIX, document, operations
 from rdzv.server.page import FOLDER, POLICY
@@ -231,6 +233,29 @@ async def test_history_nodes_and_servers_are_answered() -> None:
         assert server["leads"] and server["version"] == "1.2.3"
 
 
+async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken() -> None:
+    frame = Frame("step", "/home/ada/train.py", 41)
+    stack = WorkerStack(0, 0, 4711, "S", (Thread("MainThread", True, (frame,)),), node_id="n1")
+    async with asked() as s:
+        n1, _ = await s.pair()
+        error = await s.get("/jobs/job-7/stacks", 400)
+        assert "no round of this run has hung; `rdzvctl stacks job-7` takes" in error["message"]
+        for number in (0, 3):
+            where = (Group((0,), f"in step of round {number}"),)
+            await s.driver._shelf.keep(
+                Report("job-7", "run-1", number, s.clock.at_ms, "it hung", where, (stack,))
+            )
+        told = await s.get("/jobs/job-7/stacks")
+        assert (told["version"], told["round"], told["reason"]) == (1, 3, "it hung")
+        assert told["groups"] == [{"ranks": [0], "where": "in step of round 3"}]
+        (shown,) = told["stacks"]
+        assert (shown["node_id"], shown["pid"]) == ("n1", 4711)
+        assert shown["threads"][0]["frames"][0]["line"] == 41
+        assert (await s.get("/jobs/job-7/stacks?round=0"))["round"] == 0
+        assert "no stacks of round 1" in (await s.get("/jobs/job-7/stacks?round=1", 400))["message"]
+        assert not any(isinstance(one, TakeStacks) for one in read(n1))
+
+
 # ------------------------------------------------------------------ errors
 
 
@@ -241,6 +266,8 @@ async def test_history_nodes_and_servers_are_answered() -> None:
         ("/jobs/nobody/events", 404, "UnknownJobError", "nobody"),
         ("/jobs/nobody/logs", 404, "UnknownJobError", "nobody"),
         ("/nodes/nobody", 404, "UnknownNodeError", "no node nobody is known here"),
+        ("/jobs/nobody/stacks", 404, "UnknownJobError", "no job nobody is known here"),
+        ("/jobs/job-7/stacks?round=-1", 400, "InvalidRequestError", "round='-1' is no whole"),
         ("/stream?job=nobody", 404, "UnknownJobError", "nobody"),
         ("/jobs/job-7/events?limit=0", 400, "InvalidRequestError", "a number from 1 to"),
         ("/jobs/job-7/events?limit=x", 400, "InvalidRequestError", "limit='x' is no whole number"),
@@ -597,6 +624,18 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
             assert error["code"] == "LimitExceededError"
         async with s.stream("?job=job-7") as again:
             assert (await again.first())["job"]
+
+
+async def test_what_happens_beside_any_step_is_pushed_too() -> None:
+    """A hang changes nothing of the job until its stacks are taken."""
+    async with asked() as s:
+        n1, _ = await s.pair()
+        async with s.stream("?job=job-7") as events:
+            await events.first()
+            hung = HungWorker(0, 0, 4711, 60_000, "no step")
+            s.driver.note_hung(n1, Hung("job-7", "run-1", 0, (hung,)))
+            told = await events.until("events")
+            assert told["events"][-1]["name"] == "WorkersHang"
 
 
 async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_count() -> None:

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import bench_path  # noqa: F401
+import dashboard
 import draw
 import pytest
 import sections
@@ -155,6 +156,41 @@ def test_lines_show_both_and_where_the_peer_was_not_complete() -> None:
     words = texts(sections.scale_plot([CONDITIONS, *rows]))
     assert {"rdzvd: form", "c10d: form", "×"} <= set(words)
     assert "rdzvd: server back" not in words
+
+
+def test_panels_share_an_axis_and_name_what_they_show() -> None:
+    seated = draw.Steps("seated", ((0.0, 3.0), (10.0, 0.0), (12.0, 2.0), (20.0, 2.0)))
+    least = draw.Steps("min", ((0.0, 2.0), (20.0, 2.0)), bound=True)
+    pile = draw.Pile(12.0, (("stop", 1.5), ("form", 0.25)))
+    drawn = (draw.Panel("Nodes", (seated, least)), draw.Panel("Recovery", piles=(pile,)))
+    svg = draw.panels("all", "seconds", 20.0, drawn, [(10.0, "it <dies>")])
+    words = texts(svg)
+    assert {"Nodes", "Recovery", "seated", "min", "stop", "form", "it <dies>", "seconds"} <= {
+        *words
+    }
+    assert words.count("20") == 1, "one axis for all"
+    assert words.count("3") == 1 and "2.5" not in words, "what is counted has no halves"
+    with pytest.raises(ValueError, match="Nodes: there is nothing to draw"):
+        draw.panels("all", "seconds", 20.0, [draw.Panel("Nodes")])
+
+
+def test_a_recovery_is_read_from_what_sum_and_count_grew_by() -> None:
+    sums = {
+        "stop": [(0.0, 0.0), (1.0, 2.5), (2.0, 4.0)],
+        "form": [(0.0, 0.0), (1.0, 0.0), (2.0, 0.5)],
+    }
+    counts = {
+        "stop": [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0)],
+        "form": [(0.0, 0.0), (1.0, 0.0), (2.0, 1.0)],
+    }
+    assert dashboard.recoveries(sums, counts) == [
+        draw.Pile(2.0, (("stop", 2.5), ("form", 0.5))),
+        draw.Pile(2.0, (("stop", 1.5),)),
+    ]
+    assert dashboard.ends({"lost": counts["form"], "failure": counts["stop"]}) == [
+        draw.Pile(1.0, (("failure", 1.0),)),
+        draw.Pile(2.0, (("failure", 1.0), ("lost", 1.0))),
+    ]
 
 
 def test_names_are_escaped() -> None:

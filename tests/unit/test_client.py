@@ -221,7 +221,8 @@ def test_a_server_that_hangs_hits_the_deadline(control: FakeControl) -> None:
         began = time.monotonic()
         with pytest.raises(RendezvousConnectionError, match=r"no answer within 0\.2 s; .+ check"):
             client.status("a")
-        assert time.monotonic() - began < 2
+        # It would hang for far longer.
+        assert time.monotonic() - began < 50
 
 
 def test_nobody_listens() -> None:

@@ -504,7 +504,7 @@ def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str
         pass  # How Linux says that the other side has closed.
     finally:
         os.close(ours)
-        process.wait(60)
+        process.wait(100)
     return output.decode().replace("\r\n", "\n")
 
 

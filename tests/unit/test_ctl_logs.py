@@ -142,7 +142,7 @@ def test_a_terminal_obeys_nothing_that_a_log_holds(control: LogControl, server: 
                     text += chunk
             except OSError:
                 pass  # The other side has ended.
-        assert process.wait(30) == 0, text
+        assert process.wait(100) == 0, text
     shown = ["a\tb\\x1b]0;x\\x07 ä\\u202e\\xff 5%", "6%"]
     assert text.decode().split("\r\n") == [*shown, ""]
 

@@ -70,7 +70,7 @@ class SubmitControl(FakeControl):
         self, request: pb.ReadLogsRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.LogLines]:
         self.logs_read.append(request)
-        self.watched.wait(10)
+        self.watched.wait(100)
         if self.log_error is not None:
             context.abort(self.log_error, "no more readers")
         yield pb.LogLines(node_id="n1", rank=0, data=b"step 1\n", run=request.run)
@@ -242,6 +242,7 @@ REFUSED = [
     ("--nproc-per-node=x t", "--nproc-per-node=x is no number of workers"),
     ("--redirects=4 t", "--redirects=4: '4' is not of the form LOCAL_RANK:N"),
     ("--tee=x:1 t", "--tee=x:1: 'x:1' is not of the form LOCAL_RANK:N"),
+    ("--preemption-file=x t", "every node knows its own, as [preemption] in agent.toml"),
     ("--signals-to-handle=SIGKILL t", "SIGKILL is no signal that can be handled"),
     ("--fence-after=0.5 t", "--fence-after=0.5: give a number of seconds from 1 to 3600"),
     ("--hang-timeout=soon t", "--hang-timeout=soon: give a number of seconds from 1 to 86400"),

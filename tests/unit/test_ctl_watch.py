@@ -292,7 +292,7 @@ def test_a_server_that_is_not_there_is_not_watched(capsys: pytest.CaptureFixture
     words = ["--server=127.0.0.1:1", "status", "-w", "gpt-small"]
     looker = threading.Thread(target=lambda: codes.append(run(words)), daemon=True)
     looker.start()
-    looker.join(10)
+    looker.join(100)
     assert codes == [75]
     captured = capsys.readouterr()
     assert captured.err.startswith(

@@ -157,6 +157,60 @@ async def submitted_jobs(s: Scraped) -> None:
     await s.let_pass(1_000)
 
 
+async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
+    async with scraped() as s:
+        n1, n2 = [await s.connect(name) for name in ("n1", "n2")]
+        own = {"max_preemptions": 5, "max_store_failures": 2, "no_progress_restarts": 7}
+        settings = replace(SETTINGS, min_nodes=1, max_nodes=2, max_restarts=9, **own)
+        for stream in (n1, n2):
+            await s.say(stream, join(stream, (1, 2), settings=settings))
+        for number in range(3):
+            await s.let_pass(1_000)
+            await s.fail(n2, number)
+            for stream in (n1, n2):
+                again = join(stream, (1, 2), settings=settings, run="run-1", left_round=number)
+                await s.say(stream, again)
+            await s.let_pass(10_000)
+        # n2 falls silent, and n1 goes on alone.
+        await s.let_pass(10_000, "n2")
+        await s.say(n1, join(n1, (1, 2), settings=settings, run="run-1", left_round=3))
+        await s.let_pass(2_000, "n2")
+        told = await s.values()
+        await s.driver.hear(n1, "free", join(n1, (1, 1)))
+        free = await s.values()
+    found = {name: told[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in BUDGETS}
+    assert found == dict(zip(BUDGETS, (1, 5, 0, 2, 2, 7), strict=True))
+    without = {name for name in BUDGETS if f"rdzv_job_{name}{{rdzv_id=free}}" in free}
+    assert without == {"preemptions_spent", "store_failures_spent", "restarts_in_vain"}
+
+
+BUDGETS = (
+    *("preemptions_spent", "max_preemptions", "store_failures_spent", "max_store_failures"),
+    *("restarts_in_vain", "no_progress_restarts"),
+)
+
+
+async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them() -> None:
+    async with scraped() as s:
+        s.driver._placer._settled_at_ms = 0
+        await s.connect("g2", resources=Resources(capacity=2))
+        n1 = await s.connect("n1")
+        await s.say(n1, join(n1, (1, 1)))
+
+        async def counted() -> tuple[float, float]:
+            told = await s.values()
+            states = (f"rdzv_node_drains{{state={name}}}" for name in ("draining", "drained"))
+            return tuple(told[name] for name in states)  # type: ignore[return-value]
+
+        assert await counted() == (0, 0)
+        await s.driver.drain("g2", 60_000, "its fan is loud")
+        assert await counted() == (0, 1), "nothing is on it"
+        await s.driver.drain("n1", 60_000, "so is its own")
+        assert await counted() == (1, 1), "it has a seat"
+        await s.driver.undrain("g2")
+        assert await counted() == (1, 0)
+
+
 def torchs_own() -> tuple[JobView, ...]:
     """Two jobs in torch's own store, one of which is closed."""
     watch = Watch()
@@ -200,7 +254,7 @@ async def test_promtool_finds_nothing_to_improve() -> None:
     check = await asyncio.create_subprocess_exec(
         promtool, "check", "metrics", stdin=pipe, stdout=pipe, stderr=pipe
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         said = await check.communicate(text)
     assert (check.returncode, said) == (0, (b"", b""))
 

@@ -14,7 +14,7 @@ from tls_files import Files
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import Kind, load, render
 from rdzv.server import configuration
-from rdzv.server.__main__ import main
+from rdzv.server.__main__ import _reaches_etcd_by_tls, main
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.configuration import _BOUND, KNOBS, Configuration, make_config
 
@@ -238,6 +238,26 @@ def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
 def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         read(file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "by_tls"),
+    [
+        ("", {}, False),
+        ('etcd.endpoints = ["e:1"]', {"etcd_endpoints": None}, False),
+        ('etcd.endpoints = ["https://e:1"]', {}, True),
+        ('[etcd]\nca = "/ca"', {}, True),
+        ("", {"etcd_endpoints": "e:1,https://f:1"}, True),
+        ("", {"etcd_cert": Path("/c")}, True),
+        ("etcd = 1", {}, False),
+        ("no toml", {}, False),
+    ],
+)
+def test_etcd_by_tls_is_known_before_grpc_is_loaded(
+    file: Path, text: str, given: dict[str, Any], by_tls: bool
+) -> None:
+    file.write_text(text)
+    assert _reaches_etcd_by_tls(file, given) is by_tls
 
 
 # ------------------------------------------------------------------------------------ reloading

@@ -54,6 +54,7 @@ EXPECTED_PATHS = {
     **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
     "/api/v1/openapi.json": READERS,
     "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,
+    "/api/v1/jobs/{rdzv_id}/stacks": SUBMITTERS,
 }
 
 OPEN_PATHS = {"/", "/healthz", "/readyz"}
@@ -266,12 +267,15 @@ async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (await server.driver.look("job-7")).membership.owner == "bob"
 
 
-async def test_logs_by_http_are_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["logs", "stacks"])
+async def test_what_workers_write_and_do_is_the_owners_by_http_too(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
         found = {}
         for who in ("ada", "bob", "admin", "read"):
-            url = f"{server.url}/api/v1/jobs/job-7/logs"
+            url = f"{server.url}/api/v1/jobs/job-7/{what}"
             async with session.get(url, headers=dict(server.header(who))) as answer:
                 found[who] = answer.status == 403
         assert found == {"ada": False, "admin": False, "bob": True, "read": True}
@@ -287,7 +291,7 @@ class Node:
         await self._call.write(pb.NodeMessage(**body).SerializeToString())
 
     async def hear(self) -> pb.ServerMessage:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             return pb.ServerMessage.FromString(await self._call.read())
 
     async def hear_of_job(self) -> pb.ServerMessage:
@@ -298,7 +302,7 @@ class Node:
     async def end(self) -> str:
         """Wait until the server ends the stream, and return why."""
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 while await self._call.read() is not grpc.aio.EOF:
                     pass
         except grpc.aio.AioRpcError as error:

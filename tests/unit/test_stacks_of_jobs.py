@@ -45,7 +45,7 @@ class Asking:
         return self._task.done()
 
     async def report(self) -> Report:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             return await self._task
 
 

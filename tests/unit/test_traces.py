@@ -208,7 +208,7 @@ async def test_spans_are_made_while_the_server_runs_and_what_is_left_at_its_end(
     half = next(i for i, row in enumerate(rows) if row.name == "RoundSettled") + 1
     async with tracing(unread, spans.put_nowait) as traces:
         traces.recorded(rows[:half])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             assert (await spans.get()).key == "round 0"
         traces.recorded(rows[half:])
     assert "round 1" in {spans.get_nowait().key for _ in range(spans.qsize())}

@@ -36,7 +36,7 @@ class WatchControl(FakeControl):
         self._misbehave(context)
         *first, last = self.pushed
         yield from first
-        self.go_on.wait(30)
+        self.go_on.wait(100)
         yield last
 
     def ListEvents(  # noqa: N802

@@ -877,12 +877,12 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
             f"args {given} are not rdzvrun's{': ' if why else ''}{why.strip()}; see rdzvrun --help "
             "for what it takes"
         ) from error
-    check_startable(launch)
     if any((meeting.files or {}).values()):
         raise InvalidRequestError(
             f"args {given} have credentials of their own, and a node has one connection; leave "
             "--tls-* and --token-file to `tls` and `token_file`"
         )
+    check_startable(launch)
     if launch.job.node_id != node_id or meeting.endpoints != endpoints:
         raise InvalidRequestError(
             f"args {given} name a node or a server of their own; leave --node-id, "

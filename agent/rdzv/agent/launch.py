@@ -90,6 +90,8 @@ class Launch:
     """Below which the workers say how far they are; None: the temporary folder."""
     snapshot: Path | None = None
     """File or folder by whose change a round is known to have moved the job on."""
+    preemption_file: Path | None = None
+    """Where word comes that this machine is about to be taken away; None: nowhere, for this job."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""

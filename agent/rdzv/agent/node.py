@@ -52,7 +52,8 @@ async def take_part(
     The launches' signals make the node leave all of them, in order. With `host_at` the node serves
     the others there, unless another process of this machine does; with `elect_by` one of the nodes
     does, which they elect; without an endpoint this one serves itself. /metrics is answered at
-    `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too.
+    `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too, as does
+    that of a launch's own file.
     `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
     """
     drivers: list[JobDriver] = []
@@ -74,7 +75,9 @@ async def take_part(
             for signum in early:
                 _post(signum, drivers)
             await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
-            await stack.enter_async_context(heeded(preemption or Preemption(), link.drain_node))
+            words = {Preemption(launch.preemption_file) for launch in launches}
+            for word in words | {preemption or Preemption()}:
+                await stack.enter_async_context(heeded(word, link.drain_node))
             try:
                 for driver in drivers:
                     await driver.prepare(endpoints[0])

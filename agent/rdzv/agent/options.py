@@ -84,7 +84,8 @@ def parse_launch(
         python=python,
         environ=without_secrets(environ),
         chdir=chdir,
-        snapshot=_absolute("--snapshot", args.snapshot, chdir) if args.snapshot else None,
+        snapshot=_path("--snapshot", args.snapshot, chdir),
+        preemption_file=_path("--preemption-file", args.preemption_file, chdir),
         role=args.role,
         topology=args.topology,
         local_addr=args.local_addr,
@@ -186,6 +187,10 @@ def _job(
         fence_after_ms=_fence_after_ms(args.fence_after, meeting),
         notice_signum=parse_notice_signal(args.notice_signal) or 0,
     )
+
+
+def _path(flag: str, path: Path | None, chdir: Path | None) -> Path | None:
+    return None if path is None else _absolute(flag, path, chdir)
 
 
 def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:

@@ -42,6 +42,7 @@ REFUSED = {
     "master_addr": "the node of GROUP_RANK 0 is the master, whichever that is; leave it out",
     "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
     "local_addr": "every node knows its own address; leave it out",
+    "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
     **dict.fromkeys(
         ("tls_ca", "tls_cert", "tls_key", "token_file"),
         "every node connects with its own credentials; those of rdzvctl stand before the command, "

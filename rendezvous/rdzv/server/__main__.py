@@ -7,8 +7,9 @@ import logging
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,7 +157,8 @@ def main(
     that is not in order, 2 usage or configuration.
     """
     # Before anything imports gRPC, which reads this once.
-    os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
+    if not _reaches_etcd_by_tls(file, given):
+        os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
     from rdzv.knobs import render
     from rdzv.server.observe import configure_logging
@@ -189,6 +191,21 @@ def main(
     except RendezvousError as error:
         click.echo(f"rdzvd: {error}", err=True)
         sys.exit(1)
+
+
+def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
+    """Say whether etcd is reached by TLS, for which gRPC has the same suites; many speak only 1.2.
+
+    This is asked before anything may import gRPC, as reading the whole configuration does.
+    """
+    said: Any = None
+    # What is wrong with the file is said by who reads all of it.
+    with suppress(OSError, ValueError):
+        said = tomllib.loads((file or DEFAULT_FILE).read_text(encoding="utf-8")).get("etcd")
+    etcd = said if isinstance(said, dict) else {}
+    if any(given.get(f"etcd_{name}") or etcd.get(name) for name in ("ca", "cert")):
+        return True
+    return "https://" in f"{given.get('etcd_endpoints')} {etcd.get('endpoints')}"
 
 
 def _refuse_together(asked: dict[str, bool]) -> None:
@@ -239,6 +256,12 @@ def _tls(config: Config) -> Tls | None:
         return None
     from rdzv.server.tls import Tls
 
+    if os.environ.get(_CIPHER_SUITES) != _NO_TLS_1_2:
+        log.warning(
+            "gRPC may agree on TLS 1.2 here, for the sake of etcd or of %s; where etcd speaks TLS "
+            "1.3, %s=%s leaves no older one",
+            *(_CIPHER_SUITES, _CIPHER_SUITES, _NO_TLS_1_2),
+        )
     return Tls(config.tls)
 
 

@@ -136,6 +136,22 @@ class Answers:
         rows = await self.history(asked, wire.history_limit(limit, self.limits))
         return [client.event_of(wire.event_row(row)) for row in rows]
 
+    async def kept_stacks(self, asked: str, number: int | None) -> client.StackReport:
+        """Show what a job's workers did when a round of it hung, the last one or this one.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: none are kept.
+
+        """
+        rdzv_id = wire.rdzv_id_of(asked, self.limits)
+        report = await self.replica.driver.kept_stacks(rdzv_id, number)
+        now_ms = self.clock.now_ms()
+        # It may be a megabyte, for which no node is to wait.
+        return await asyncio.to_thread(
+            lambda: client.stack_report_of(wire.stack_report(report, now_ms))
+        )
+
     def summaries(self) -> list[NodeSummary]:
         """Show every node, in the server's own words."""
         return list(self.replica.driver.nodes())

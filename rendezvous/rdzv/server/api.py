@@ -72,6 +72,7 @@ class Api:
             "getJob": self._job,
             "listEvents": self._events,
             "readLogs": self._logs,
+            "readStacks": self._stacks,
             "listNodes": self._nodes,
             "getNode": self._node,
             "listServers": self._servers,
@@ -121,6 +122,11 @@ class Api:
     async def _events(self, request: web.Request, given: dict[str, Any]) -> str:
         rdzv_id = _named(request)
         return as_json.events(rdzv_id, await self._answers.events(rdzv_id, given["limit"] or 0))
+
+    async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
+        report = await self._answers.kept_stacks(_named(request), given["round"])
+        # Written in a thread, as it is read: it may be large.
+        return await asyncio.to_thread(as_json.stacks, report)
 
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.nodes(await self._answers.nodes())

@@ -106,6 +106,21 @@ class Limits:
     """Messages that wait for one slow reader before its stream is closed."""
     inbox: int = 1_024
     """Messages of one node that wait while the store is away, before its stream is closed."""
+    commands_at_once: int = 2_048
+    """What one node may ask of its jobs at once: a hello with all of them is far below."""
+    commands_per_second: int = 100
+    """The same each second after that: a node has a few jobs, and a few words for each round."""
+    connections: int = 32_768
+    """Connections over gRPC: nodes, and some more; files for 512 others are kept back from what the
+    system gives this process."""
+    calls_per_connection: int = 1_024
+    """Calls at once on one connection; more wait until others have ended."""
+    metadata_bytes: int = 8 * 1024
+    """Metadata of one call: a token and a trace are far below."""
+    http_connections: int = 2_048
+    """Connections to the HTTP port."""
+    http_connections_per_peer: int = 512
+    """The same of one address: a proxy before many browsers is below."""
     watchers: int = 1_000
     """Callers that watch a job, each of which costs a message for every change."""
     ended_jobs: int = 10_000
@@ -166,6 +181,12 @@ class Timings:
 
     hello_timeout_ms: int = 10_000
     """A stream that says nothing is closed after this, for nobody else would notice it."""
+    handshake_ms: int = 10_000
+    """How long a new connection may take for TLS, and for HTTP/2's first words."""
+    first_request_ms: int = 10_000
+    """How long a new HTTP connection may take for its first request."""
+    idle_connection_ms: int = 10 * MINUTE_MS
+    """How long a gRPC connection without a call is kept; clients connect again by themselves."""
     leaderless_hold_ms: int = 4_000
     """How long a node's call is held while no server leads: well below its wait for a Welcome."""
     hear_every_ms: int = 1_000

@@ -544,6 +544,40 @@ _BOUND = (
         reason="How long an agent that is restarted on purpose may have its seats kept.",
     ),
     _count(
+        "limits.commands_per_second",
+        "limits.commands_per_second",
+        "commands",
+        least=1,
+        most=100_000,
+        reason="What one node may ask of its jobs each second, after a burst of 2,048: joins, for "
+        "instance. Beyond it is refused what it asks.",
+    ),
+    _count(
+        "limits.connections",
+        "limits.connections",
+        "connections",
+        least=1,
+        most=1_000_000,
+        reason="Connections over gRPC. The open files that the system gives rdzvd, less 512, are a "
+        "bound, too.",
+    ),
+    _count(
+        "limits.http_connections",
+        "limits.http_connections",
+        "connections",
+        least=1,
+        most=1_000_000,
+        reason="Connections to the HTTP port.",
+    ),
+    _count(
+        "limits.http_connections_per_peer",
+        "limits.http_connections_per_peer",
+        "connections",
+        least=1,
+        most=1_000_000,
+        reason="The same of one address; browsers behind a proxy have one together.",
+    ),
+    _count(
         "limits.watchers",
         "limits.watchers",
         "callers",
@@ -646,6 +680,20 @@ _BOUND = (
         least=0.1,
         most=HOUR,
         reason="An unanswered ping ends the connection after this.",
+    ),
+    _duration(
+        "timings.handshake",
+        "timings.handshake_ms",
+        least=0.1,
+        most=120,
+        reason="How long a new connection may take for TLS and HTTP/2 before it is closed.",
+    ),
+    _duration(
+        "timings.first_request",
+        "timings.first_request_ms",
+        least=0.1,
+        most=120,
+        reason="How long a new HTTP connection may take for its first request.",
     ),
     _duration(
         "timings.hello_timeout",

@@ -46,7 +46,7 @@ from rdzv.core.commands import (
     Tick,
     Withdraw,
 )
-from rdzv.core.events import NodesPlaced, RunEnded
+from rdzv.core.events import Event, NodesPlaced, RunEnded
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State, is_stand_in
 from rdzv.core.placement import FailingCheck
@@ -180,7 +180,7 @@ class Driver:
             clock, config.limits, config.timings.stacks_answer_ms, self._send_if_there
         )
         self._shelf = Shelf(self._jobs)
-        self._stragglers = Stragglers(config.timings.straggler_after_ms, self._jobs.note)
+        self._stragglers = Stragglers(config.timings.straggler_after_ms, self._tell)
         self._hangs = Hangs(
             clock,
             tasks,
@@ -188,7 +188,7 @@ class Driver:
             self._shelf,
             peek=self._jobs.peek,
             submit=self.submit,
-            tell=self._jobs.note,
+            tell=self._tell,
             gather_ms=config.timings.hang_gather_ms,
             retry_ms=config.timings.store_retry_ms,
         )
@@ -318,6 +318,11 @@ class Driver:
     ) -> tuple[Command | None, tuple[Record, ...]]:
         """Have a step looked at before it is stored: a node may be at fault in it."""
         return await self._quarantine.judge(before, step)
+
+    def _tell(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
+        """Tell log, history and whoever watches a job what no step has led to."""
+        self._jobs.note(rdzv_id, events)
+        self._wake_watchers(rdzv_id)
 
     def _place_soon(self) -> None:
         self._tell_followers(None)
@@ -697,10 +702,21 @@ class Driver:
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Run what a node asks for; a refusal is told to it, never raised."""
         try:
+            self._check_room_for(stream.node_id, rdzv_id, command)
             await self._insist(stream, rdzv_id, command)
         except RendezvousError as error:
             belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
             await self._refuse(stream, belief, error)
+
+    def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
+        """Refuse a node one more job than it may be in: all of them have to fit into a hello."""
+        held = self._jobs_of.get(node_id, set())
+        most = self._limits.beliefs
+        if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
+            raise LimitExceededError(
+                f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
+                "limit `jobs_per_node`"
+            )
 
     async def _insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
         """Submit until it is decided: while the store is away, the node's word waits here."""
@@ -1115,22 +1131,50 @@ class Driver:
         """
         await self.status(rdzv_id)
         state = await self._jobs.look(rdzv_id)
-        membership, last = state.membership, state.membership.round
+        membership = state.membership
         if run and run != membership.run:
             raise RendezvousClosedError(
                 f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
             )
-        live = last.number if last is not None and last.live and not membership.ended else None
+        live = _live_round(state)
         if live is not None and number in (None, live):
             return await self._stacks.take(state, why)
-        kept = await self._shelf.rounds(rdzv_id, membership.run)
-        wanted = number if number is not None else max(kept, default=None)
-        found = None
-        if wanted in kept and wanted is not None:
-            found = await self._shelf.find(rdzv_id, membership.run, wanted)
+        found, kept = await self._kept_stacks(state, number)
         if found is None:
             raise _no_stacks(rdzv_id, number, live, kept)
         return found
+
+    async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
+        """Show what the workers of a round did when it hung; asks no node, and takes none.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: none are kept, of any round or of this one.
+            RendezvousConnectionError: the store is away, or this server does not serve any more.
+
+        """
+        await self.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        found, kept = await self._kept_stacks(state, number)
+        if found is not None:
+            return found
+        if number is None:
+            raise InvalidRequestError(
+                f"no stacks of {rdzv_id} are kept: no round of this run has hung; "
+                f"`rdzvctl stacks {rdzv_id}` takes those of its workers now"
+            )
+        raise _no_stacks(rdzv_id, number, _live_round(state), kept)
+
+    async def _kept_stacks(
+        self, state: State, number: int | None
+    ) -> tuple[Report | None, Collection[int]]:
+        """Return those of a round, or the latest, and of which rounds there are any."""
+        rdzv_id, run = state.membership.rdzv_id, state.membership.run
+        kept = await self._shelf.rounds(rdzv_id, run)
+        wanted = number if number is not None else max(kept, default=None)
+        if wanted is None or wanted not in kept:
+            return None, kept
+        return await self._shelf.find(rdzv_id, run, wanted), kept
 
     async def forget(self, rdzv_id: str) -> None:
         """Delete a job that has ended, with its history; see `Jobs.forget`."""
@@ -1150,6 +1194,10 @@ class Driver:
         """
         return self._jobs.backup(self.leadership)
 
+    def noted(self, rdzv_id: str) -> int:
+        """Return a number that grows with what history tells of a job beside its steps."""
+        return self._jobs.noted(rdzv_id)
+
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first.
 
@@ -1159,6 +1207,12 @@ class Driver:
         """
         await self.status(rdzv_id)
         return await self._jobs.history(rdzv_id, limit)
+
+
+def _live_round(state: State) -> int | None:
+    last = state.membership.round
+    live = last is not None and last.live and not state.membership.ended
+    return last.number if last is not None and live else None
 
 
 def _no_stacks(

@@ -363,7 +363,8 @@ class JobFeed(Feed):
         if told != self._last:
             _put_all(old, [told])
             self._last = told
-        if (turn := _turn_of(view)) != self._turn or not self._events:
+        turn = (self._answers.replica.driver.noted(self._rdzv_id), _turn_of(view))
+        if turn != self._turn or not self._events:
             events = await self._answers.events(self._rdzv_id, EVENTS)
             written = frame("events", as_json.events(self._rdzv_id, events, indent=None))
             self._turn = turn
@@ -374,7 +375,7 @@ class JobFeed(Feed):
 
 
 def _turn_of(view: JobView) -> object:
-    """Return what changes whenever something happens that history tells of."""
+    """Return what changes whenever a step happens that history tells of."""
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission
     placed = submission.placed if submission is not None else ()

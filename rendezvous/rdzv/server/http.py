@@ -21,6 +21,7 @@ from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Listen
+from rdzv.server.door import GuardedSite
 from rdzv.server.feeds import Feeds
 from rdzv.server.metrics import Metrics
 from rdzv.server.page import harmless_headers, page_routes, refusing_strangers
@@ -91,7 +92,7 @@ async def serving_http(
         await runner.setup()
         try:
             context = None if tls is None else tls.http
-            site = web.TCPSite(runner, listen.host, listen.port, ssl_context=context)
+            site = GuardedSite(runner, listen, config.limits, config.timings, context)
             try:
                 await site.start()
             except OSError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from rdzv.core.explain import job_state
-from rdzv.core.model import Cause, JobState, NodeState, State
+from rdzv.core.model import Cause, JobState, Membership, NodeState, State
 from rdzv.core.rendezvous import completion_due_ms, holds, restart_due_ms, restarts_that_count
 from rdzv.server.messages import RankProgress
 
@@ -189,6 +189,15 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     "rdzv_job_world_size": ("gauge", "Workers of the live round; 0 while none is live."),
     "rdzv_job_restarts_spent": ("gauge", "Restarts that count against max_restarts now."),
     "rdzv_job_max_restarts": ("gauge", "Restarts that the job may spend."),
+    "rdzv_job_preemptions_spent": ("gauge", "Rounds that ended because a node was lost or left."),
+    "rdzv_job_max_preemptions": ("gauge", "Preemptions that the job may have."),
+    "rdzv_job_store_failures_spent": ("gauge", "Rounds that ended because a store host failed."),
+    "rdzv_job_max_store_failures": ("gauge", "Failures of store hosts that the job may have."),
+    "rdzv_job_restarts_in_vain": (
+        "gauge",
+        "Restarts in a row that did not move the job on.",
+    ),
+    "rdzv_job_no_progress_restarts": ("gauge", "Restarts in vain after which the job has failed."),
     "rdzv_job_run_age_seconds": ("gauge", "Time since the present run began."),
     "rdzv_job_not_running_seconds": (
         "gauge",
@@ -262,12 +271,27 @@ class JobPage:
         if membership.settings.max_restarts is not None:
             add("rdzv_job_restarts_spent", job, restarts_that_count(membership, now_ms))
             add("rdzv_job_max_restarts", job, membership.settings.max_restarts)
+        self._add_budgets(job, membership)
         add("rdzv_job_run_age_seconds", job, max(now_ms - membership.began_at_ms, 0) / 1000)
         if reason := why_not_running(state):
             labels = f'{job},reason="{reason}"'
             add("rdzv_job_not_running_seconds", labels, _not_running_ms(state, now_ms) / 1000)
         if progress:
             self._add_progress(job, progress)
+
+    def _add_budgets(self, job: str, membership: Membership) -> None:
+        """Write what a job has spent beside restarts, and how much it may, if that is bounded."""
+        spent, settings = membership.spent, membership.settings
+        for name, value in (
+            ("preemptions_spent", spent.preemptions),
+            ("max_preemptions", settings.max_preemptions),
+            ("store_failures_spent", spent.store_failures),
+            ("max_store_failures", settings.max_store_failures),
+            ("restarts_in_vain", spent.in_vain),
+            ("no_progress_restarts", settings.no_progress_restarts or None),
+        ):
+            if value is not None:
+                self._add(f"rdzv_job_{name}", job, value)
 
     def add_straggling(self, state: State, number: int) -> None:
         """Write how many workers of a live job straggle."""

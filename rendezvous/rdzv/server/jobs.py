@@ -58,6 +58,8 @@ class Job:
     """A step whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
     """History that rides on the next commit."""
+    noted: int = 0
+    """How often something has happened that no step has led to."""
     node_ids: set[str] = field(default_factory=set)
     """At least the nodes that are present."""
 
@@ -247,6 +249,7 @@ class Jobs:
             rows = observe.records(rdzv_id, run, events, self._clock.now_ms())
             self._postpone(job, rows)
             self._say(rows, events)
+            job.noted += 1
 
     def _rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
@@ -260,6 +263,7 @@ class Jobs:
             rows = observe.records(rdzv_id, membership.run, (event,), now_ms)
             self._postpone(job, rows)
             self._say(rows, (event,))
+            job.noted += 1
 
     def _say(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
         """Tell the log, and whoever counts, what history tells."""
@@ -499,6 +503,11 @@ class Jobs:
         """Return the present state of a job that is in memory."""
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
+
+    def noted(self, rdzv_id: str) -> int:
+        """Return a number that grows when something happens to a job that no step has led to."""
+        job = self._jobs.get(rdzv_id)
+        return job.noted if job else 0
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first, with those that wait for a commit."""

@@ -25,6 +25,8 @@ class Room:
     """Jobs that the nodes take at once, likewise."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
     """Nodes on which nothing is placed until somebody says otherwise, by what bars them."""
+    drains: Mapping[str, int] = field(default_factory=dict)
+    """Nodes that leave all their jobs, by how far they are: draining, drained."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,6 +425,12 @@ class Metrics(Meter, Collector):
             "by",
             room.nodes_barred,
         )
+        yield by_label(
+            "rdzv_node_drains",
+            "Nodes that leave all their jobs: something is left on them, or nothing is.",
+            "state",
+            room.drains,
+        )
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus' text format. The event loop runs on meanwhile.

@@ -168,6 +168,16 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             of="job",
             refuses=(409,),
         ),
+        Operation(
+            "readStacks",
+            "/jobs/{rdzv_id}/stacks",
+            "What a job's workers were doing when a round of it hung",
+            "They are kept, of the latest hangs. No worker is looked at for this: `rdzvctl stacks` "
+            "does that.",
+            query=(Number("round", "When this round hung; the last if not given.", 0, U32),),
+            schema="StackReport",
+            of="job",
+        ),
         Operation("listNodes", "/nodes", "Every node, across its jobs", schema="Nodes"),
         Operation("getNode", "/nodes/{node_id}", "One node", schema="Node", of="node"),
         Operation(
@@ -216,7 +226,8 @@ def document(limits: Limits) -> Schema:
     ):
         schemas[name] = _document(fields)
     _ref(client.JobStatus, schemas)
-    for name in ("JobStatus", "Node"):
+    _ref(client.StackReport, schemas)
+    for name in ("JobStatus", "Node", "StackReport"):
         # What stands alone is a document; within another it has no version of its own.
         if name == "Node":
             schemas["NodeRow"] = schemas[name]

@@ -576,7 +576,8 @@ class Placer:
     def room(self) -> Room:
         """Count what the nodes have for submitted jobs, and what is left of it."""
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
-        for host in self.hosts(self._jobs.states):
+        hosts = self.hosts(self._jobs.states)
+        for host in hosts:
             left = "unusable" if host.unusable else "free"
             has, takes = len(host.resources.gpus), host.resources.capacity
             gpus[left] += host.gpus_free
@@ -584,7 +585,17 @@ class Placer:
             places[left] += host.places_free
             places["taken"] += takes - host.places_free
         barred = {"cordoned": len(self._cordons), "quarantined": len(self._quarantine.nodes)}
-        return Room(gpus, places, barred)
+        return Room(gpus, places, barred, self._count_drains(hosts))
+
+    def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
+        """Count the nodes that leave all their jobs, by whether something is left on them."""
+        found = {"draining": 0, "drained": 0}
+        if drains := self.drains():
+            busy = {host.node_id for host in hosts if host.taken}
+            busy |= {n for state in self._jobs.states for n, _ in _memberships(state)}
+            found["draining"] = len(drains.keys() & busy)
+            found["drained"] = len(drains) - found["draining"]
+        return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[NodeSummary]:
         """Show every node that is connected, away, cordoned or quarantined; of these, if any."""

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
@@ -34,6 +35,7 @@ from rdzv.errors import (
 )
 from rdzv.server import callers, wire
 from rdzv.server.access import AUDIT, Gate, Interceptor, end_call, signed
+from rdzv.server.allowance import Allowance
 from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
@@ -61,6 +63,8 @@ Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobReque
 log = logging.getLogger("rdzv.service")
 
 CHUNK_BYTES = 256 * 1024
+OTHER_FILES = 512
+"""Open files that are kept back from connections: the store's, the HTTP port's, and some more."""
 """What one message of a backup carries; far below the largest message that gRPC lets pass."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
@@ -136,6 +140,7 @@ class Conversation:
         self._early_hung: dict[str, Hung] = {}
         """Likewise: which of its workers hang."""
         self._warned = False
+        self._allowance = Allowance(self._limits.commands_at_once, self._limits.commands_per_second)
 
     async def hold(self, context: Context) -> None:
         """Serve the node until either side ends the stream."""
@@ -229,7 +234,7 @@ class Conversation:
                 case _:
                     speaker = wire.Speaker(stream.node_id, stream.incarnation)
                     self._queue(wire.command_of(message, speaker, self._limits), stream, inbox)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, LimitExceededError) as error:
             stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
 
     def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
@@ -275,6 +280,11 @@ class Conversation:
             log.warning("%s: its progress is passed over: %s", stream.node_id, error)
 
     def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
+        if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
+            raise LimitExceededError(
+                f"{stream.node_id} asks for more than {self._limits.commands_per_second} things a "
+                "second; ask less often"
+            )
         try:
             inbox.put_nowait(said)
         except asyncio.QueueFull:
@@ -660,6 +670,13 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         # Without this, two servers would share a port and take turns.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        # gRPC refuses at random between the two.
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.calls_per_connection),
+        ("grpc.max_allowed_incoming_connections", _connections(limits)),
+        ("grpc.server_handshake_timeout_ms", timings.handshake_ms),
+        ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -669,6 +686,14 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         # A server that was held up reads several pings at once, and would end good streams for it.
         ("grpc.http2.max_ping_strikes", 0),
     ]
+
+
+def _connections(limits: Limits) -> int:
+    """Leave files for the store and for all else that a server opens, whoever connects."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits.connections
+    return min(limits.connections, max(files - OTHER_FILES, files // 2))
 
 
 @asynccontextmanager

@@ -2,8 +2,8 @@
 
 The files are looked at when somebody connects, and at SIGHUP: whoever connects next meets the new
 ones, and open connections stay as they are. Files that can not be used are not: those from before
-stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context,
-of gRPC by `rdzv.server.__main__`.
+stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context, of gRPC by
+`rdzv.server.__main__`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Loaded:
 
     stamp: Stamp
     shown: Certificate
+    key_mode: int
     grpc: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
 
@@ -121,8 +122,9 @@ class Tls:
             try:
                 loaded = self._read(stamp)
             except OSError as error:
+                # Of the TLS library, too: they have changed since they were checked.
                 raise InvalidRequestError(
-                    f"{error.filename} can not be read: {error.strerror}"
+                    f"{error.filename or self._files.cert} can not be read: {error.strerror}"
                 ) from error
             # Else what was checked may not be what was read.
             if stamp_of(self._files.paths) == stamp:
@@ -139,14 +141,14 @@ class Tls:
         authorities = files.client_ca.read_bytes() if files.client_ca else None
         pair = (files.key.read_bytes(), files.cert.read_bytes())
         config = grpc.ssl_server_certificate_configuration([pair], authorities)
-        return _Loaded(stamp, shown, config, context)
+        mode = stat.S_IMODE(files.key.stat().st_mode)
+        return _Loaded(stamp, shown, mode, config, context)
 
     def _warn(self) -> None:
-        mode = stat.S_IMODE(self._files.key.stat().st_mode)
-        if mode & 0o077:
+        if self._now.key_mode & 0o077:
             log.warning(
                 "TLS key %s can be read by others than its owner (mode %04o); chmod 600 it",
-                *(self._files.key, mode),
+                *(self._files.key, self._now.key_mode),
             )
         if self._now.shown.not_after - datetime.now(UTC) < EXPIRY_WARNING:
             log.warning("certificate %s: %s", self._files.cert, self._now.shown.in_words)

@@ -97,6 +97,8 @@ const STATES = {
   gone: ["dash", "idle"],
   placed: ["quarter", "info"],
   holding: ["half", "info"],
+  hangs: ["warning", "bad"],
+  "went on": ["check", "done"],
   cordoned: ["square", "warn"],
   quarantined: ["warning", "bad"],
   "worker failure": ["cross", "bad"],

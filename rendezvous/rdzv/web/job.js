@@ -4,6 +4,7 @@ import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tone, updateA
 import { nodeLink } from "./fleet.js";
 import { LogView } from "./logs.js";
 import { Rounds } from "./rounds.js";
+import { Stacks } from "./stacks.js";
 import { aged, bounds, clock, counted, moment, orNone, ranks } from "./words.js";
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
@@ -32,6 +33,8 @@ export class JobView {
     this.failure = h("section", { class: "card failure", "aria-labelledby": "failure", hidden: true });
     this.progress = h("section", { class: "card progress", "aria-labelledby": "progress", hidden: true });
     this.submission = h("section", { class: "card", "aria-labelledby": "submission", hidden: true });
+    this.stacks = new Stacks(this.name);
+    this.hanging = null;
     this.logs = new LogView(this.name);
     this.history = h("tbody");
     this.historyCount = h("span");
@@ -48,6 +51,7 @@ export class JobView {
       ),
       this.failure,
       this.progress,
+      this.stacks.element,
       this.rounds.element,
       this.logs.element,
       this.submission,
@@ -71,6 +75,7 @@ export class JobView {
 
   close() {
     this.logs.close();
+    this.stacks.close();
   }
 
   title(stream) {
@@ -106,6 +111,7 @@ export class JobView {
     this.tick();
     if (whats.has("events") || whats.has("ready") || whats.has("all")) {
       this.rounds.draw(stream.events, job);
+      this.announceHangs(this.stacks.draw(stream.events, job));
       this.drawHistory(stream.events);
     }
   }
@@ -128,6 +134,12 @@ export class JobView {
       for (const [name, state] of changed.slice(0, 4)) this.say(`Node ${name} is ${state}`);
     }
     this.nodeStates = states;
+  }
+
+  announceHangs(lines) {
+    const told = lines.join("; ");
+    if (this.hanging !== null && told && told !== this.hanging) this.say(`Job ${this.name} hangs: ${told}`);
+    this.hanging = told;
   }
 
   drawFacts(job) {

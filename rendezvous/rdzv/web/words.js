@@ -47,6 +47,19 @@ export function ranks(first, count) {
   return count > 1 ? `${first}–${first + count - 1}` : String(first);
 }
 
+/** RANKs shorter than one by one: "0,2-4,8", and of very many ranges the first. */
+export function rankList(all, most = 16) {
+  const runs = [];
+  for (const rank of all) {
+    const last = runs[runs.length - 1];
+    if (last && rank === last[1] + 1) last[1] = rank;
+    else runs.push([rank, rank]);
+  }
+  const told = runs.slice(0, most).map(([first, last]) => (first === last ? String(first) : `${first}-${last}`));
+  const more = runs.slice(most).reduce((sum, [first, last]) => sum + last - first + 1, 0);
+  return told.join(",") + (more ? ` and ${more} more` : "");
+}
+
 export function bytes(count) {
   if (!count) return "–";
   const gib = count / 2 ** 30;

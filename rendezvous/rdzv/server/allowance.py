@@ -1,0 +1,29 @@
+"""How often somebody may do something: so much at once, and so much each second after it."""
+
+from __future__ import annotations
+
+
+class Allowance:
+    """What one caller may still do.
+
+    >>> allowed = Allowance(burst=2, per_second=10)
+    >>> [allowed.take(now_ms) for now_ms in (0, 0, 0, 99, 100, 100)]
+    [True, True, False, False, True, False]
+    """
+
+    def __init__(self, burst: int, per_second: int) -> None:
+        """Begin with the whole burst."""
+        self._most_ms = burst * 1000 / per_second
+        self._each_ms = 1000 / per_second
+        self._left_ms = self._most_ms
+        self._at_ms: int | None = None
+
+    def take(self, now_ms: int) -> bool:
+        """Take one, if there is one left."""
+        if self._at_ms is not None:
+            self._left_ms = min(self._left_ms + now_ms - self._at_ms, self._most_ms)
+        self._at_ms = now_ms
+        if self._left_ms < self._each_ms:
+            return False
+        self._left_ms -= self._each_ms
+        return True

@@ -1,0 +1,107 @@
+// Workers that hang, and what all workers of their round were doing: read when somebody asks for it.
+
+import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
+import { jobPath } from "./stream.js";
+import { clock, counted, rankList } from "./words.js";
+
+const GROUPS = 16; // Places in the code that are shown; rdzvctl stacks --raw has all.
+const FRAMES = 40;
+
+/** What history tells of the hangs of a run: who hangs now, and of which round there are stacks. */
+export function hangsOf(events, run) {
+  let hung = null;
+  let hanging = new Map();
+  let taken = null;
+  for (const event of events) {
+    if (event.run !== run) continue;
+    if (event.name === "WorkersHang") {
+      hanging.set(event.text.slice(0, event.text.indexOf(":")), event.text);
+      hung = { over: false };
+    } else if (event.name === "StacksTaken") {
+      const said = /^stacks of round (\d+): (.*)$/s.exec(event.text);
+      if (said) taken = { round: said[1], summary: said[2], at: event.unix_ms };
+    } else if (["HangOver", "RoundEnded", "RunEnded"].includes(event.name) && hung) {
+      hung = { over: true, wentOn: event.name === "HangOver" };
+      hanging = new Map();
+    }
+  }
+  return { hung, hanging: [...hanging], taken };
+}
+
+export class Stacks {
+  constructor(name) {
+    this.name = name;
+    this.chip = chip("hangs");
+    this.list = h("ul", { class: "others" });
+    this.taken = h("p", { class: "taken" });
+    this.button = h("button", { type: "button", onclick: () => this.read() });
+    this.said = h("p", { class: "dim", role: "status" });
+    this.groups = h("div", { class: "groups" });
+    this.element = h("section", { class: "card wide", "aria-labelledby": "stacks", hidden: true }, h("h2", { id: "stacks" }, "Hangs ", this.chip), this.list, this.taken, this.button, this.said, this.groups);
+  }
+
+  close() {
+    this.reading?.abort();
+  }
+
+  /** Return the workers that hang now, a line for each of their nodes. */
+  draw(events, job) {
+    const { hung, hanging, taken } = hangsOf(events, job.run);
+    this.element.hidden = !hung && !taken;
+    this.chip.hidden = !hung || (hung.over && !hung.wentOn);
+    updateChip(this.chip, hung?.over ? "went on" : "hangs");
+    keyed(this.list, hanging, ([node]) => node, () => h("li", {}, h("span", { class: "why" })), (element, [, text]) => put(element.firstChild, text));
+    this.list.hidden = !hanging.length;
+    this.taken.hidden = this.button.hidden = !taken;
+    if (taken) {
+      put(this.taken, `At ${clock(taken.at)}: ${taken.summary}`);
+      put(this.button, `Show the stacks of round ${taken.round}`);
+      // Those that are open were of an earlier moment.
+      if (this.shown && this.shown !== `${taken.round} ${taken.at}`) this.read(taken);
+    }
+    this.last = taken;
+    return hanging.map(([, text]) => text);
+  }
+
+  async read(taken = this.last) {
+    this.reading?.abort();
+    const reading = (this.reading = new AbortController());
+    put(this.said, "Reading.");
+    try {
+      const answer = await fetch(`${jobPath(this.name)}/stacks?round=${taken.round}`, { signal: reading.signal });
+      const report = await answer.json();
+      this.shown = `${taken.round} ${taken.at}`;
+      put(this.said, answer.ok ? "" : report.message);
+      if (answer.ok) this.show(report);
+    } catch (error) {
+      if (!reading.signal.aborted) put(this.said, `It can not be read: ${error.message}. Ask again.`);
+    }
+  }
+
+  show(report) {
+    const one = new Map(report.stacks.map((stack) => [stack.rank, stack]));
+    const groups = report.groups.slice(0, GROUPS);
+    const left = report.groups.slice(GROUPS);
+    const workers = left.reduce((sum, group) => sum + group.ranks.length, 0);
+    fillAnew(
+      this.groups,
+      groups.map((group) => {
+        const stack = one.get(group.ranks.find((rank) => one.has(rank)));
+        return h("details", { open: groups.length <= 4 }, h("summary", {}, `RANK ${rankList(group.ranks)} ${group.where}`), stack ? stackOf(stack) : null);
+      }),
+      left.length ? h("p", { class: "dim" }, `${counted(workers, "worker")} at ${left.length} other places: rdzvctl stacks --raw shows them`) : null,
+      report.silent.map((node) => h("p", {}, `${node.node_id}: ${node.reason}`)),
+    );
+  }
+}
+
+function stackOf(stack) {
+  const main = stack.threads.find((thread) => thread.main) || stack.threads[0];
+  const frames = main ? main.frames : [];
+  const lines = frames.slice(0, FRAMES).map((frame) => `${frame.name} (${frame.file}${frame.line === null ? "" : `:${frame.line}`})`);
+  if (frames.length > FRAMES) lines.push(`... ${frames.length - FRAMES} frames more`);
+  if (!frames.length) lines.push("(no Python frames)");
+  lines.push(...stack.kernel.map((place) => `in the kernel: ${place}`), ...(stack.note ? [stack.note] : []));
+  const who = `RANK ${stack.rank} on ${stack.node_id}, LOCAL_RANK ${stack.local_rank}, pid ${stack.pid}${stack.state ? `, state ${stack.state}` : ""}`;
+  return h("div", {}, h("p", { class: "dim" }, who), h("pre", { class: "trace", tabindex: "0", "aria-label": `Stack of RANK ${stack.rank}` }, lines.join("\n")));
+}

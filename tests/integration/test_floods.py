@@ -1,0 +1,249 @@
+"""Whoever floods a server, is slow, or says nothing: it is refused, and the others are served.
+
+Served means that calls on new connections succeed, and that a node's heartbeat is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from test_rdzvd import PATIENT, Node, Rdzvd, attached, control, hello, opened, rdzvd
+
+from rdzv.v1 import rdzv_pb2 as pb
+
+pytestmark = pytest.mark.timeout(240)
+
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def server(folder: Path, *lines: str) -> Iterator[Rdzvd]:
+    with rdzvd(
+        folder, "--store=memory", "--http=127.0.0.1:0", config=PATIENT + "\n".join(lines)
+    ) as made:
+        yield made
+
+
+def http_port(made: Rdzvd) -> int:
+    found = re.search(r"http on 127\.0\.0\.1:(\d+)", made.ready)
+    assert found, made.ready
+    return int(found[1])
+
+
+class Witness:
+    """A node that was there before, and callers that come anew."""
+
+    def __init__(self, address: str, node: Node) -> None:
+        self._address = address
+        self._node = node
+        self._number = 0
+
+    async def is_served(self) -> pb.ListJobsResponse:
+        """Say a heartbeat and hear the answer; connect, and list the jobs."""
+        async with asyncio.timeout(PATIENCE_S):
+            self._number += 1
+            await self._node.say(heartbeat=pb.Heartbeat(number=self._number))
+            assert (await self._node.hear("heard")).heard.number == self._number
+            # Else channels to one address share a connection.
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(self._address, options) as channel:
+                found = await control(channel).ListJobs(pb.ListJobsRequest(), wait_for_ready=True)
+        assert isinstance(found, pb.ListJobsResponse)
+        return found
+
+
+@asynccontextmanager
+async def witness(made: Rdzvd) -> AsyncIterator[Witness]:
+    async with attached(made.address, hello("witness")) as node:
+        yield Witness(made.address, node)
+
+
+def connect(port: int, count: int, stack: ExitStack) -> list[socket.socket]:
+    """Open connections that say nothing."""
+    found = []
+    for _ in range(count):
+        found.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)))
+    return found
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+async def ends(connection: socket.socket) -> bytes:
+    """Read a connection until the server ends it; return what it said."""
+    connection.settimeout(PATIENCE_S)
+
+    def read() -> bytes:
+        said = b""
+        try:
+            while more := connection.recv(65536):
+                said += more
+        except ConnectionResetError:
+            pass
+        return said
+
+    return await asyncio.to_thread(read)
+
+
+# ---------------------------------------------------------------- floods
+
+
+async def test_a_node_that_floods_with_joins_is_refused_and_fills_no_server(tmp_path: Path) -> None:
+    with server(tmp_path, "[limits]", "jobs_per_node = 20", "commands_per_second = 1") as made:
+        async with witness(made) as others, attached(made.address, hello("flood")) as flood:
+            refusals: set[str] = set()
+            too_often = asyncio.Event()
+
+            async def listen() -> None:
+                while True:
+                    said = (await flood.hear("refused")).refused.message
+                    refusals.add(said)
+                    flood.heard.clear()
+                    if "asks for more than 1 things a second" in said:
+                        too_often.set()
+
+            async def pour() -> None:
+                for number in range(2_500):
+                    await flood.join(f"job-{number}")
+
+            listening = asyncio.create_task(listen())
+            pouring = asyncio.create_task(pour())
+            while not pouring.done():
+                await others.is_served()
+            await pouring
+            async with asyncio.timeout(PATIENCE_S):
+                await too_often.wait()
+            listening.cancel()
+            assert any("flood is in 20 jobs, and may be in 20" in one for one in refusals)
+            assert len((await others.is_served()).jobs) == 20
+
+
+async def test_a_node_that_hears_nothing_costs_no_more_than_its_outbox(tmp_path: Path) -> None:
+    with server(tmp_path) as made:
+        # No more than a window of bytes is taken from the server by who does not read: a small one.
+        options = [("grpc.http2.lookahead_bytes", 1_024), ("grpc.http2.bdp_probe", 0)]
+        async with (
+            witness(made) as others,
+            grpc.aio.insecure_channel(made.address, options) as channel,
+        ):
+            deaf = await opened(channel, hello("deaf"))
+            beat = pb.NodeMessage(heartbeat=pb.Heartbeat(number=1))
+
+            async def pour() -> None:
+                while True:
+                    await deaf.write(beat)
+
+            pouring = asyncio.create_task(pour())
+            async with asyncio.timeout(PATIENCE_S):
+                # It hears nothing of it, for that would come after what it does not read.
+                while "deaf reads its stream too slowly: 1024 messages wait" not in log_of(made):
+                    await others.is_served()
+            pouring.cancel()
+            await others.is_served()
+
+
+def log_of(made: Rdzvd) -> str:
+    return made.stderr.read_text()
+
+
+# ---------------------------------------------------------------- connections
+
+
+async def test_two_thousand_connections_that_say_nothing_are_closed(tmp_path: Path) -> None:
+    with server(tmp_path, "[timings]", 'handshake = "2 s"') as made, ExitStack() as stack:
+        async with witness(made) as others:
+            idle = connect(port_of(made.address), 2_000, stack)
+            await others.is_served()
+            for connection in (idle[0], idle[-1]):
+                await ends(connection)
+            await others.is_served()
+
+
+async def test_above_its_connections_a_server_lets_nobody_in_until_some_are_gone(
+    tmp_path: Path,
+) -> None:
+    lines = ("[limits]", "connections = 30", "[timings]", 'handshake = "2 s"')
+    with server(tmp_path, *lines) as made, ExitStack() as stack:
+        async with witness(made) as others:
+            crowd = connect(port_of(made.address), 100, stack)
+            await ends(crowd[-1])
+            await others.is_served()
+
+
+async def test_garbage_on_both_ports_disturbs_nobody(tmp_path: Path) -> None:
+    with server(tmp_path) as made, ExitStack() as stack:
+        async with witness(made) as others:
+            for port in (port_of(made.address), http_port(made)):
+                for connection in connect(port, 20, stack):
+                    connection.settimeout(30)
+                    with stack_of_refusals():
+                        connection.sendall(os.urandom(100_000) + b"\r\n\r\n")
+                await others.is_served()
+        assert "Traceback" not in made.stderr.read_text()
+
+
+@contextmanager
+def stack_of_refusals() -> Iterator[None]:
+    """Bear that a server hangs up in the middle of what it is told."""
+    with suppress(ConnectionResetError, BrokenPipeError):
+        yield
+
+
+async def test_giant_metadata_is_refused(tmp_path: Path) -> None:
+    with server(tmp_path) as made:
+        async with witness(made) as others, grpc.aio.insecure_channel(made.address) as channel:
+            calls: Any = control(channel)
+            for size in (10_000, 1_000_000):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await calls.ListJobs(
+                        pb.ListJobsRequest(), metadata=(("giant", "x" * size),), timeout=60
+                    )
+                # Which of them depends on where it is noticed.
+                assert refused.value.code().name in (
+                    "RESOURCE_EXHAUSTED",
+                    "UNAVAILABLE",
+                    "INTERNAL",
+                )
+                await others.is_served()
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+async def test_who_says_no_request_in_time_is_shown_out(tmp_path: Path) -> None:
+    lines = ("[limits]", "http_connections_per_peer = 40", "[timings]", 'first_request = "1 s"')
+    with server(tmp_path, *lines) as made, ExitStack() as stack:
+        async with witness(made) as others:
+            port = http_port(made)
+            crowd = connect(port, 41, stack)
+            assert b"127.0.0.1 has 40 connections here; close some" in await ends(crowd[-1])
+            crowd[0].sendall(b"GET /healthz HT")
+            await others.is_served()
+            for connection in crowd[:-1]:
+                assert b"408 Request Timeout" in await ends(connection)
+            [late] = connect(port, 1, stack)
+            late.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            assert (await ends(late)).endswith(b"ok\n")
+
+
+async def test_who_follows_and_does_not_read_is_dropped(tmp_path: Path) -> None:
+    with server(tmp_path) as made, ExitStack() as stack:
+        async with witness(made) as others, attached(made.address, hello("n1")) as n1:
+            follow = b"GET /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            for connection in connect(http_port(made), 50, stack):
+                connection.sendall(follow)
+            for number in range(40):
+                await n1.join(f"job-{number}")
+                await n1.hear("joined")
+            assert len((await others.is_served()).jobs) == 40

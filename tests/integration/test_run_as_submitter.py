@@ -1,0 +1,136 @@
+"""Submitted jobs as accounts of their submitters, from a token to what a worker is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cluster import BIN, Cluster, Node, cluster
+
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from tests.unit.accounts import Identity, needs_root, own_folder, passable_folder
+
+pytestmark = [pytest.mark.timeout(240), needs_root]
+
+NOBODY = pwd.getpwnam("nobody")
+"""The one account without rights that every machine has."""
+
+
+class Site:
+    """A server that wants tokens, and a node that maps the names of their owners."""
+
+    def __init__(self, running: Cluster, admin: Path) -> None:
+        self.running = running
+        self.folder = running.folder
+        self.admin = admin
+        self.home = own_folder(self.folder, "home", Identity(NOBODY.pw_uid, NOBODY.pw_gid))
+
+    def ctl(self, token: Path, *args: str) -> str:
+        environ = {"RDZV_SERVER": self.running.endpoint, "RDZV_TOKEN_FILE": str(token)}
+        found = self.running.run("rdzvctl", *args, environ=environ)
+        assert found.returncode == 0, found
+        return found.stdout
+
+    def token(self, name: str, role: str) -> Path:
+        file = self.folder / f"token-{name}"
+        file.touch(mode=0o600)
+        shown = (("authorization", f"Bearer {self.admin.read_text().strip()}"),)
+        request = pb.CreateTokenRequest(name=name, roles=[role])
+        with grpc.insecure_channel(self.running.endpoint) as channel:
+            stub: Any = pb_grpc.ControlStub(channel)
+            file.write_text(stub.CreateToken(request, metadata=shown, timeout=60).text)
+        return file
+
+    def start_agent(self) -> Node:
+        config = self.folder / "agent.toml"
+        config.write_text(
+            f'server = "{self.running.endpoint}"\nnode_id = "n1"\naddress = "127.0.0.1"\n'
+            f'token_file = "{self.folder}/token-n1"\ngpus = "none"\n'
+            f'state_dir = "{self.folder}/state"\nruntime_dir = "{self.folder}/run"\n'
+            '[[user]]\nname = "ada"\naccounts = ["nobody"]\numask = "0027"\n'
+            'limits = { nofile = "60:70" }\n'
+        )
+        command = [str(BIN / "rdzv-agent"), "--config", str(config)]
+        return self.running.start("n1", command, environ={"SECRET": "of the agent"})
+
+    def submit(self, token: Path, name: str, script: str, *flags: str) -> None:
+        words = [f"--rdzv-id={name}", "--no-python", "--nproc-per-node=1", f"--chdir={self.home}"]
+        self.ctl(token, "submit", *words, *flags, "/bin/sh", "-c", script)
+
+    def state(self, name: str) -> str:
+        return str(json.loads(self.ctl(self.admin, "status", name, "-o", "json"))["state"])
+
+    def until_state(self, name: str, state: str) -> None:
+        self.running.wait_until(f"{name} is {state}", lambda: self.state(name) == state)
+
+    def until_status(self, name: str, words: str) -> None:
+        """Wait until a job's status says something, wherever its lines are broken."""
+
+        def said() -> bool:
+            return words in " ".join(self.ctl(self.admin, "status", name).split())
+
+        self.running.wait_until(f"{name}: {words!r}", said)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with passable_folder() as folder:
+        admin = folder / "admin-token"
+        # A slow machine is not to take an agent for lost while the next one starts.
+        config = folder / "rdzvd.toml"
+        config.write_text('[lease]\nduration = "10 min"\nlongest = "10 min"\n')
+        options = ("--auth=required", f"--init-admin-token={admin}", f"--config={config}")
+        with cluster(folder, *options) as running:
+            yield Site(running, admin)
+
+
+TWICE = """
+id -un; umask; ulimit -n; env
+if [ -e failed ]; then exit 0; fi
+touch started
+while [ ! -e go ]; do sleep 0.1; done
+touch failed; exit 3
+"""
+
+
+def test_a_job_is_its_submitters_also_after_its_agent_was_killed(site: Site) -> None:
+    ada, bob = site.token("ada", "submit"), site.token("bob", "submit")
+    site.token("n1", "node")
+    agent = site.start_agent()
+    site.running.wait_until("n1 is connected", lambda: "connected" in site.ctl(site.admin, "nodes"))
+
+    site.submit(ada, "of-ada", TWICE, "--max-restarts=1")
+    site.running.wait_until("it runs", (site.home / "started").exists)
+    assert (site.home / "started").stat().st_uid == NOBODY.pw_uid
+
+    agent.process.kill()
+    agent.process.wait()
+    again = site.start_agent()
+    site.running.wait_for_text(again, "adopted")
+    (site.home / "go").touch()
+    site.until_state("of-ada", "succeeded")
+    assert (site.home / "failed").stat().st_uid == NOBODY.pw_uid
+
+    for number in ("0", "1"):
+        said = site.ctl(ada, "logs", "of-ada", f"--round={number}", "--rank=0").splitlines()
+        assert said[:3] == ["nobody", "0027", "60"]
+        assert f"HOME={NOBODY.pw_dir}" in said
+        assert "USER=nobody" in said
+        assert not [line for line in said if line.startswith("SECRET=")]
+    (run,) = (site.folder / "state" / "runs" / "of-ada").iterdir()
+    found = run.stat()
+    assert (found.st_uid, found.st_mode & 0o777) == (NOBODY.pw_uid, 0o700)
+
+    # Whoever has no account here, or asks for another's, is declined, with the reason.
+    site.submit(bob, "of-bob", "true")
+    site.until_status("of-bob", "no account is mapped to its submitter 'bob' on this node")
+    site.submit(ada, "as-root", "true", "--user=root")
+    site.until_status("as-root", "may not run jobs as 'root' on this node, only as nobody")
+    assert not os.path.lexists(site.folder / "state" / "runs" / "of-bob")

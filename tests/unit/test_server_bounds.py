@@ -1,0 +1,59 @@
+"""What any one caller can take of a server: so much, and what is beyond is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from dataclasses import replace
+
+import pytest
+
+from rdzv.server.allowance import Allowance
+from rdzv.server.config import Limits, Timings
+from rdzv.server.door import Door
+from rdzv.server.service import OTHER_FILES, _connections
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "expected"),
+    [
+        ([0, 0, 0], "yyn"),
+        ([0, 0, 99, 100, 100], "yynyn"),
+        ([0, 0, 10_000, 10_000, 10_000], "yyyyn"),
+        ([0, 0, 50, 100], "yyny"),
+    ],
+)
+def test_a_burst_is_allowed_and_then_a_rate(times_ms: list[int], expected: str) -> None:
+    allowed = Allowance(burst=2, per_second=10)
+    assert "".join("y" if allowed.take(at) else "n" for at in times_ms) == expected
+
+
+def door(**limits: int) -> Door:
+    return Door(asyncio.Protocol, replace(Limits(), **limits), Timings())
+
+
+def test_one_address_has_a_part_of_the_connections() -> None:
+    made = door(http_connections=3, http_connections_per_peer=2)
+    assert [made.enter("a"), made.enter("a"), made.enter("b")] == ["", "", ""]
+    assert made.enter("c") == "this server has 3 connections; try again later"
+    made.leave("b")
+    assert made.enter("a") == "a has 2 connections here; close some"
+    assert made.enter("c") == ""
+    made.leave("a")
+    assert made.enter("a") == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (resource.RLIM_INFINITY, 32_768),
+        (524_288, 32_768),
+        (4_096, 4_096 - OTHER_FILES),
+        (256, 128),
+    ],
+)
+def test_connections_leave_files_for_the_store(
+    monkeypatch: pytest.MonkeyPatch, files: int, expected: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert _connections(Limits()) == expected
