@@ -118,6 +118,12 @@ proto-check: $(PROTO_READY)
 clean:  ## remove everything that was made here
 	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
+# SURFACES=rpc,bytes,c10d,spec,text,config chooses; SEED=N repeats; docs/security.md has more.
+.PHONY: fuzz
+fuzz: $(READY)  ## hostile input to every surface, SECONDS=600 for each; what finds something is kept
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SURFACES),--surfaces $(SURFACES)) \
+	  $(if $(SEED),--seed $(SEED))
+
 # FAULTS=kill-server,cut-host TIMES=20 chooses; QUICK=1 takes a few minutes; docs/faults.md has more.
 .PHONY: faults
 faults: $(READY)  ## real faults on a real training: kills, stops, partitions, loss, full disks; root

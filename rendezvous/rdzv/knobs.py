@@ -607,8 +607,13 @@ def _with_unit(number: float, units: Mapping[str, float], smallest: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    # JSON's strings are TOML's but for this one character, which TOML wants escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    # JSON's strings are TOML's; what a terminal would obey, or can not show, is escaped in both.
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else _escaped(char) for char in quoted)
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
 
 
 def _bare(name: str) -> str:

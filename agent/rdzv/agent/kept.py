@@ -114,9 +114,10 @@ def decode_placement(text: str | None) -> KeptPlacement:
 
     """
     raw = _load(PLACEMENT, text)
-    if raw.get("format", 0) > FORMAT:
+    found = raw.get("format", 0)
+    if isinstance(found, int) and found > FORMAT:
         raise NotAdoptableError(
-            f"what it keeps has format {raw.get('format')}, and this agent reads format {FORMAT}"
+            f"what it keeps has format {found}, and this agent reads format {FORMAT}"
         )
     return _convert(PLACEMENT, raw, KeptPlacement)
 
@@ -136,7 +137,7 @@ def _load(name: str, text: str | None) -> dict[str, Any]:
         raise NotAdoptableError(f"it was about to begin, and keeps no {name}")
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotAdoptableError(f"its {name} can not be read: {error}") from error
     if not isinstance(raw, dict):
         raise NotAdoptableError(f"its {name} can not be read: {text:.80}")

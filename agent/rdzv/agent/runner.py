@@ -670,7 +670,7 @@ def _read_identity(request: Mapping[str, object]) -> Identity | None:
             umask=_field(said, "umask", int),
             limits=tuple((str(name), int(soft), int(hard)) for name, soft, hard in limits),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"identity: {error}") from error
 
 
@@ -714,7 +714,7 @@ def _read_fence_at_ms(request: Mapping[str, object]) -> int:
 
 def _read_socket_path(request: Mapping[str, object]) -> Path:
     path = Path(_field(request, "socket", str))
-    if not path.is_absolute() or not path.name:
+    if not path.is_absolute() or not path.name or "\0" in str(path):
         raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
     return path
 
@@ -1528,7 +1528,7 @@ class Runner:
             return False
         try:
             self._hear_zygote(zygote, json.loads(data))
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             self._give_up_zygote(zygote, f"it says {data!r:.200}: {error!r}")
         return True
 

@@ -207,7 +207,7 @@ def _read_hello(said: Mapping[str, Any]) -> Hello:
             zygote=bool(said["zygote"]),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NotAdoptableError(f"it says {said!r:.200}: {error!r}") from error
 
 

@@ -276,7 +276,8 @@ class _Machine:
             raise self._refusal("a class is named by what is no text")
         known = _CLASSES.get((module, name))
         if known is None:
-            raise self._refusal(f"{module}.{name} has no place in it")
+            # As it may hold what a terminal would obey, or a line of its own, and is logged.
+            raise self._refusal(f"{f'{module}.{name}'!a} has no place in it")
         self._push(known)
 
     def _new(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 from collections import Counter
@@ -137,6 +138,8 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
 
 def servers(found: Sequence[Server], page: Page) -> str:
     """Show one line a server."""
+    if not found:
+        return page.line(Cell("no server is known here", "dim"))
     rows = [
         (
             Cell(server.address),
@@ -289,7 +292,9 @@ def progress(job: JobStatus) -> str:
 
 def straggling(job: JobStatus) -> str:
     """Name the workers that straggle, the slowest first."""
-    slowest = sorted(job.stragglers, key=lambda one: -one.step_s / one.median_s)
+    slowest = sorted(
+        job.stragglers, key=lambda one: -one.step_s / one.median_s if one.median_s else -math.inf
+    )
     return listed(
         f"RANK {one.rank} ({one.step_s:.3g} s a step, the median is {one.median_s:.3g} s; for "
         f"{duration(one.age_ms)})"
@@ -478,7 +483,8 @@ def _node_steps(node: NodeStatus, by_rank: Mapping[int, RankProgress]) -> str:
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    said = [by_rank[rank] for rank in ranks if rank in by_rank]
+    # Not the other way: a server may say any size.
+    said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said) if said else _UNKNOWN
 
 

@@ -67,6 +67,11 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"--file={path} is not TOML: {error}; correct it") from error
+    except (RecursionError, ValueError) as error:
+        # Nested too deeply, or a number of thousands of digits.
+        raise InvalidRequestError(
+            f"--file={path} can not be read: {error}; is it a job?"
+        ) from error
 
 
 class _Keys:

@@ -29,8 +29,8 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
         note = f"... and {counted(workers, 'worker')} at {len(more)} other places; --raw shows them"
         lines.append(page.line(Cell(note, "dim")))
     for node in report.silent if raw else report.silent[:_MOST_SILENT]:
-        first = node.rank_first
-        ranks = ranks_text(range(first, first + node.local_world_size))
+        first, last = node.rank_first, node.rank_first + node.local_world_size - 1
+        ranks = f"{first}-{last}" if last > first else str(first)
         lines += page.sentence(f"RANK {ranks} on {node.node_id}: {node.reason}")
     if not raw and len(report.silent) > _MOST_SILENT:
         silent = counted(len(report.silent) - _MOST_SILENT, "more node")

@@ -11,10 +11,12 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -125,7 +127,7 @@ class Gate:
         """Write down who has changed what."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
-        reason = getattr(request, "reason", "")
+        reason = wire.sentence(getattr(request, "reason", ""), self._config.limits)
         text = f"{method} {target}, by {caller} from {peer}{f': {reason}' if reason else ''}{end}"
         log.info("%s", text, extra={"audit": True})
         row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), method, text)
@@ -170,9 +172,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
             kind = grpc.unary_unary_rpc_method_handler
             inner, guarded = handler.unary_unary, self._guarded
         assert inner is not None, f"{method} streams only what is asked, which nothing here does"
+        deserializer = handler.request_deserializer
+        if deserializer is not None and not handler.request_streaming:
+            deserializer = _reading(deserializer)
         made: AnyHandler = kind(
             guarded(method, inner),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=deserializer,
             response_serializer=handler.response_serializer,
         )
         return made
@@ -221,6 +226,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
             if (row := roles.CALLS[method]) is not None:
                 caller = await self._gate.caller(_header(context), lambda: _certified(context))
                 await self._gate.admit(caller, row, name, getattr(request, "rdzv_id", None))
+            if isinstance(request, _Unreadable):
+                raise InvalidRequestError(
+                    f"the request of {name} can not be read: {request.why}; the sender speaks "
+                    "another protocol"
+                )
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
                 who = f"{caller} at {_host(context.peer())}"
@@ -228,6 +238,25 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await end_call(context, error)
         callers.present.set(caller)
         return caller
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """What stands for a request that is no message."""
+
+    why: str
+
+
+def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Have what is no message refused; gRPC would log a traceback for each, as a bug of ours."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:

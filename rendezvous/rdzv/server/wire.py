@@ -216,7 +216,7 @@ def _one_of(what: str, value: int, known: Mapping[int, T]) -> T:
     return known[value]
 
 
-def _sentence(text: str, limits: Limits) -> str:
+def sentence(text: str, limits: Limits) -> str:
     """Cut what people read to one line of bounded length."""
     line = "".join(char if char.isprintable() else " " for char in text).strip()
     return line if len(line) <= limits.reason_chars else line[: limits.reason_chars - 3] + "..."
@@ -319,7 +319,7 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
         pid=message.pid,
         exit_code=message.exit_code if message.HasField("exit_code") else None,
         signal=message.signal if message.HasField("signal") else None,
-        message=_sentence(message.message, limits),
+        message=sentence(message.message, limits),
         traceback=_traceback(message.traceback, limits),
         age_ms=min(message.age_ms, limits.timeout_ms),
     )
@@ -359,7 +359,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
 def draining_of(message: pb.Draining, limits: Limits) -> Draining:
     """Read that a node is about to leave all its jobs."""
     left_ms = min(message.deadline_ms, limits.timeout_ms)
-    return Draining(left_ms, _sentence(message.reason, limits), message.number, message.own)
+    return Draining(left_ms, sentence(message.reason, limits), message.number, message.own)
 
 
 def _resources(message: pb.Resources, limits: Limits) -> Resources:
@@ -412,7 +412,7 @@ def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
     """Read what is wrong with a node; the first of too many are reason enough."""
     return tuple(
-        FailingCheck(_sentence(one.name, limits), _sentence(one.reason, limits))
+        FailingCheck(sentence(one.name, limits), sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
     )
 
@@ -449,7 +449,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
         resume = (replace(again, secret=join.secret),)
     store_host: tuple[Command, ...] = ()
     if round_ is not None and message.store_host_failed:
-        reason = _sentence(message.store_host_failed, limits)
+        reason = sentence(message.store_host_failed, limits)
         failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
         # Who has moved to another incarnation is heard of its seat after it has taken it.
         store_host = (*resume, failed)
@@ -600,7 +600,7 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
         # Unknown to a node that leaves before it has heard which run it is in.
         run=_uid("run", message.run, limits, needed=False),
         cause=_one_of("cause", message.cause, _LEAVE_CAUSES),
-        reason=_sentence(message.reason, limits),
+        reason=sentence(message.reason, limits),
         left_round=message.left_round if message.HasField("left_round") else None,
         exited_zero=message.exited_zero,
     )
@@ -612,12 +612,12 @@ def _stuck(message: pb.Stuck, speaker: Speaker, limits: Limits) -> ReportStuck:
 
 
 def _store_host(message: pb.StoreHostFailed, speaker: Speaker, limits: Limits) -> ReportStoreHost:
-    run, reason = _uid("run", message.run, limits), _sentence(message.reason, limits)
+    run, reason = _uid("run", message.run, limits), sentence(message.reason, limits)
     return ReportStoreHost(speaker.node_id, speaker.incarnation, run, message.round, reason)
 
 
 def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
-    run, reason = _uid("run", message.run, limits), _sentence(message.reason, limits)
+    run, reason = _uid("run", message.run, limits), sentence(message.reason, limits)
     return Decline(speaker.node_id, run, reason, message.passing)
 
 
@@ -667,7 +667,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
         offset=message.offset,
         data=message.data,
         last=message.last,
-        error=_sentence(message.error, limits),
+        error=sentence(message.error, limits),
     )
 
 
@@ -686,7 +686,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
                 local_rank=_within("local_rank", one.local_rank, 0, limits.local_world_size - 1),
                 pid=one.pid,
                 silent_ms=min(one.silent_ms, limits.timeout_ms),
-                reason=_sentence(one.reason, limits),
+                reason=sentence(one.reason, limits),
             )
             for one in message.workers
         ),
@@ -702,7 +702,7 @@ def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
         request=message.request,
         workers=tuple(_worker_stack(one, limits) for one in message.workers),
         last=message.last,
-        error=_sentence(message.error, limits),
+        error=sentence(message.error, limits),
     )
 
 
@@ -723,7 +723,7 @@ def _worker_stack(message: pb.WorkerStack, limits: Limits) -> WorkerStack:
             )
             for thread in message.threads[: limits.stack_threads]
         ),
-        note=_sentence(message.note, limits),
+        note=sentence(message.note, limits),
         kernel=tuple(_cut(place, limits) for place in message.kernel[: limits.stack_frames]),
     )
 
@@ -778,7 +778,7 @@ def submit_of(message: pb.SubmitJobRequest, limits: Limits) -> Submit:
         run=_uid("run", message.run, limits),
         settings=settings,
         spec=_spec(message.spec, limits),
-        submitted_by=_sentence(_label("submitted_by", message.submitted_by, limits), limits)
+        submitted_by=sentence(_label("submitted_by", message.submitted_by, limits), limits)
         or "somebody",
     )
 
@@ -835,7 +835,7 @@ def _sized(what: str, texts: Iterable[str], most: int) -> None:
 
 def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
     """Read on which node nothing more is to be placed, and why."""
-    return node_id_of(message.node_id, limits), _sentence(message.reason, limits)
+    return node_id_of(message.node_id, limits), sentence(message.reason, limits)
 
 
 def node_id_of(text: str, limits: Limits) -> str:
@@ -846,7 +846,7 @@ def node_id_of(text: str, limits: Limits) -> str:
 def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
     """Read which node is to be empty, in how many milliseconds, and why."""
     deadline_ms = _within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
-    reason = _sentence(message.reason, limits) or "an operator asked for it"
+    reason = sentence(message.reason, limits) or "an operator asked for it"
     return node_id_of(message.node_id, limits), deadline_ms, reason
 
 
@@ -868,7 +868,7 @@ def scale_of(message: pb.ScaleJobRequest, limits: Limits) -> Scale:
 
 
 def _wish(reason: str, limits: Limits) -> str:
-    return _sentence(reason, limits) or "an operator asked for it"
+    return sentence(reason, limits) or "an operator asked for it"
 
 
 # ------------------------------------------------------------------ what nodes are told

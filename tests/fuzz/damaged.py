@@ -1,0 +1,313 @@
+"""What a machine's own files and sockets say: configurations, runners, zygotes, what workers write.
+
+A step is the file `rdzvd` or `agent`; a frame to a runner (`runner`); what a runner says to its
+agent (`told`, `hello`, `kept`); what a zygote, which is the user's own process, says to the runner;
+or a worker's error file, or its step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rdzv.agent import agent_config, kept, runner, runner_link
+from rdzv.agent.errors import read_error
+from rdzv.agent.progress import read_step
+from rdzv.server import configuration
+from tests.fuzz import surface
+from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
+
+_WORDS = (
+    *("type", "workers", "env", "argv", "cwd", "round", "local_rank", "pid", "cpus", "identity"),
+    *("uid", "gid", "groups", "umask", "limits", "grace_s", "orphan_timeout_s", "socket", "number"),
+    *("version", "kept", "last_round", "store_hosts", "zygote", "modules", "reason", "message"),
+    *("ready", "refused", "forked", "pids", "threads", "memory_kb", "seconds", "extraInfo"),
+    *("fence_at_ms", "signal", "name", "value", "wait_s", "format", "placement", "fd", "port"),
+)
+_REQUESTS = (
+    *("start_workers", "stop_workers", "notify_workers", "stop_store_host", "renew_fence"),
+    *("keep_zygote", "serve", "keep", "heard", "adopt", "no_such"),
+)
+_TOLD = tuple(runner_link._EVENTS)
+_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "start_workers": {
+        "round": 1,
+        "grace_s": 1.0,
+        "workers": [
+            {
+                "local_rank": 0,
+                "argv": ["true"],
+                "env": {"A": "b"},
+                "cwd": None,
+                "cpus": [0],
+                "identity": {
+                    "uid": 1,
+                    "gid": 1,
+                    "groups": [1],
+                    "umask": 18,
+                    "limits": [["a", 1, 1]],
+                },
+            }
+        ],
+    },
+    "stop_workers": {"round": 1, "signal": 15, "grace_s": 1.0},
+    "notify_workers": {"round": 1, "signal": 10},
+    "renew_fence": {"fence_at_ms": 2**52},
+    "keep_zygote": {"argv": ["python"], "env": {}, "cwd": None, "modules": ["json"], "wait_s": 1.0},
+    "serve": {"socket": "@socket", "orphan_timeout_s": 1.0, "grace_s": 1.0},
+    "keep": {"name": "state", "value": "x"},
+    "heard": {"number": 1},
+    "hello": {
+        "type": "hello",
+        "version": 1,
+        "pid": 4711,
+        "round": 1,
+        "last_round": 1,
+        "workers": [[0, 4712]],
+        "store_hosts": [1],
+        "zygote": False,
+        "kept": {"state": "{}"},
+    },
+    "zygote": {"ready": {"modules": ["json"], "threads": 1, "memory_kb": 1, "seconds": 0.5}},
+    "error": {
+        "message": {"message": "no", "extraInfo": {"py_callstack": "a\nb", "timestamp": "1"}}
+    },
+}
+_ODD = (
+    *(None, True, 0, -1, 2**31, 2**63, 2**70, 1.5, float("inf"), float("-inf"), float("nan")),
+    *("", "a\0b", "\ud800", [], {}, [[]], {"": None}, "x" * 5_000, [None], "/etc/passwd"),
+)
+
+
+def _mangled(dice: random.Random, value: Any) -> Any:
+    """Return a value with some of its parts replaced by others that JSON can hold."""
+    if dice.random() < 0.08:
+        return dice.choice((*_ODD, surface.text(dice)))
+    if isinstance(value, dict):
+        made = {name: _mangled(dice, one) for name, one in value.items() if dice.random() < 0.97}
+        if dice.random() < 0.1:
+            made[dice.choice(_WORDS)] = dice.choice(_ODD)
+        return made
+    if isinstance(value, list):
+        return [_mangled(dice, one) for one in value] * dice.choice((1, 1, 1, 0, 2))
+    return value
+
+
+def _json(dice: random.Random, shape: Mapping[str, Any]) -> bytes:
+    if dice.random() < 0.02:
+        return dice.choice((b"[" * 100_000, b"1" * 10_000, b'{"a":' * 50_000, b"\xff", b"", b"NaN"))
+    data = json.dumps(_mangled(dice, dict(shape))).encode()
+    return data[: dice.randint(0, len(data))] if dice.random() < 0.05 else data
+
+
+def _frame(dice: random.Random) -> Step:
+    name = dice.choice(_REQUESTS)
+    data = _json(dice, {"type": name, **_SHAPES.get(name, {})})
+    length = len(data) if dice.random() < 0.95 else dice.choice((0, 1, 2**31, 2**32 - 1))
+    return "runner", struct.pack(">I", length) + data
+
+
+def _toml(dice: random.Random, kind: str) -> Step:
+    knobs = configuration.KNOBS if kind == "rdzvd" else agent_config.KNOBS
+    keys = [*knobs.by_key, "no_such", "job.args", "user"]
+    lines = []
+    for key in sorted(dice.choice(keys) for _ in range(dice.randint(1, 5))):
+        value: Any = dice.choice(
+            (surface.text(dice), 1, -1, 2**70, 1.5, True, [surface.text(dice)])
+        )
+        written = json.dumps(value)
+        written = (
+            dice.choice(("nan", "inf", "-inf", "1e999", "[" * 3_000))
+            if dice.random() < 0.1
+            else written
+        )
+        written = dice.choice(('"5 s"', '"-1 s"', '"9e99 d"', '"1 MiB"', '"127.0.0.1:0"', written))
+        lines.append(f"{key} = {written}")
+    return kind, "\n".join(lines).encode(errors="surrogatepass")
+
+
+def _inputs(dice: random.Random) -> Input:
+    kind = dice.choice(
+        ("rdzvd", "agent", "runner", "runner", "told", "hello", "kept", "zygote", "error")
+    )
+    if kind in ("rdzvd", "agent"):
+        return (_toml(dice, kind),)
+    if kind == "runner":
+        return tuple(_frame(dice) for _ in range(dice.randint(1, 5)))
+    if kind == "told":
+        fields = {dice.choice(_WORDS): dice.choice(_ODD) for _ in range(dice.randint(0, 4))}
+        return ((kind, _json(dice, {"type": dice.choice(_TOLD), "round": 1, **fields})),)
+    if dice.random() < 0.1:
+        return (("step", dice.choice((b"12", b"-1", b"\xff", b"9" * 99, "٣".encode(), b" 7\n"))),)
+    return ((kind, _json(dice, _SHAPES.get(kind, {"format": 1, "placement": {"rdzv_id": "j"}}))),)
+
+
+# ------------------------------------------------------------------------------------ taking
+
+
+def _configuration(folder: Path, read: Callable[[Path], object], data: bytes) -> None:
+    path = folder / "some.toml"
+    path.write_bytes(data)
+    with refusing():
+        read(path)
+
+
+def _say(folder: Path, frames: bytes) -> None:
+    """Have a runner read frames; what would start programs is read, and not obeyed."""
+    ours, theirs = socket.socketpair()
+    made = runner.Runner(runner.Channel(theirs))
+    serve = made._requests["serve"]
+
+    def listen(request: Mapping[str, object]) -> None:
+        said = request.get("socket")
+        if isinstance(said, str) and said.startswith("@socket"):
+            serve({**request, "socket": f"{folder}/{said[1:]}"})
+        else:
+            runner._read_socket_path(request)
+
+    made._requests |= {
+        "serve": listen,
+        "start_workers": lambda request: [*map(_prepared, runner._read_worker_specs(request))],
+        "keep_zygote": lambda request: [_prepared(runner._read_zygote_spec(request))],
+    }
+    try:
+        made._watch(theirs.fileno(), made._serve_agent)
+        with suppress(BlockingIOError, BrokenPipeError):
+            ours.setblocking(False)
+            ours.sendall(frames)
+        while made._agent is not None and made._agent.fileno() >= 0:
+            before = len(made._agent._received)
+            made._serve_agent()
+            if made._agent is None or len(made._agent._received) == before:
+                break
+    finally:
+        ours.close()
+        made._listen_no_more()
+        made._lose_agent()
+        if made._alarm is not None:
+            os.close(made._alarm.fileno())
+        made._selector.close()
+
+
+def _prepared(spec: Any) -> None:
+    """Look at what a process would be started with."""
+    assert all(isinstance(word, str) for word in spec.argv)
+
+
+def _hear_zygote(data: bytes) -> None:
+    """Have a runner hear what a zygote says."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent, agents = socket.socketpair()
+    made = runner.Runner(runner.Channel(agents))
+    told = SimpleNamespace(pid=1, kill=lambda: None, poll=lambda: None)
+    zygote: Any = SimpleNamespace(
+        control=theirs,
+        process=told,
+        asked={},
+        ready=False,
+        ready_until=1.0,
+        lost_because="",
+        final=False,
+    )
+    try:
+        made._watch(agents.fileno(), made._serve_agent)
+        made._watch(theirs.fileno(), lambda: None)
+        made._zygote = zygote
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        with suppress(OSError):
+            ours.send(data[:100_000])
+            made._read_zygote(zygote)
+    finally:
+        for one in (ours, theirs, agent):
+            one.close()
+        made._lose_agent()
+        made._selector.close()
+
+
+def _hello(data: bytes) -> None:
+    said = _decoded(data)
+    if said is not None:
+        with suppress(runner_link.NotAdoptableError):
+            runner_link._read_hello(said)
+
+
+def _told(data: bytes) -> None:
+    said = _decoded(data)
+    if said is not None:
+        with suppress(runner.MalformedFrameError):
+            runner_link._decode(said)
+            runner_link._number_of(said)
+
+
+def _decoded(data: bytes) -> Mapping[str, object] | None:
+    """Read a frame as a channel does."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            return runner.Channel(ours)._decode(data)
+        except runner.MalformedFrameError:
+            return None
+
+
+def _kept(data: bytes) -> None:
+    for decode in (kept.decode_placement, kept.decode_state):
+        with suppress(runner_link.NotAdoptableError):
+            decode(data.decode(errors="replace"))
+
+
+def _error(folder: Path, data: bytes) -> None:
+    path = folder / "error.json"
+    path.write_bytes(data)
+    read_error(path, None, 4711)
+
+
+def _step(data: bytes) -> None:
+    with suppress(ValueError):
+        step = read_step(data)
+        if step is not None and step < 0:
+            raise FoundError(f"{data!r} is step {step}")
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[Take]:
+    def read_rdzvd(path: Path) -> None:
+        configuration.Configuration(path, {})
+
+    takes: Mapping[str, Callable[[bytes], None]] = {
+        "rdzvd": partial(_configuration, folder, read_rdzvd),
+        "agent": partial(_configuration, folder, agent_config.read_config),
+        "runner": partial(_say, folder),
+        "zygote": _hear_zygote,
+        "hello": _hello,
+        "told": _told,
+        "kept": _kept,
+        "error": partial(_error, folder),
+        "step": _step,
+    }
+
+    def take(steps: Input) -> None:
+        frames = b"".join(data for kind, data in steps if kind == "runner")
+        if frames:
+            takes["runner"](frames)
+        for kind, data in steps:
+            if kind != "runner":
+                takes[kind](data)
+
+    yield take
+
+
+DAMAGED = Surface(
+    name="config",
+    promise="what is damaged is refused in words; a runner and an agent go on",
+    make=_inputs,
+    open=_open,
+)

@@ -1,0 +1,214 @@
+"""A whole server in this process, and a bystander whom no input may disturb.
+
+The server has its gRPC and HTTP ports, keeps its state in memory, and runs in the event loop of a
+thread of its own. The bystander is a node whose job runs: after each input its heartbeat is heard,
+its job is as it was, and calls on the same server are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from rdzv.core.nodes import NodesTuning
+from rdzv.server.clock import MonotonicClock
+from rdzv.server.config import Config, Limits, Listen, Timings
+from rdzv.server.driver import Driver
+from rdzv.server.http import serving_http
+from rdzv.server.metrics import Metrics
+from rdzv.server.replica import Replica
+from rdzv.server.service import serving
+from rdzv.stores.memory import MemoryStore
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alarmed
+
+NODE = "bystander"
+JOB = "bystanders-job"
+"""No surface makes these names; so whatever becomes of them was not asked for."""
+
+LIMITS = Limits(jobs=200, message_bytes=256 * 1024)
+TIMINGS = Timings(
+    hello_timeout_ms=200,
+    log_answer_ms=100,
+    log_answer_most_ms=200,
+    stacks_answer_ms=100,
+    hang_gather_ms=50,
+    stop_grace_ms=100,
+)
+LONG_MS = 600_000
+"""The bystander's lease: a machine that is busy is not to take it for lost."""
+
+TASKS_OF_AN_INPUT = 3.0
+"""Seconds that what an input has begun may go on after it, on a busy machine."""
+
+
+@dataclass
+class Served:
+    """The server under test, in its own loop."""
+
+    grpc: int
+    http: int
+    channel: grpc.aio.Channel
+    driver: Driver
+
+
+Talk = Callable[[Served, Input], Awaitable[None]]
+
+
+@contextmanager
+def talking(talk: Talk) -> Iterator[Take]:
+    """Serve until the body ends; each input is given to `talk`, in the loop of the server."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="server under test")
+    thread.start()
+
+    def do(work: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        return future.result(HANG_S + PATIENCE_S)
+
+    troubles: list[str] = []
+    loop.set_exception_handler(lambda _, about: troubles.append(f"{about}"[:2_000]))
+    made = _serving()
+    with alarmed() as alarm:
+        try:
+            served, bystander = do(made.__aenter__())
+            tasks = _tasks(loop)
+
+            async def one(steps: Input) -> None:
+                try:
+                    async with asyncio.timeout(HANG_S):
+                        await talk(served, steps)
+                except TimeoutError:
+                    raise FoundError(f"hang: no answer within {HANG_S:g} s") from None
+                await bystander.is_served()
+                await _ends(lambda: _tasks(loop) <= tasks + 1, "tasks of the input do not end")
+
+            def take(steps: Input) -> None:
+                try:
+                    do(one(steps))
+                except BaseException:
+                    alarm.heard.clear()
+                    troubles.clear()
+                    raise
+                alarm.check()
+                if troubles:
+                    raise FoundError(troubles.pop())
+
+            try:
+                yield take
+            finally:
+                do(made.__aexit__(None, None, None))
+                do(_ends(lambda: _tasks(loop) <= 1, "tasks are left of a server that has ended"))
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+
+def _tasks(loop: asyncio.AbstractEventLoop) -> int:
+    return len(asyncio.all_tasks(loop))
+
+
+async def _ends(over: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not over():
+        if time.monotonic() > until:
+            raise FoundError(f"leak: {what}: {[t.get_coro() for t in asyncio.all_tasks()]}")
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def _serving() -> AsyncIterator[tuple[Served, _Bystander]]:
+    config = Config(
+        Listen("127.0.0.1", 0),
+        Path("/nowhere"),
+        store="memory",
+        limits=LIMITS,
+        timings=TIMINGS,
+        nodes_tuning=NodesTuning(lease_ms=LONG_MS, lease_max_ms=LONG_MS),
+    )
+    clock = MonotonicClock()
+    replica = Replica(clock, "memory", "1.2.3")
+    metrics = Metrics(lambda: None, config, "1.2.3")
+    async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
+        replica.lead(driver)
+        async with (
+            serving(replica, clock, config) as bound,
+            serving_http(replica, metrics, config, config.listen, clock) as http,
+            grpc.aio.insecure_channel(str(bound), [("grpc.enable_retries", 0)]) as channel,
+            grpc.aio.insecure_channel(
+                str(bound), [("grpc.use_local_subchannel_pool", 1)]
+            ) as another,
+        ):
+            bystander = _Bystander(another)
+            await bystander.join()
+            yield Served(bound.port, http.bound.port, channel, driver), bystander
+            bystander.leave()
+
+
+class _Bystander:
+    """A node that runs a job by itself."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call: Any = pb_grpc.RendezvousStub(channel).Attach()  # type: ignore[no-untyped-call]
+        self._control: Any = pb_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        self._beats = 0
+
+    async def join(self) -> None:
+        hello = pb.Hello(
+            protocol_version=1,
+            node_id=NODE,
+            instance="one",
+            kind=pb.AGENT_KIND_DAEMON,
+            address="127.0.0.1",
+            pid=1,
+        )
+        await self._call.write(pb.NodeMessage(hello=hello))
+        await self._hear("welcome")
+        settings = pb.Settings(min_nodes=1, max_nodes=1, join_timeout_ms=LONG_MS, max_restarts=0)
+        offer = pb.Offer(address="127.0.0.1", machine="m", local_world_size=1, store_port=4711)
+        await self._call.write(
+            pb.NodeMessage(join=pb.Join(rdzv_id=JOB, settings=settings, offer=offer))
+        )
+        await self._hear("round_completed")
+
+    async def is_served(self) -> None:
+        """Say a heartbeat and hear the answer; ask for the job, which runs.
+
+        Raises:
+            FoundError: one of these is not so.
+
+        """
+        self._beats += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                beat = pb.Heartbeat(number=self._beats)
+                await self._call.write(pb.NodeMessage(heartbeat=beat))
+                await self._hear("heard")
+                status = await self._control.GetStatus(pb.GetStatusRequest(rdzv_id=JOB))
+        except (TimeoutError, grpc.aio.BaseError) as error:
+            raise FoundError(f"another caller is not served: {error!r}") from error
+        if status.state != "running":
+            raise FoundError(f"another's job is {status.state}: {status.reason}")
+
+    async def _hear(self, kind: str) -> None:
+        while True:
+            message = await self._call.read()
+            if not isinstance(message, pb.ServerMessage):
+                raise FoundError(f"another's stream has ended: {await self._call.details()}")
+            if message.WhichOneof("body") in ("round_ended", "closed"):
+                raise FoundError(f"another's round is over: {message}")
+            if message.WhichOneof("body") == kind:
+                return
+
+    def leave(self) -> None:
+        self._call.cancel()

@@ -1,0 +1,127 @@
+"""Texts that others wrote, as they reach a terminal: what the commands print, and lines of logs.
+
+A step is a message that a server might send, whatever is in it: `JobStatus` and its like, or
+`LogLines`. Pages of the commands and the relay of logs are made of it, as `rdzvctl` would on a
+terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from rdzv import client
+from rdzv.ctl import as_text, as_text_access, as_text_nodes, explain, live, trace
+from rdzv.ctl import stacks as stacks_text
+from rdzv.ctl.layout import Page
+from rdzv.ctl.logs import Printer
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.fuzz import messages, surface
+from tests.fuzz.surface import Input, Step, Surface, Take, check_text
+
+_NARROW = Page(width=60, colour=False, now_s=1_000.0)
+_WIDE = Page(width=None, colour=False, now_s=1_000.0)
+
+
+def _status(message: Any) -> Iterator[str]:
+    job = client.job_status_of(message)
+    for page in (_NARROW, _WIDE):
+        yield as_text.status(job, page)
+        yield as_text.status(job, page, everything=True)
+        yield explain.explain(job, (), page)
+        yield as_text.submitted(job, None, page)
+    yield trace.trace(live.later(job, 500), (), 1_000)
+
+
+def _jobs(message: Any) -> Iterator[str]:
+    yield as_text.jobs("h:1", [client.job_summary_of(one) for one in message.jobs], _NARROW)
+
+
+def _events(message: Any) -> Iterator[str]:
+    found = [client.event_of(one) for one in message.events]
+    yield as_text.events("j", found, _NARROW)
+    yield as_text_access.audit(found, _NARROW)
+
+
+def _nodes(message: Any) -> Iterator[str]:
+    found = [client.node_of(one) for one in message.nodes]
+    yield as_text_nodes.nodes("h:1", found, _NARROW)
+    yield from (as_text_nodes.node(one, _NARROW) for one in found)
+
+
+def _stacks(message: Any) -> Iterator[str]:
+    for raw in (False, True):
+        yield stacks_text.text(client.stack_report_of(message), _NARROW, raw=raw)
+
+
+def _servers(message: Any) -> Iterator[str]:
+    yield as_text.servers([client.server_of(one) for one in message.servers], _NARROW)
+
+
+_SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {
+    "JobStatus": _status,
+    "ListJobsResponse": _jobs,
+    "ListEventsResponse": _events,
+    "ListNodesResponse": _nodes,
+    "StackReport": _stacks,
+    "ListServersResponse": _servers,
+}
+_LINE = "LogLines"
+_STATES = ("joining", "running", "stopping", "succeeded", "failed", "stopped", "queued")
+
+
+def _inputs(dice: random.Random) -> Input:
+    if dice.random() < 0.4:
+        return tuple(_line(dice) for _ in range(dice.randint(1, 6)))
+    kind = dice.choice((*_SHOWN, "JobStatus", "JobStatus"))
+    message = messages.make(dice, pb.DESCRIPTOR.message_types_by_name[kind])
+    if kind == "JobStatus":
+        message.state = surface.text(dice, _STATES)
+    return ((kind, message.SerializeToString()),)
+
+
+def _line(dice: random.Random) -> Step:
+    said = dice.choice((surface.text(dice), f"{surface.text(dice)}\r{surface.text(dice)}\n"))
+    data = said.encode(errors="surrogatepass") + dice.choice(
+        (b"", b"\xff\xfe", b"\r", b"\n", b"\t")
+    )
+    lines = pb.LogLines(node_id="n1", rank=dice.choice((0, 7)), round=dice.randint(0, 1), data=data)
+    return _LINE, lines.SerializeToString()
+
+
+def _take(steps: Input) -> None:
+    out = io.BytesIO()
+    printer = Printer(out, prefixed=True, escaped=True, as_it_comes=False)
+    for kind, data in steps:
+        message = GetMessageClass(pb.DESCRIPTOR.message_types_by_name[kind])()
+        try:
+            message.ParseFromString(data)
+        except DecodeError:
+            continue
+        if kind == _LINE:
+            printer.take(client.log_lines_of(message))
+            continue
+        for text in _SHOWN[kind](message):
+            check_text(f"what is shown of {kind}", text)
+    printer.end()
+    check_text("a line of a log", out.getvalue().decode().replace("\t", " "))
+
+
+@contextmanager
+def _open(_: Path) -> Iterator[Take]:
+    yield _take
+
+
+SHOWN = Surface(
+    name="text",
+    promise="nothing that a terminal would obey reaches it, and nothing that is shown crashes",
+    make=_inputs,
+    open=_open,
+)
