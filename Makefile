@@ -8,6 +8,11 @@ READY := $(VENV)/.ready
 PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTO_READY := $(PROTO_VENV)/.ready
+AUDIT_VENV := .venv-audit
+AUDIT_BIN := $(AUDIT_VENV)/bin
+AUDIT_READY := $(AUDIT_VENV)/.ready
+# What users get: rdzv and what it needs, without what is for its development.
+RUNTIME := build/runtime
 PROTOS := proto/rdzv/v1/rdzv.proto
 # Messages alone: their services are etcd's, and are called by path.
 MESSAGES := proto/rdzv/etcd/etcd.proto
@@ -75,8 +80,32 @@ check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
 	@$(BIN)/mypy
 
 .PHONY: package
-package: $(READY)  ## the Debian package, into dist/
+package: $(READY) sbom  ## the Debian package, into dist/, with the list of what is in it
 	@deploy/debian/build
+
+$(AUDIT_READY): Makefile
+	@test -x $(AUDIT_BIN)/python || $(PYTHON) -m venv $(AUDIT_VENV)
+	@$(AUDIT_BIN)/pip --disable-pip-version-check install --quiet \
+	  cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@
+
+$(RUNTIME)/.ready: pyproject.toml
+	@rm -rf $(RUNTIME) && $(PYTHON) -m venv $(RUNTIME)
+	@$(RUNTIME)/bin/pip --disable-pip-version-check install --quiet .[otel]
+	@$(RUNTIME)/bin/pip --disable-pip-version-check uninstall --quiet --yes pip setuptools
+	@touch $@
+
+.PHONY: sbom
+sbom: $(AUDIT_READY) $(RUNTIME)/.ready  ## dist/rdzv.cdx.json: all that rdzv is made of (CycloneDX), and docs/licences.md
+	@mkdir -p dist
+	@$(AUDIT_BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+	  --output-file dist/rdzv.cdx.json $(RUNTIME)/bin/python
+	@$(PYTHON) deploy/licences.py dist/rdzv.cdx.json >dist/licences.md && mv dist/licences.md docs/licences.md
+	@echo "dist/rdzv.cdx.json, docs/licences.md"
+
+.PHONY: audit
+audit: $(AUDIT_READY) $(RUNTIME)/.ready  ## known vulnerabilities of what rdzv needs; asks pypi.org
+	@$(AUDIT_BIN)/pip-audit --strict --path $(RUNTIME)/lib/python3*/site-packages
 
 .PHONY: format
 format: $(READY)  ## let ruff put the code in order
@@ -116,7 +145,7 @@ proto-check: $(PROTO_READY)
 
 .PHONY: clean
 clean:  ## remove everything that was made here
-	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # SURFACES=rpc,bytes,c10d,spec,text,config chooses; SEED=N repeats; docs/security.md has more.
 .PHONY: fuzz
