@@ -40,6 +40,9 @@ _ARGS = (
     *("--snapshot=/dev/../x", "--local-ranks-filter=0,1", "--nproc-per-node=auto", "--no-python"),
     *("train.py", "--", "--run-path", "--numa-binding=node", "--start-method=spawn", "--t=9" * 9),
 )
+_SETTINGS = pb.Settings(
+    min_nodes=1, max_nodes=2, join_timeout_ms=60_000, max_restarts=3, scale_up=pb.SCALE_UP_EAGER
+)
 _KEYS = ("script", "args", "env", "env_from", "nnodes", "labels", "chdir", "rdzv_conf", "user", "x")
 
 
@@ -49,6 +52,11 @@ def _submit(dice: random.Random) -> Step:
     del request.spec.args[:]
     request.spec.args.extend(surface.text(dice, _ARGS) for _ in range(dice.randint(0, 4)))
     request.spec.args.append(surface.text(dice, ("train.py",)))
+    if dice.random() < 0.8:
+        # Else hardly any gets as far as to a node.
+        request.settings.CopyFrom(_SETTINGS)
+        request.spec.priority, request.spec.local_world_size = 0, 2
+        request.spec.account = ""
     return "submit", request.SerializeToString()
 
 

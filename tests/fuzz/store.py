@@ -146,7 +146,7 @@ def _take(steps: Input) -> None:
         if kind == "answer":
             try:
                 _look(msgspec.json.decode(data, type=_Answer))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
         else:
             values[PREFIX + kind.partition(":")[2]] = data

@@ -20,7 +20,6 @@ SEED = 4711
 
 
 @pytest.mark.parametrize("name", sorted(SURFACES))
-@pytest.mark.filterwarnings("default::ResourceWarning")
 def test_hostile_input_is_refused_and_the_rest_goes_on(name: str) -> None:
     result = fuzz(SURFACES[name], SECONDS, first_seed=SEED, most=INPUTS[name])
     assert not result.found

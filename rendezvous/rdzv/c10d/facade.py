@@ -289,7 +289,7 @@ class _StoreServer:
                 raise _EndedError(f"answered with {length} bytes")
             body = await self._reader.readexactly(length)
             return msgspec.json.decode(body, type=_Answer)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _EndedError(f"answered what makes no sense: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._end()
