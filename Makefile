@@ -150,7 +150,7 @@ clean:  ## remove everything that was made here
 # SURFACES=rpc,bytes,c10d,spec,text,config chooses; SEED=N repeats; docs/security.md has more.
 .PHONY: fuzz
 fuzz: $(READY)  ## hostile input to every surface, SECONDS=600 for each; what finds something is kept
-	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SURFACES),--surfaces $(SURFACES)) \
+	@GRPC_VERBOSITY=NONE $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SURFACES),--surfaces $(SURFACES)) \
 	  $(if $(SEED),--seed $(SEED))
 
 # FAULTS=kill-server,cut-host TIMES=20 chooses; QUICK=1 takes a few minutes; docs/faults.md has more.
