@@ -17,12 +17,14 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from rdzv.agent.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import Written, WrittenRound
+from rdzv.agent.side_thread import settle
 from rdzv.agent.watches import Watches
 
 MAX_REQUESTS = 64
@@ -473,17 +475,7 @@ class _Reader:
     async def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call a function in the thread."""
         future: Future[_R] = Future()
-
-        def call() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = function(*args, **kwargs)
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-
-        self._work.put(call)
+        self._work.put(partial(settle, future, partial(function, *args, **kwargs)))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -19,16 +20,19 @@ async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
     exiting, as one of `asyncio.to_thread` would.
     """
     future: Future[_R] = Future()
-
-    def call() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=call, name=function.__name__, daemon=True).start()
+    call = partial(function, *args, **kwargs)
+    name = function.__name__
+    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+def settle(future: Future[_R], call: Callable[[], _R]) -> None:
+    """Call a function, and give a future what it returns or raises; nothing if it is cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
