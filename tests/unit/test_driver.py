@@ -282,11 +282,11 @@ async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> No
         n1 = await s.connect("n1")
         assert read(n1) == [Welcome(n1.incarnation, 1_666, 5_000)]
         n2 = await s.connect("n2")
-        assert read(n2) == [Welcome(n2.incarnation, 10_000, 30_000)]
+        assert read(n2) == [Welcome(n2.incarnation, 15_000, 30_000)]
         s.driver.heard(n1)
         s.driver.heard(n2)
         await s.clock.advance(1_000)
-        assert (read(n1), read(n2)) == ([Lease(10_000, 30_000)], [])
+        assert (read(n1), read(n2)) == ([Lease(15_000, 30_000)], [])
 
 
 async def test_a_refused_join_leaves_no_job_behind() -> None:

@@ -483,7 +483,7 @@ class Driver:
         return stream
 
     def _heartbeat_interval_ms(self, lease_ms: int) -> int:
-        return lease_ms // self._nodes.tuning.heartbeats_per_lease
+        return self._nodes.tuning.interval_for(lease_ms)
 
     def _refuse_hello(self, hello: Hello) -> None:
         if self._stopping:
