@@ -39,11 +39,6 @@ _NO_TLS_1_2 = "PSK-AES128-CBC-SHA"
 """gRPC has no option for the version of TLS. This names its suites for TLS 1.2: one that needs a
 key shared in advance, which nobody has, so that none can be agreed on. TLS 1.3 has its own."""
 
-_EXPERIMENTS = "GRPC_EXPERIMENTS"
-_FEWER_WAKE_UPS = "-event_engine_listener"
-"""gRPC passes what it reads through a pool of threads, each of which is woken for a heartbeat, and
-that is two thirds of what thousands of them cost. Without it the thread that polls reads."""
-
 _GC_EVERY = (20_000, 10, 50)
 """When garbage in cycles is looked for: an open stream is hundreds of objects, and with Python's
 own 700 a server of thousands looks through all of them again and again while they connect."""
@@ -166,8 +161,7 @@ def main(
     Exit codes: 0 ended by a signal, 1 could not start or go on, or --check has found something
     that is not in order, 2 usage or configuration.
     """
-    # Before anything imports gRPC, which reads these once.
-    os.environ.setdefault(_EXPERIMENTS, _FEWER_WAKE_UPS)
+    # Before anything imports gRPC, which reads this once.
     if not _reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
