@@ -334,7 +334,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
 async def test_what_is_said_while_a_commit_is_under_way_shares_the_next_one() -> None:
     store = FlakyStore()
     async with server(store) as s:
-        streams = [await s.connect(f"n{number}") for number in range(40)]
+        streams = [await s.connect(f"n{number:02}") for number in range(40)]
         store.gate = asyncio.Event()
         said = [
             asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, (40, 40))))

@@ -290,26 +290,26 @@ def test_while_those_who_were_expected_still_come_back_nobody_is_lost() -> None:
     for number in range(10):
         fleet.do(Expect(f"n{number}", 7))
     for number in range(9):
-        fleet.pass_until(6_000 * (number + 1))
-        fleet.hear(*(f"n{n}" for n in range(number)))
+        fleet.pass_until(4_000 * (number + 1))
+        fleet.do(Hear(frozenset(f"n{n}" for n in range(number))))
         fleet.connect(f"n{number}", incarnation=7)
     assert not fleet.lost
-    fleet.pass_until(63_999)
+    fleet.pass_until(45_999)
     assert not fleet.lost
-    fleet.pass_until(64_000)
+    fleet.pass_until(46_000)
     assert fleet.lost[0] == "n9"
 
 
 def test_those_who_come_too_late_for_long_are_lost_all_the_same() -> None:
     fleet = Fleet()
     fleet.do(Expect("never", 7))
-    for number in range(30):
+    for number in range(35):
         fleet.do(Expect(f"n{number}", 7))
-    for number in range(30):
-        fleet.pass_until(5_000 * (number + 1))
-        fleet.hear(*(f"n{n}" for n in range(number)))
+    for number in range(35):
+        fleet.pass_until(4_000 * (number + 1))
+        fleet.do(Hear(frozenset(f"n{n}" for n in range(number))))
         fleet.connect(f"n{number}", incarnation=7)
-        assert ("never" in fleet.lost) == (5_000 * (number + 1) >= 120_000)
+        assert ("never" in fleet.lost) == (4_000 * (number + 1) >= 120_000)
 
 
 def test_a_stream_that_ends_while_others_come_back_is_waited_for() -> None:

@@ -560,9 +560,10 @@ def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
     """Wait longer for those who are expected while others of them still come."""
     if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
         return {}
+    quiet_ms = nodes.arrived_ms + ARRIVALS_QUIET_MS
     most_ms = ARRIVALS_GRACES * nodes.tuning.takeover_grace_ms
     return {
-        record.node_id: replace(record, until_ms=nodes.arrived_ms + ARRIVALS_QUIET_MS)
+        record.node_id: replace(record, until_ms=min(quiet_ms, record.since_ms + most_ms))
         for record in nodes.records.values()
         if not record.instance and record.until_ms <= now_ms < record.since_ms + most_ms
     }
