@@ -1,12 +1,24 @@
-"""deploy/kubernetes: the manifests fit Kubernetes' schemas, and what they run, our parsers."""
+"""deploy/kubernetes: the manifests fit Kubernetes' schemas, and what they run, our parsers.
+
+The commands of its README make the secrets, and rdzvd is started with them from its ConfigMap.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import BIN, JOB, cluster_without_server
+from ports import free_port
 
 from rdzv.agent import agent_config
 from rdzv.agent.options import parse_launch
@@ -46,10 +58,54 @@ def container(document: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def server_config(tmp_path: Path) -> Config:
+def server_file(tmp_path: Path, secret: Path) -> Path:
+    """Write what rdzvd is configured by, its secret being mounted elsewhere than in a pod."""
     file = tmp_path / "rdzvd.toml"
-    file.write_text(one("ConfigMap", "rdzvd")["data"]["rdzvd.toml"])
-    return make_config(load(KNOBS, file))
+    mount = tls_mount(one("StatefulSet", "rdzvd"))
+    file.write_text(
+        one("ConfigMap", "rdzvd")["data"]["rdzvd.toml"].replace(f'"{mount}/', f'"{secret}/')
+    )
+    return file
+
+
+def tls_mount(document: dict[str, Any]) -> str:
+    (found,) = [m for m in container(document)["volumeMounts"] if m["name"] == "tls"]
+    assert found["readOnly"] is True
+    return str(found["mountPath"])
+
+
+def secret_of(document: dict[str, Any]) -> str:
+    (found,) = [volume["secret"] for volume in pod(document)["volumes"] if volume["name"] == "tls"]
+    assert found["defaultMode"] & 0o007 == 0, "for the group that fsGroup names, and nobody else"
+    return str(found["secretName"])
+
+
+def readme_commands() -> list[list[str]]:
+    blocks = re.findall(r"\n\n((?:    .*\n)+)", (FOLDER / "README.md").read_text())
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one for each secret of the README, made by its commands."""
+    folder = tmp_path_factory.mktemp("kubernetes")
+    for command in readme_commands():
+        if command[:2] == ["rdzvctl", "certs"]:
+            done = [BIN / "rdzvctl", *(word.replace("NODE", "node-1") for word in command[1:])]
+            subprocess.run(done, cwd=folder, check=True, capture_output=True)
+        elif command[3:6] == ["create", "secret", "generic"]:
+            (folder / command[6]).mkdir()
+            for option in command[7:]:
+                name, _, source = option.removeprefix("--from-file=").rpartition("=")
+                shutil.copy(folder / source, folder / command[6] / (name or Path(source).name))
+    return folder
+
+
+@pytest.fixture
+def server_config(tmp_path: Path, secrets: Path) -> Config:
+    secret = secrets / secret_of(one("StatefulSet", "rdzvd"))
+    return make_config(load(KNOBS, server_file(tmp_path, secret)))
 
 
 def test_all_that_is_promised_is_there() -> None:
@@ -75,18 +131,84 @@ def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
         validate.validate(document, VERSIONS[0], strict=True)
 
 
-def test_rdzvd_is_asked_where_it_answers(tmp_path: Path) -> None:
-    config = server_config(tmp_path)
+def test_rdzvd_is_asked_where_it_answers(server_config: Config) -> None:
+    config = server_config
     assert config.http is not None
     server = container(one("StatefulSet", "rdzvd"))
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert ports == {"grpc": config.listen.port, "http": config.http.port}
-    assert server["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
-    assert server["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert server["livenessProbe"]["httpGet"] == {
+        **{"path": "/healthz", "port": "http", "scheme": "HTTPS"}
+    }
+    assert server["startupProbe"]["httpGet"] == server["livenessProbe"]["httpGet"]
+    assert server["readinessProbe"]["httpGet"] == {
+        **{"path": "/readyz", "port": "http", "scheme": "HTTPS"}
+    }
     service = {port["name"]: port["port"] for port in one("Service", "rdzvd")["spec"]["ports"]}
     assert service == ports
     mounts = [mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")]
     assert str(config.data_dir).startswith(tuple(mounts))
+
+
+def test_whoever_reaches_the_server_has_to_say_who_they_are(server_config: Config) -> None:
+    assert server_config.auth
+    assert not server_config.insecure
+    assert server_config.exposed == ""
+    assert server_config.tls is not None
+    assert server_config.tls.client_ca is not None
+    assert secret_of(one("StatefulSet", "rdzvd")) == "rdzvd-tls"
+
+
+def test_no_secret_has_the_key_that_signs(secrets: Path) -> None:
+    files = {str(file.relative_to(secrets)) for file in secrets.glob("*-tls/*")}
+    assert files == {
+        *("rdzvd-tls/server.crt", "rdzvd-tls/server.key", "rdzvd-tls/ca.crt"),
+        *("train-tls/tls.crt", "train-tls/tls.key", "train-tls/ca.crt"),
+    }
+
+
+def test_rdzvd_serves_probes_and_a_job_with_the_secrets_of_the_readme(
+    tmp_path: Path, secrets: Path
+) -> None:
+    """By HTTP a probe hears how it is, and nobody more without a proof; the job's pods come in."""
+    secret = secrets / secret_of(one("StatefulSet", "rdzvd"))
+    job = one("Job", "train")
+    shown = {
+        each["name"]: str(
+            secrets / secret_of(job) / Path(each["value"]).relative_to(tls_mount(job))
+        )
+        for each in container(job)["env"]
+        if each["name"].startswith("RDZV_TLS_")
+    }
+    http = free_port()
+    with cluster_without_server(tmp_path) as c:
+        config = server_file(tmp_path, secret)
+        c.start_server_by(
+            [
+                *(str(BIN / "rdzvd"), f"--config={config}", f"--data-dir={tmp_path / 'data'}"),
+                *("--listen=localhost:0", f"--http=localhost:{http}"),
+            ]
+        )
+        trusting = ssl.create_default_context(cafile=secret / "ca.crt")
+        at = f"https://localhost:{http}"
+        for path in ("/healthz", "/readyz"):
+            with urllib.request.urlopen(at + path, context=trusting) as answer:
+                assert answer.status == 200
+        for path in ("/metrics", "/api/v1/jobs"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(at + path, context=trusting)
+        c.endpoint = f"localhost:{c.endpoint.rpartition(':')[2]}"
+        node = c.start_node("train-0-x7k2p", nnodes="1:1", environ=shown)
+        c.wait_for_round(0, workers=1)
+        ops = {
+            "RDZV_TLS_CA": str(secrets / "tls/ca.crt"),
+            "RDZV_TLS_CERT": str(secrets / "tls/client-ops.crt"),
+            "RDZV_TLS_KEY": str(secrets / "tls/client-ops.key"),
+        }
+        done = c.run("rdzvctl", f"--server={c.endpoint}", "status", JOB, "-o", "json", environ=ops)
+        assert json.loads(done.stdout)["owner"] == "alice", done.stderr
+        c.finish()
+        assert node.wait() == 0
 
 
 def test_the_servers_command_line_is_one_of_rdzvd(tmp_path: Path) -> None:
@@ -98,25 +220,45 @@ def test_the_servers_command_line_is_one_of_rdzvd(tmp_path: Path) -> None:
     assert context.params["file"] == Path(folder) / "rdzvd.toml"
 
 
-def test_the_agents_configuration_is_one_of_rdzv_agent(tmp_path: Path) -> None:
+def test_the_agents_configuration_is_one_of_rdzv_agent(
+    tmp_path: Path, server_config: Config
+) -> None:
     file = tmp_path / "agent.toml"
     file.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
     # Its rules ask for this machine's accounts and programs.
     known = Knobs(agent_config.KNOBS.program, agent_config.KNOBS.knobs)
     values = load(known, file)
     server = values.get("server", str)
-    assert server == f"rdzvd:{server_config(tmp_path).listen.port}"
+    assert server == f"rdzvd:{server_config.listen.port}"
     agent = container(one("DaemonSet", "rdzv-agent"))
     assert agent["command"] == ["rdzv-agent", "--config=/etc/rdzv/agent.toml"]
     mounts = {mount["mountPath"] for mount in agent["volumeMounts"]}
     assert {str(values.get(key, Path)) for key in ("state_dir", "runtime_dir")} <= mounts
 
 
-def test_the_jobs_command_line_is_one_of_rdzvrun(tmp_path: Path) -> None:
+def test_an_agent_shows_its_own_nodes_certificate(tmp_path: Path) -> None:
+    """From the node, not from a secret that all nodes have; the README says what is put there."""
+    document = one("DaemonSet", "rdzv-agent")
+    (tls,) = [volume for volume in pod(document)["volumes"] if volume["name"] == "tls"]
+    config = tmp_path / "agent.toml"
+    config.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
+    values = load(Knobs(agent_config.KNOBS.program, agent_config.KNOBS.knobs), config)
+    named = {values.get(f"tls.{key}", Path) for key in ("ca", "cert", "key")}
+    assert {file.parent for file in named} == {Path(tls_mount(document))}
+    installs = [words for words in readme_commands() if words[0] == "install"]
+    user = str(pod(document)["securityContext"]["runAsUser"])
+    assert all(words[words.index("-o") + 1] == user for words in installs)
+    text = " ".join(word for words in installs for word in words)
+    for file in named:
+        assert f"{tls['hostPath']['path']}/{file.name}" in text or f" {file.name} " in text
+
+
+def test_the_jobs_command_line_is_one_of_rdzvrun(server_config: Config) -> None:
     document = one("Job", "train")
     runner = container(document)
     values = {"JOB": "train", "POD": "train-0-x7k2p", "POD_IP": "10.0.0.7"}
-    assert {each["name"] for each in runner["env"]} == values.keys()
+    said = {each["name"] for each in runner["env"] if "valueFrom" in each}
+    assert said == values.keys()
     name, *words = [
         re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word)
         for word in (*runner["command"], *runner["args"])
@@ -125,7 +267,7 @@ def test_the_jobs_command_line_is_one_of_rdzvrun(tmp_path: Path) -> None:
     launch, meeting = parse_launch(words)
     assert (launch.job.rdzv_id, launch.job.node_id) == ("train", "train-0-x7k2p")
     assert [str(endpoint) for endpoint in meeting.endpoints] == [
-        f"rdzvd:{server_config(tmp_path).listen.port}"
+        f"rdzvd:{server_config.listen.port}"
     ]
     settings = launch.job.settings
     assert settings.max_nodes < document["spec"]["parallelism"], "there is a spare"
@@ -140,7 +282,7 @@ def test_exit_codes_mean_what_they_mean_to_rdzvrun() -> None:
         if "onExitCodes" in rule
         for code in rule["onExitCodes"]["values"]
     }
-    assert actions == {75: "Count", 1: "FailJob", 2: "FailJob", 93: "FailJob"}
+    assert actions == {75: "Count", 1: "FailJob", 2: "FailJob", 77: "FailJob", 93: "FailJob"}
 
 
 def test_who_may_reach_the_server_are_the_nodes() -> None:

@@ -9,6 +9,7 @@ stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context,
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import stat
 import threading
@@ -36,7 +37,7 @@ class _Loaded:
 
     stamp: Stamp
     shown: Certificate
-    key_mode: int
+    key: os.stat_result
     grpc: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
 
@@ -68,6 +69,11 @@ class Tls:
     def shown(self) -> Certificate:
         """The certificate that is shown now."""
         return self._now.shown
+
+    def expires(self) -> datetime:
+        """Say when the certificate expires that who connects now would be shown."""
+        self.refresh()
+        return self.shown.not_after
 
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
         """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
@@ -141,14 +147,15 @@ class Tls:
         authorities = files.client_ca.read_bytes() if files.client_ca else None
         pair = (files.key.read_bytes(), files.cert.read_bytes())
         config = grpc.ssl_server_certificate_configuration([pair], authorities)
-        mode = stat.S_IMODE(files.key.stat().st_mode)
-        return _Loaded(stamp, shown, mode, config, context)
+        return _Loaded(stamp, shown, files.key.stat(), config, context)
 
     def _warn(self) -> None:
-        if self._now.key_mode & 0o077:
+        key = self._now.key
+        # A key of another account's, as in a secret of Kubernetes, is read by way of its group.
+        if key.st_mode & (0o077 if key.st_uid == os.geteuid() else 0o007):
             log.warning(
                 "TLS key %s can be read by others than its owner (mode %04o); chmod 600 it",
-                *(self._files.key, self._now.key_mode),
+                *(self._files.key, stat.S_IMODE(key.st_mode)),
             )
         if self._now.shown.not_after - datetime.now(UTC) < EXPIRY_WARNING:
             log.warning("certificate %s: %s", self._files.cert, self._now.shown.in_words)
