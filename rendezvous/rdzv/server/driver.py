@@ -73,7 +73,7 @@ from rdzv.server.callers import ANYBODY, Caller, Role
 from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
 from rdzv.server.hangs import Hangs
-from rdzv.server.jobs import AT_ONCE, Guard, Job, Jobs, News
+from rdzv.server.jobs import Guard, Job, Jobs, News
 from rdzv.server.log_relay import LogRelay
 from rdzv.server.messages import (
     Belief,
@@ -111,6 +111,9 @@ from rdzv.server.tokens import Token, Tokens
 from rdzv.stores.base import Record, Store
 
 log = logging.getLogger("rdzv.driver")
+
+MARKED_AT_ONCE = 16
+"""Of so many nodes a job hears at once, with one commit: a loss is 30 ms in one of ten thousand."""
 
 
 class Driver:
@@ -820,7 +823,9 @@ class Driver:
             while to_mark and not self._stopping:
                 # Others have their turn in between, however many there are.
                 await asyncio.sleep(0)
-                marked = {n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, AT_ONCE))}
+                marked = {
+                    n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
+                }
                 if not await self._mark(rdzv_id, marked):
                     for node_id, reason in marked.items():
                         to_mark.setdefault(node_id, reason)
