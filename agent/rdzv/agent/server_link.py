@@ -150,9 +150,11 @@ class ServerLink:
         identity: Identity,
         backoff: Backoff = BACKOFF,
         credentials: Credentials = PLAIN,
+        options: Sequence[tuple[str, int]] = STREAM_OPTIONS,
     ) -> None:
         self._attempts = Attempts(endpoints, backoff)
         self._credentials = credentials
+        self._options = options
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -348,7 +350,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
         try:
-            opened = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+            opened = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # It may just be about to be renewed.
             return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")
