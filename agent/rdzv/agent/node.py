@@ -10,10 +10,8 @@ import signal
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING
 
-from rdzv.agent.adoption import Instance
 from rdzv.agent.core import events
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.fates import NodeOutcome
@@ -23,14 +21,16 @@ from rdzv.agent.meter import metered
 from rdzv.agent.preemption import Preemption, heeded
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link import Identity, ServerLink
-from rdzv.client import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.concurrency import single_error
 from rdzv.endpoints import Endpoint
 from rdzv.server.config import Listen
+from rdzv.stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
+    from rdzv.agent.adoption import Instance
     from rdzv.stores.etcd_client import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
@@ -110,7 +110,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
-        version=metadata.version("rdzv"),
+        version=VERSION,
     )
 
 

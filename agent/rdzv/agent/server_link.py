@@ -33,24 +33,24 @@ from rdzv.agent.meter import Meter
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.stacks import StacksAsked
 from rdzv.agent.submitted import Holding, Placed
-from rdzv.client import (
-    BACKOFF,
-    FINAL_REFUSALS,
-    PROTOCOL_VERSION,
-    STREAM_OPTIONS,
-    Attempts,
-    Backoff,
-    Endpoint,
-    error_from_status,
-)
 from rdzv.core.nodes import NodesTuning, check_fence
 from rdzv.core.placement import FailingCheck, Resources
+from rdzv.endpoints import Endpoint
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
+)
+from rdzv.stream import (
+    BACKOFF,
+    FINAL_REFUSALS,
+    PROTOCOL_VERSION,
+    STREAM_OPTIONS,
+    Attempts,
+    Backoff,
+    error_from_status,
 )
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
