@@ -60,7 +60,8 @@ until `adopt`: an agent that knows this runner too little just goes away again.
 A worker whose local_rank is among the *warm* is forked from the job's *zygote* (zygote.py), and is
 then a child like any other. Whatever goes wrong with that, it is started cold instead: while the
 zygote imports, once it has died, and when it does not fork in time. A zygote that has died is
-replaced, after a while.
+replaced, after a while. A store host is forked from it as well, if it has imported torch, and is
+started cold in just the same cases.
 
 With an *identity* a process runs as another account than the runner, which has to be root for
 that, and stays it: so no worker can end its runner, or escape it. Whatever the runner opens for
@@ -116,7 +117,7 @@ PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
 MAX_FORKS_AT_ONCE = 64
-"""Three descriptors each, and stdin, must fit into one message."""
+"""As many descriptors must fit into one message, and pids into a pipe."""
 
 NOT_STARTED = 127
 """The exit code that a shell gives for a program that it can not start."""
@@ -171,7 +172,7 @@ class Channel:
         self._received = bytearray()
         self._skip_bytes = 0
         self._fds: deque[int] = deque()
-        self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
 
     def fileno(self) -> int:
@@ -183,19 +184,19 @@ class Channel:
         """Whether `flush` should be called once the socket takes more."""
         return bool(self._unsent)
 
-    def send(self, message: Mapping[str, object], fd: int | None = None) -> None:
+    def send(self, message: Mapping[str, object], *fds: int) -> None:
         """Send a message as far as the socket takes it now, and keep the rest for `flush`.
 
-        The channel owns `fd` from here on, also when this raises: `ValueError` if the message is
+        The channel owns `fds` from here on, also when this raises: `ValueError` if the message is
         too large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it
         is gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
-            close_fd(fd)
+            close_fds(fds)
             raise ValueError(f"a message of {len(payload)} bytes is too large")
         frame = memoryview(struct.pack(">I", len(payload)) + payload)
-        self._unsent.append((frame, fd))
+        self._unsent.append((frame, fds))
         self._unsent_bytes += len(frame)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             raise BufferError(f"the peer leaves {self._unsent_bytes} bytes unread")
@@ -204,15 +205,15 @@ class Channel:
     def flush(self) -> None:
         """Send what is unsent, as far as the socket takes it; `OSError` if the peer is gone."""
         while self._unsent:
-            frame, fd = self._unsent[0]
+            frame, fds = self._unsent[0]
             try:
-                sent = socket.send_fds(self._socket, [frame], [] if fd is None else [fd])
+                sent = socket.send_fds(self._socket, [frame], fds)
             except BlockingIOError:
                 return
-            close_fd(fd)
+            close_fds(fds)
             self._unsent_bytes -= sent
             if sent < len(frame):
-                self._unsent[0] = (frame[sent:], None)
+                self._unsent[0] = (frame[sent:], ())
             else:
                 self._unsent.popleft()
 
@@ -262,7 +263,7 @@ class Channel:
         self._socket.close()
         self._close_fds()
         while self._unsent:
-            close_fd(self._unsent.popleft()[1])
+            close_fds(self._unsent.popleft()[1])
 
     def _decode(self, payload: bytes) -> Mapping[str, object]:
         try:
@@ -332,6 +333,24 @@ def close_fd(fd: int | None) -> None:
     """Close a descriptor, if it is one."""
     if fd is not None:
         os.close(fd)
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def dup_fds(*fds: int) -> tuple[int, ...]:
+    """Duplicate descriptors, all of them or none; `OSError` if it can not be done."""
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))
+    except OSError:
+        close_fds(made)
+        raise
+    return tuple(made)
 
 
 # ---------------------------------------------------------------------- processes
@@ -952,6 +971,7 @@ class _Zygote:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    spec: ZygoteSpec
     ready_until: float | None
     """When it is given up; None once it is ready, or has been."""
     ready: bool = False
@@ -960,15 +980,28 @@ class _Zygote:
     final: bool = False
     """Whether another one would do no better."""
     asked: dict[int, list[_Birth]] = field(default_factory=dict)
-    """The workers that it is to fork, by the number of the request."""
+    """What it is to fork, by the number of the request."""
+
+    def can_host(self, host: _StoreHostSpec) -> bool:
+        """Whether this store host would be the same, forked from it."""
+        same = (self.spec.argv[0], self.spec.identity) == (host.argv[0], host.identity)
+        return self.ready and same and "torch" in self.spec.modules
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
+class _StoreHostSpec:
+    """How to start a round's store host; cold, `argv` goes on with its descriptors."""
+
+    round: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    identity: Identity | None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Birth:
-    """A warm worker on its way, until it runs its script or is given up."""
+    """A fork of the zygote on its way, until it runs or is given up."""
 
-    of: _Round
-    spec: WorkerSpec
     give_up_at: float
     link: Channel | None = None
     """To the fork, also before it is there; None while the zygote has not been asked for it."""
@@ -979,6 +1012,25 @@ class _Birth:
     def awaits_zygote(self) -> bool:
         """Whether it has not been asked for yet."""
         return self.link is None and self.child is None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _WorkerBirth(_Birth):
+    """A warm worker; it runs from when it is about to run its script."""
+
+    of: _Round
+    spec: WorkerSpec
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _HostBirth(_Birth):
+    """A warm store host; it runs once it serves."""
+
+    spec: _StoreHostSpec
+    listen_fd: int
+    """Its socket, kept in case that another has to serve."""
+    given_up: str = ""
+    """Why a cold one takes its place, as soon as this one is gone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -1058,6 +1110,8 @@ class Runner:
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._do_what_is_due()
+            # Here, so that what was asked for together is forked together.
+            self._ask_zygote()
             self._advance()
         self._listen_no_more()
 
@@ -1216,7 +1270,7 @@ class Runner:
             "round": None if held is None else held.number,
             "last_round": self._last_round,
             "workers": [] if held is None else sorted(held.pids.items()),
-            "store_hosts": sorted(self._store_hosts),
+            "store_hosts": sorted({*self._store_hosts, *self._host_births()}),
             "zygote": self._zygote_spec is not None,
             "kept": self._kept,
         }
@@ -1331,7 +1385,7 @@ class Runner:
 
     def _fail_start(self, failed: _Round, spec: WorkerSpec, reason: str) -> None:
         failed.kill_at = time.monotonic()
-        self._drop_births()
+        self._drop_births(self._worker_births())
         kill_descendants(self._exempt())
         number, local_rank = failed.number, spec.local_rank
         self._emit("start_failed", round=number, local_rank=local_rank, reason=reason)
@@ -1368,7 +1422,7 @@ class Runner:
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
         # Those that are not forked yet never run. The others are signalled, as if they did.
-        self._drop_births([birth for birth in self._births if birth.child is None])
+        self._drop_births([birth for birth in self._worker_births() if birth.child is None])
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
             self._signal_groups(stopping, signum)
@@ -1384,7 +1438,8 @@ class Runner:
             return
         told.signals_sent.add(signum)
         told.notified_by = signum
-        waiting = {birth.child.process.pid for birth in self._births if birth.child is not None}
+        births = self._worker_births()
+        waiting = {birth.child.process.pid for birth in births if birth.child is not None}
         self._signal_groups(told, signum, but=waiting)
 
     def _signal_groups(self, stopping: _Round, signum: int, but: Collection[int] = ()) -> None:
@@ -1409,22 +1464,23 @@ class Runner:
         zygote, kept = self._zygote, self._zygote_spec
         if not specs or started.kill_at is not None:
             return
-        if zygote is not None and zygote.ready:
-            self._ask_for(self._begin_births(started, specs, FORK_TIMEOUT_S))
-        elif zygote is not None and kept is not None and kept.wait_s > 0:
-            self._begin_births(started, specs, kept.wait_s)
+        if zygote is not None and (zygote.ready or (kept is not None and kept.wait_s > 0)):
+            within_s = FORK_TIMEOUT_S if zygote.ready or kept is None else kept.wait_s
+            at = time.monotonic() + within_s
+            self._births += [_WorkerBirth(of=started, spec=spec, give_up_at=at) for spec in specs]
         else:
             why = self._no_zygote_because
             if zygote is not None:
                 why = zygote.lost_because or "the zygote still imports"
             self._start_cold_instead(started, specs, why)
 
-    def _begin_births(
-        self, started: _Round, specs: Sequence[WorkerSpec], within_s: float
-    ) -> list[_Birth]:
-        births = [_Birth(started, spec, time.monotonic() + within_s) for spec in specs]
-        self._births += births
-        return births
+    def _worker_births(self) -> list[_WorkerBirth]:
+        return [birth for birth in self._births if isinstance(birth, _WorkerBirth)]
+
+    def _host_births(self) -> dict[int, _HostBirth]:
+        """Return the store hosts that are on their way, by round."""
+        births = [birth for birth in self._births if isinstance(birth, _HostBirth)]
+        return {birth.spec.round: birth for birth in births}
 
     def _start_cold_instead(
         self, started: _Round, specs: Sequence[WorkerSpec], reason: str
@@ -1435,19 +1491,48 @@ class Runner:
             self._start_cold(started, specs)
 
     def _give_up(self, births: Sequence[_Birth], reason: str) -> None:
-        """Start other workers in place of these, which have not run anything of the user's."""
+        """Start others in place of these, which have not run anything of the user's."""
         births = [birth for birth in births if birth in self._births]
-        self._drop_births(births)
-        if births:
-            self._start_cold_instead(births[0].of, [birth.spec for birth in births], reason)
+        workers = [birth for birth in births if isinstance(birth, _WorkerBirth)]
+        self._drop_births(workers)
+        if workers:
+            self._start_cold_instead(workers[0].of, [birth.spec for birth in workers], reason)
+        for birth in births:
+            if isinstance(birth, _HostBirth):
+                self._give_up_host(birth, reason)
 
-    def _drop_births(self, births: Sequence[_Birth] | None = None) -> None:
-        """Have these never run, or all that are on their way: without a link a fork exits."""
-        for birth in [*self._births] if births is None else births:
+    def _give_up_host(self, birth: _HostBirth, reason: str) -> None:
+        """Start a store host cold in place of this one, once that holds the socket no more."""
+        if birth.child is not None:
+            birth.given_up, birth.give_up_at = reason, time.monotonic() + FORK_TIMEOUT_S
+            self._close_link(birth)
+            birth.child.process.kill()
+            return
+        self._births.remove(birth)
+        self._close_link(birth)
+        self._start_host_instead(birth, reason)
+
+    def _start_host_instead(self, birth: _HostBirth, reason: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(
+                f"rdzv: round {birth.spec.round}: its store host starts cold: {reason}\n"
+            )
+            sys.stderr.flush()
+        try:
+            if not self._shutting_down:
+                self._spawn_store_host(birth.spec, birth.listen_fd)
+        finally:
+            os.close(birth.listen_fd)
+
+    def _drop_births(self, births: Sequence[_Birth]) -> None:
+        """Have these never run: without a link a fork exits."""
+        for birth in births:
             self._births.remove(birth)
             self._close_link(birth)
             if birth.child is not None:
                 birth.child.process.kill()
+            if isinstance(birth, _HostBirth):
+                os.close(birth.listen_fd)
 
     def _close_link(self, birth: _Birth) -> None:
         if birth.link is not None:
@@ -1510,7 +1595,7 @@ class Runner:
                 ours.close()
                 self._tell_zygote_lost(f"can not start {spec.argv[0]!r}: {error}", final=False)
                 return
-        zygote = _Zygote(process, ours, time.monotonic() + PRELOAD_TIMEOUT_S)
+        zygote = _Zygote(process, ours, spec, time.monotonic() + PRELOAD_TIMEOUT_S)
         self._zygote = zygote
         self._look_after(process, partial(self._lose_zygote, zygote))
         self._watch(ours.fileno(), partial(self._read_zygote, zygote))
@@ -1539,14 +1624,13 @@ class Runner:
             told = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None
             self._emit("zygote_ready", pid=zygote.process.pid, **told)
-            self._ask_for([birth for birth in self._births if birth.awaits_zygote])
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
         else:
             # It is the user's own process, and may say anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
             births = zygote.asked.pop(message["forked"])
-            self._adopt(zygote, births, pids, str(message["reason"]))
+            self._adopt(births, pids, str(message["reason"]))
 
     def _close_control(self, zygote: _Zygote) -> None:
         if zygote.control.fileno() >= 0:
@@ -1582,44 +1666,35 @@ class Runner:
             self._zygotes_lost += 1
         self._emit("zygote_lost", reason=reason, retry_s=retry_s)
 
-    def _ask_for(self, births: Sequence[_Birth]) -> None:
-        """Ask the zygote to fork workers."""
+    def _ask_zygote(self) -> None:
+        """Ask the zygote, once it is ready, for all forks that are waited for."""
         zygote = self._zygote
-        assert zygote is not None
+        if zygote is None or not zygote.ready:
+            return
+        births = [birth for birth in self._births if birth.awaits_zygote]
         for first in range(0, len(births), MAX_FORKS_AT_ONCE):
-            if births[first].of.kill_at is not None:
-                return  # One before can not be started.
             try:
-                self._send_to_zygote(zygote, births[first : first + MAX_FORKS_AT_ONCE])
+                self._ask_for(zygote, births[first : first + MAX_FORKS_AT_ONCE])
             except OSError as error:
                 self._give_up(births[first:], f"the zygote can not be asked: {error}")
                 return
 
-    def _send_to_zygote(self, zygote: _Zygote, births: Sequence[_Birth]) -> None:
-        """Ask for these, unless one of them can not be started at all."""
+    def _ask_for(self, zygote: _Zygote, births: Sequence[_Birth]) -> None:
         self._forks_asked += 1
         with ExitStack() as stack:
-            fds = [0]
+            fds = []
             for birth in births:
-                try:
-                    stdout, stderr = stack.enter_context(_open_logs(birth.spec))
-                except StartError as error:
-                    self._fail_start(birth.of, birth.spec, str(error))
-                    return
                 ours, theirs = socket.socketpair()
                 stack.enter_context(theirs)
                 birth.link = Channel(ours)
                 birth.give_up_at = time.monotonic() + FORK_TIMEOUT_S
-                fds += [1 if stdout is None else stdout, 2 if stderr is None else stderr]
                 fds.append(theirs.fileno())
-            request = json.dumps({"fork": self._forks_asked, "workers": len(births)})
+            request = json.dumps({"fork": self._forks_asked, "forks": len(births)})
             socket.send_fds(zygote.control, [request.encode()], fds)
         zygote.asked[self._forks_asked] = list(births)
 
-    def _adopt(
-        self, zygote: _Zygote, births: Sequence[_Birth], pids: Sequence[int], reason: str
-    ) -> None:
-        """Take on the workers that the zygote has forked; they wait to be told what to run."""
+    def _adopt(self, births: Sequence[_Birth], pids: Sequence[int], reason: str) -> None:
+        """Take on what the zygote has forked; all of it waits to be told what to be."""
         for birth, pid in zip(births, pids, strict=False):
             if birth in self._births:  # Else it was given up, and exits.
                 try:
@@ -1635,20 +1710,45 @@ class Runner:
             raise ProcessLookupError(f"{pid} is no new child")
         assert birth.link is not None
         birth.child = self._look_after(_Forked(pid), partial(self._end_birth, birth, pid))
-        birth.of.running.add(pid)
-        assert self._zygote_spec is not None
         self._watch(birth.link.fileno(), partial(self._serve_link, birth))
-        spec = {name: getattr(birth.spec, name) for name in ("argv", "env", "cwd", "cpus")}
         try:
-            birth.link.send({**spec, "given": self._zygote_spec.env, "parent": os.getpid()})
-            self._await_link(birth)
-        except (ValueError, BufferError) as error:
+            if isinstance(birth, _WorkerBirth):
+                birth.of.running.add(pid)
+                self._tell_worker(birth)
+            elif isinstance(birth, _HostBirth):
+                self._tell_host(birth)
+        except StartError as error:
+            assert isinstance(birth, _WorkerBirth)
+            self._fail_start(birth.of, birth.spec, str(error))
+        except (OSError, ValueError, BufferError) as error:
             self._give_up([birth], str(error))
-        except OSError:
-            pass  # Its exit tells.
+
+    def _tell_worker(self, birth: _WorkerBirth) -> None:
+        told = {name: getattr(birth.spec, name) for name in ("argv", "env", "cwd", "cpus")}
+        assert self._zygote_spec is not None
+        told |= {"given": self._zygote_spec.env, "parent": os.getpid()}
+        with _open_logs(birth.spec) as (stdout, stderr):
+            streams = (0, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
+            self._tell(birth, told, *streams)
+
+    def _tell_host(self, birth: _HostBirth) -> None:
+        told = {name: getattr(birth.spec, name) for name in ("argv", "env")}
+        told |= {"cpus": sorted(os.sched_getaffinity(0)), "parent": os.getpid()}
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._tell(birth, {"store_host": told}, stdin, 1, 2, birth.listen_fd)
+        finally:
+            os.close(stdin)
+
+    def _tell(self, birth: _Birth, what: Mapping[str, object], *fds: int) -> None:
+        """Tell a fork what it is to be; that it is gone tells its exit."""
+        assert birth.link is not None
+        with suppress(ConnectionError):
+            birth.link.send(what, *dup_fds(*fds))
+            self._await_link(birth)
 
     def _serve_link(self, birth: _Birth) -> None:
-        """Hear from a fork whether it runs its script."""
+        """Hear from a fork whether it runs."""
         assert birth.link is not None
         try:
             birth.link.flush()
@@ -1672,8 +1772,13 @@ class Runner:
             self._births.remove(birth)
             self._close_link(birth)
             birth.runs = True
-            self._emit_started(birth.of, birth.spec, birth.child.process.pid)
-        elif "failed" in answer:
+            if isinstance(birth, _WorkerBirth):
+                self._emit_started(birth.of, birth.spec, birth.child.process.pid)
+            elif isinstance(birth, _HostBirth):
+                os.close(birth.listen_fd)
+                self._store_hosts[birth.spec.round] = birth.child
+                self._emit("store_host_ready", round=birth.spec.round)
+        elif "failed" in answer and isinstance(birth, _WorkerBirth):
             self._fail_start(birth.of, birth.spec, str(answer["failed"]))
         else:
             self._give_up([birth], str(answer.get("refused")))
@@ -1682,11 +1787,20 @@ class Runner:
         """Take note that a fork has exited, at whatever point."""
         if birth in self._births and birth.link is not None:
             self._serve_link(birth)  # It may have been ready, and its script short.
-        if birth.runs:
-            self._report_exit(birth.of, birth.spec.local_rank, pid, code)
-            return
-        birth.of.running.discard(pid)
-        self._give_up([birth], "its fork died before it ran anything")
+        reason = "its fork died before it ran anything"
+        if isinstance(birth, _HostBirth):
+            if birth.runs:
+                self._report_store_host_exit(birth.spec.round, code)
+            elif birth in self._births:
+                self._births.remove(birth)
+                self._close_link(birth)
+                self._start_host_instead(birth, birth.given_up or reason)
+        elif isinstance(birth, _WorkerBirth):
+            if birth.runs:
+                self._report_exit(birth.of, birth.spec.local_rank, pid, code)
+                return
+            birth.of.running.discard(pid)
+            self._give_up([birth], reason)
 
     # ------------------------------------------------------------------ the fence
 
@@ -1726,7 +1840,7 @@ class Runner:
             if not self._is_kill_due():
                 return
             self._killing = _Killing(time.monotonic())
-            self._drop_births()
+            self._drop_births([*self._births] if self._shutting_down else self._worker_births())
         left = kill_descendants(self._exempt())
         if left:
             self._tell_if_stuck(self._killing, left)
@@ -1754,6 +1868,8 @@ class Runner:
         if self._shutting_down:
             return set()
         exempt = {host.process.pid for host in self._store_hosts.values()}
+        births = self._host_births().values()
+        exempt |= {birth.child.process.pid for birth in births if birth.child is not None}
         if self._zygote is not None:
             exempt.add(self._zygote.process.pid)
         return exempt
@@ -1772,41 +1888,42 @@ class Runner:
         if listen_fd is None:
             raise RequestError("start_store_host came without a listening socket")
         try:
-            number = _field(request, "round", int)
-            argv, env = _read_argv(request), _read_env(request)
-            identity = _read_identity(request)
-            if number in self._store_hosts:
-                raise RequestError(f"round {number} has a store host")
-            self._spawn_store_host(number, argv, env, listen_fd, identity)
+            spec = _StoreHostSpec(
+                round=_field(request, "round", int),
+                argv=tuple(_read_argv(request)),
+                env=_read_env(request),
+                identity=_read_identity(request),
+            )
+            if spec.round in self._store_hosts or spec.round in self._host_births():
+                raise RequestError(f"round {spec.round} has a store host")
+            if self._zygote is not None and self._zygote.can_host(spec):
+                give_up_at = time.monotonic() + FORK_TIMEOUT_S
+                birth = _HostBirth(spec=spec, listen_fd=os.dup(listen_fd), give_up_at=give_up_at)
+                self._births.append(birth)
+            else:
+                self._spawn_store_host(spec, listen_fd)
         finally:
             # The host alone may hold it: when it dies, its clients must hear of it.
             os.close(listen_fd)
 
-    def _spawn_store_host(
-        self,
-        number: int,
-        argv: list[str],
-        env: Mapping[str, str],
-        listen_fd: int,
-        identity: Identity | None,
-    ) -> None:
+    def _spawn_store_host(self, spec: _StoreHostSpec, listen_fd: int) -> None:
         ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
-        command = [*argv, "--fd", str(listen_fd), "--ready-fd", str(ready_end)]
+        command = [*spec.argv, "--fd", str(listen_fd), "--ready-fd", str(ready_end)]
         fds = (listen_fd, ready_end)
         try:
             process = _spawn(
-                command, env, stdin=subprocess.DEVNULL, pass_fds=fds, identity=identity
+                command, spec.env, stdin=subprocess.DEVNULL, pass_fds=fds, identity=spec.identity
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             os.close(ready_fd)
-            sys.stderr.write(f"rdzv: can not start the store host {argv[0]!r}: {error}\n")
-            self._emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
+            sys.stderr.write(f"rdzv: can not start the store host {spec.argv[0]!r}: {error}\n")
+            self._emit("store_host_exited", round=spec.round, exit_code=NOT_STARTED, signal=None)
             return
         finally:
             os.close(ready_end)
-        on_exit = partial(self._report_store_host_exit, number)
-        self._store_hosts[number] = self._look_after(process, on_exit)
-        self._watch(ready_fd, partial(self._read_ready, number, ready_fd))
+        on_exit = partial(self._report_store_host_exit, spec.round)
+        self._store_hosts[spec.round] = self._look_after(process, on_exit)
+        self._watch(ready_fd, partial(self._read_ready, spec.round, ready_fd))
 
     def _read_ready(self, number: int, ready_fd: int) -> None:
         said = os.read(ready_fd, 64)
@@ -1819,9 +1936,14 @@ class Runner:
         self._emit("store_host_exited", round=number, **_exit_fields(code))
 
     def _stop_store_host(self, request: Mapping[str, object]) -> None:
-        host = self._store_hosts.get(_field(request, "round", int))
+        number = _field(request, "round", int)
+        host = self._store_hosts.get(number)
         if host is not None:
             host.process.kill()
+        elif (birth := self._host_births().get(number)) is not None:
+            self._drop_births([birth])
+            killed = _exit_fields(-signal.SIGKILL)
+            self._emit("store_host_exited", round=number, **killed)
 
 
 def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:

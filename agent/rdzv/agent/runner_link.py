@@ -555,12 +555,12 @@ class RunnerLink:
 
     # ------------------------------------------------------------------ to the runner
 
-    def _send(self, message: Mapping[str, object], fd: int | None = None) -> None:
+    def _send(self, message: Mapping[str, object], *fds: int) -> None:
         if self._exited.is_set():
-            runner.close_fd(fd)
+            runner.close_fds(fds)
             return
         try:
-            self._channel.send(message, fd)
+            self._channel.send(message, *fds)
             self._await_writable()
         except BufferError as error:
             self._give_up(str(error))

@@ -4,6 +4,7 @@
 
 Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and takes Pythons
 older than rdzv's own. Says "ready" on M once clients are served, then sleeps until it is killed.
+Where there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
 
 The choices, tried with torch 2.13:
 
@@ -40,12 +41,17 @@ def main() -> None:
     die_with_parent()
     options = parse_options()
     try:
-        store = serve(options)
+        store = serve(options.fd, options.port, whole_torch=options.whole_torch)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         sys.exit(f"rdzv store host: {type(error).__name__}: {first_line}")
     os.write(options.ready_fd, b"ready\n")
     os.close(options.ready_fd)
+    keep_serving(store)
+
+
+def keep_serving(store: object) -> None:
+    """Hold the store until this process is killed."""
     while store is not None:
         signal.pause()
 
@@ -60,19 +66,22 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(options: argparse.Namespace) -> object:
-    """Return the store, which serves until it is deleted."""
-    host, port = reachable_at(options.fd)
-    if options.port not in (None, port):
-        raise ValueError(f"the socket has port {port}, not {options.port}")
-    store_type = import_store_type(whole_torch=options.whole_torch)
+def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> object:
+    """Return a store on that listening socket, which serves until it is deleted.
+
+    Where torch is imported already, as in a fork of the zygote, `whole_torch` takes it as it is.
+    """
+    host, port = reachable_at(fd)
+    if wanted_port not in (None, port):
+        raise ValueError(f"the socket has port {port}, not {wanted_port}")
+    store_type = import_store_type(whole_torch=whole_torch)
     return store_type(
         host,  # Where the store's own client connects; the socket decides where it listens.
         port,
         is_master=True,
         wait_for_workers=False,
         multi_tenant=False,
-        master_listen_fd=options.fd,
+        master_listen_fd=fd,
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         timeout=TIMEOUT,
     )

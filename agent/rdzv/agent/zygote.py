@@ -1,4 +1,4 @@
-"""The zygote: an interpreter with torch imported, from which workers are forked.
+"""The zygote: an interpreter with torch imported, from which workers and store hosts are forked.
 
 It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with
 a folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
@@ -20,16 +20,20 @@ was started by, and `script` that to be asked about, -m or -c. What is said on t
 
     {ready: {modules, threads, memory_kb, seconds}}   it can be asked to fork
     {refused: reason}                    workers can not be forked from this; it exits
-    {fork: batch, workers: n}            from the runner, with stdin and, for each worker, stdout,
-                                         stderr and a stream socket, its link
+    {fork: batch, forks: n}              from the runner, with a stream socket for each: its link
     {forked: batch, pids, reason}        fewer pids than asked for: why
 
-A worker is forked twice over, so that the runner, being a subreaper, becomes its parent. It does
-nothing of the user's until it has read from its link, as a frame (4 bytes of length, big endian,
-then JSON), how it is to run: {argv, env, given, cwd, cpus, parent}, where `given` is the
-environment that the zygote was given. It answers {ready: true} and closes the link; or {failed:
-reason}, if no worker could be started like this; or {refused: reason}, if one could, but not from
-here. If the link is closed before, it was given up, and exits.
+What is forked is forked twice over, so that the runner, being a subreaper, becomes its parent. It
+does nothing until it has read from its link, as a frame (4 bytes of length, big endian, then JSON),
+what it is to be. If the link is closed before, it was given up, and exits.
+
+* A worker: {argv, env, given, cwd, cpus, parent}, where `given` is the environment that the zygote
+  was given, and with it stdin, stdout and stderr. It answers {ready: true} and closes the link; or
+  {failed: reason}, if no worker could be started like this; or {refused: reason}, if one could, but
+  not from here.
+* A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening
+  socket. It serves as store_host.py does, whose command line `argv` is, and answers {ready: true}
+  once it does; or {refused: reason}.
 """
 
 from __future__ import annotations
@@ -289,26 +293,32 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
         if not data:
             os._exit(0)
         request = json.loads(data)
-        fds = array.array("i")
-        for _, _, part in ancillary:
-            fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
-        stdin, *others = fds
-        streams = [(stdin, *others[at : at + 3]) for at in range(0, len(others), 3)]
-        answer, mine = _fork_all(control, streams[: request["workers"]])
+        links = _descriptors(ancillary)
+        if len(links) != request.get("forks"):
+            # A runner that is older than this file, which was renewed below it.
+            _say(control, {"refused": "its runner is of another version"})
+            os._exit(1)
+        answer, mine = _fork_all(control, links)
         if answer is None:
-            _become_worker(streams, mine, argv)
+            _become_what_is_asked(links, mine, argv)
             return
-        for fd in fds:
+        for fd in links:
             os.close(fd)
         _say(control, {"forked": request["fork"], **answer})
 
 
-def _fork_all(
-    control: socket.socket, streams: Sequence[tuple[int, ...]]
-) -> tuple[dict[str, object] | None, int]:
-    """Fork a worker for each; return which they are, once the process in between is gone.
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that have come with a message."""
+    fds = array.array("i")
+    for _, _, part in ancillary:
+        fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
+    return fds.tolist()
 
-    In a worker, return None and which of them it is.
+
+def _fork_all(control: socket.socket, links: Sequence[int]) -> tuple[dict[str, object] | None, int]:
+    """Fork once for each link; return what has come of it, once the process in between is gone.
+
+    In a fork, return None and which of them it is.
     """
     read_end, write_end = os.pipe()
     try:
@@ -318,18 +328,18 @@ def _fork_all(
         os.close(write_end)
         return {"pids": [], "reason": f"fork: {error.strerror}"}, -1
     if middle == 0:
-        mine = _fork_each(streams, write_end)
+        mine = _fork_each(len(links), write_end)
         control.close()
         os.close(read_end)
         os.close(write_end)
         return None, mine
     os.close(write_end)
     _, status = os.waitpid(middle, 0)
-    # All that it has written fits into a pipe, and is there; no worker needs to have come so far.
-    said = os.read(read_end, 4 * len(streams)) if os.WIFEXITED(status) else b""
+    # All that it has written fits into a pipe, and is there; no fork needs to have come so far.
+    said = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
     os.close(read_end)
     pids = list(struct.unpack(f"{len(said) // 4}i", said))
-    if len(pids) == len(streams):
+    if len(pids) == len(links):
         return {"pids": pids, "reason": ""}, -1
     return {"pids": pids, "reason": f"fork: {_describe(status)}"}, -1
 
@@ -341,11 +351,11 @@ def _describe(status: int) -> str:
     return f"the process in between was killed by signal {os.WTERMSIG(status)}"
 
 
-def _fork_each(streams: Sequence[tuple[int, ...]], write_end: int) -> int:
-    """Fork the workers, from the process in between, and exit; return in each which one it is."""
+def _fork_each(count: int, write_end: int) -> int:
+    """Fork from the process in between, and exit; return in each fork which one it is."""
     code = 1
     try:
-        for place in range(len(streams)):
+        for place in range(count):
             pid = _fork()
             if pid == 0:
                 return place
@@ -370,25 +380,23 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
         os._exit(0)  # The runner is gone.
 
 
-# ---------------------------------------------------------------------- a worker
+# ---------------------------------------------------------------------- a fork
 
 
-def _become_worker(
-    streams: Sequence[tuple[int, ...]], mine: int, zygote_argv: Sequence[bytes]
-) -> None:
-    """Make this fork what a fresh interpreter would be, or exit."""
+def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
+    """Wait for what this fork is to be; return in a worker alone."""
     os.setsid()
-    for fd, stream in enumerate(streams[mine][:3]):
-        os.dup2(stream, fd)
-    link_fd = streams[mine][3]
-    for fd in {fd for each in streams for fd in each} - {link_fd}:
+    for fd in {*links} - {links[mine]}:
         os.close(fd)
-    with socket.socket(fileno=link_fd) as link:
+    with socket.socket(fileno=links[mine]) as link:
         link.setblocking(True)
-        spec = _read_frame(link)
+        spec, fds = _read_frame(link)
         if spec is None:
             os._exit(0)
         try:
+            _take_streams(fds)
+            if "store_host" in spec:
+                _be_store_host(spec["store_host"], fds[3], link)
             _apply(spec, zygote_argv)
         except StartError as error:
             _give_up(link, {"failed": str(error)})
@@ -402,6 +410,40 @@ def _become_worker(
 def _give_up(link: socket.socket, why: Mapping[str, object]) -> None:
     _write_frame(link, why)
     os._exit(1)
+
+
+def _take_streams(fds: Sequence[int]) -> None:
+    """Have the first three of these for standard streams."""
+    for fd, stream in enumerate(fds[:3]):
+        os.dup2(stream, fd)
+        os.close(stream)
+
+
+def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
+    """Serve a store in place of a fresh interpreter that would run `argv`; never return.
+
+    What goes wrong before it serves is raised, and nobody has been served by then.
+    """
+    _leash(spec["parent"])
+    os.sched_setaffinity(0, spec["cpus"])
+    argv, env = [_bytes(word) for word in spec["argv"]], _environment(spec["env"])
+    os.environb.clear()
+    os.environb.update(env)
+    fds = ["--fd", str(listen_fd), "--ready-fd", str(link.fileno())]
+    _show_as([*argv, *map(os.fsencode, fds)], env)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    names: dict[str, Any] = {"__name__": "rdzv store host", "__file__": _text(argv[1])}
+    exec(compile(Path(_text(argv[1])).read_bytes(), argv[1], "exec"), names)
+    store = names["serve"](listen_fd, whole_torch=True)
+    try:
+        _write_frame(link, {"ready": True})
+        link.close()
+        names["keep_serving"](store)
+    finally:
+        os._exit(1)
+
+
+# ---------------------------------------------------------------------- a worker
 
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
@@ -570,24 +612,28 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
 # ---------------------------------------------------------------------- frames and words
 
 
-def _read_frame(link: socket.socket) -> dict[str, Any] | None:
-    """Read a frame; None if the link is closed instead."""
-    header = _read_exactly(link, 4)
-    payload = header and _read_exactly(link, struct.unpack(">I", header)[0])
-    return json.loads(payload) if payload else None
+def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Read a frame, and the descriptors with it; None if the link is closed instead."""
+    header, fds = _read_exactly(link, 4)
+    payload = header and _read_exactly(link, struct.unpack(">I", header)[0])[0]
+    return json.loads(payload) if payload else None, fds
 
 
-def _read_exactly(link: socket.socket, count: int) -> bytes:
+def _read_exactly(link: socket.socket, count: int) -> tuple[bytes, list[int]]:
     data = b""
+    fds: list[int] = []
     while len(data) < count:
         try:
-            part = link.recv(count - len(data))
+            part, ancillary, _, _ = link.recvmsg(
+                count - len(data), socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+            )
         except OSError:
-            return b""
+            return b"", fds
         if not part:
-            return b""
+            return b"", fds
         data += part
-    return data
+        fds += _descriptors(ancillary)
+    return data, fds
 
 
 def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
