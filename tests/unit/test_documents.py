@@ -88,9 +88,7 @@ async def test_what_was_refused_changes_nothing() -> None:
     assert (await one.known(), one.revision) == ({"a": 1}, 1)
 
 
-async def test_what_can_not_be_read_anew_is_read_before_it_is_used_and_passes_over_nothing() -> (
-    None
-):
+async def test_what_can_not_be_read_anew_is_read_before_it_is_used() -> None:
     store = Store()
     one = document(store)
     store.error, store.writes_first = RendezvousConnectionError("who knows"), True

@@ -78,7 +78,8 @@ def new_text() -> str:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    # What HTTP has carried may be no text; no token is written so.
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def text_in(file: Path) -> str:
