@@ -1654,7 +1654,7 @@ class Runner:
         if "ready" in message:
             told = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None
-            self._park_soon(zygote)
+            self._park(zygote)
             self._emit("zygote_ready", pid=zygote.process.pid, **told)
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
