@@ -214,13 +214,15 @@ def said_by_rdzvd(log: str) -> Iterator[Said]:
             yield Said("round" if name == _RDZV_ROUND else "noticed", unix_s)
 
 
-_RDZVRUN_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) rdzvrun: local_rank \d+ is pid ")
+_RDZVRUN_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) rdzvrun\S*: local_rank \d+ is pid "
+)
 
 
 def said_by_rdzvrun(log: str) -> Iterator[Said]:
     """Yield what an rdzvrun with LOGLEVEL=DEBUG has written of processes that it has started.
 
-    >>> line = "2026-11-21 12:00:00,250 rdzvrun: local_rank 0 is pid 4711"
+    >>> line = "2026-11-21 12:00:00,250 rdzvrun[n0-7]: local_rank 0 is pid 4711"
     >>> [said.phase for said in said_by_rdzvrun(line)]
     ['spawned']
     """
