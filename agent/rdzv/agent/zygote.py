@@ -229,6 +229,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
             if name in BARE:
                 threads = max(threads, len(_threads()))
             _check_forkable(name, threads, fds)
+    importlib.invalidate_caches()  # Whatever that imports, no worker needs to.
     gc.collect()
     # So that no worker's collector writes to, and thereby copies, every page that they share.
     gc.freeze()
@@ -424,10 +425,12 @@ def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence
         os.close(fd)
     with socket.socket(fileno=links[mine]) as link:
         link.setblocking(True)
-        spec, fds = _read_frame(link)
-        if spec is None:
-            os._exit(0)
         try:
+            # Ahead of the wait, for it may be long, and nobody waits for this fork yet.
+            _renew_randomness()
+            spec, fds = _read_frame(link)
+            if spec is None:
+                os._exit(0)
             _take_streams(fds)
             if "store_host" in spec:
                 _be_store_host(spec["store_host"], fds[3], link)
@@ -495,7 +498,6 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
             raise StartError(f"cpus {spec['cpus']!r:.80}: {error.strerror}") from error
     _change_environment(env, given)
     _renew_streams()
-    _renew_randomness()
     importlib.invalidate_caches()
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
     # The zygote has all blocked that is meant for workers; none of it has reached this process.
