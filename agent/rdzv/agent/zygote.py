@@ -69,7 +69,7 @@ MAX_FDS = 253
 """The most descriptors that the kernel takes with one message."""
 
 COLLAPSE_WITHIN_S = 2.0
-"""How long may be spent on huge pages; 219 MiB take 0.2 s of an idle machine."""
+"""How long may be spent on huge pages; the 216 MiB of torch take 0.7 s."""
 
 MAX_HUGE_PAGE_BYTES = 4 << 20
 """Larger ones, as of ARM with pages of 64 KiB, would take more memory than there is."""
@@ -245,8 +245,8 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 def _collapse() -> None:
     """Have this memory in huge pages, where the kernel can (Linux 6.1) and has them.
 
-    A fork copies an entry for every page, and its end takes each back: with torch, 24 ms and 13 ms
-    for small pages, 2 ms and 3 ms for huge ones. What a fork writes is copied by small ones.
+    A fork copies an entry for every page, and its end takes each back: with torch, 11 ms and 12 ms
+    for small pages, 2 ms and 4 ms for huge ones. What a fork writes is copied by small ones.
     """
     until = time.monotonic() + COLLAPSE_WITHIN_S
     try:
