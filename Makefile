@@ -177,7 +177,11 @@ bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun;
 bench-scale: $(READY)  ## one server and up to 10,000 nodes, beside torchrun's c10d; QUICK=1: up to 1,000
 	@$(BIN)/python bench/scale.py --out build/bench/scale.jsonl $(if $(QUICK),--quick)
 
+.PHONY: bench-launch
+bench-launch: $(READY)  ## how long until the script runs, and what that costs while idle; QUICK=1: a minute
+	@$(BIN)/python bench/launch.py --out build/bench/launch.jsonl $(if $(QUICK),--starts 3 --idle 5)
+
 # To draw and write down without measuring anew: bench/sections.py build/bench/*.jsonl
 .PHONY: bench
-bench: bench-recovery bench-scale  ## measure both anew, renew their tables in RESULTS.md, and plots
-	@$(BIN)/python bench/sections.py build/bench/recovery.jsonl build/bench/scale.jsonl
+bench: bench-recovery bench-scale bench-launch  ## measure all three anew, renew their tables in RESULTS.md, and plots
+	@$(BIN)/python bench/sections.py build/bench/recovery.jsonl build/bench/scale.jsonl build/bench/launch.jsonl

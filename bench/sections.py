@@ -1,7 +1,7 @@
-"""Tables of RESULTS.md and plots beside it, from what recovery.py and scale.py have written.
+"""Tables of RESULTS.md and plots beside it, from what recovery.py, scale.py and launch.py wrote.
 
 `sections.py FILE...` reads JSON lines, and renews the section of each benchmark that is among them:
-what is between its two marks, and its plot. All else in RESULTS.md is left alone.
+what is between its two marks, and its plot if it has one. All else in RESULTS.md is left alone.
 """
 
 from __future__ import annotations
@@ -198,6 +198,39 @@ def scale_plot(rows: Sequence[Row]) -> str:
     return draw.lines(title, "nodes", "seconds", [one for one in series if one.points])
 
 
+# -------------------------------------------------------------------------------------- launch
+
+
+def launch_section(rows: Sequence[Row]) -> str:
+    """Return the section of bench/launch.py."""
+    starts = [row for row in rows if row["case"] == "start"]
+    idle = [row for row in rows if row["case"] == "idle"]
+    lines = [*(conditions(row) for row in rows if row["case"] == "conditions")]
+    if starts:
+        lines += ["", "Seconds from the command to the first line of the last worker's script:", ""]
+        lines += _head(["launcher", "workers", "starts", "median", "min", "p90", "torchrun / this"])
+        lines += [_start_row(row) for row in starts]
+    if idle:
+        lines += ["", f"While the workers do nothing, over {idle[0]['seconds']:g} s:", ""]
+        lines += _head(["launcher", "what", "PSS", "RSS", "CPU of one core", "wake-ups a second"])
+        lines += [_idle_row(row) for row in idle]
+    return "\n".join(lines)
+
+
+def _start_row(row: Row) -> str:
+    spread, faster = row["seconds"], row["times_as_fast"]
+    cells = [row["contender"], str(row["workers"]), str(spread["count"])]
+    cells += [figure(spread[key]) for key in ("median", "low", "p90")]
+    return _cells([*cells, "-" if faster is None else f"{figure(faster)}"])
+
+
+def _idle_row(row: Row) -> str:
+    several = f" ({row['processes']})" if row["processes"] > 1 else ""
+    cells = [row["contender"], f"{row['role']}{several}"]
+    cells += [f"{row[size] / 1e6:.1f} MB" for size in ("pss_bytes", "rss_bytes")]
+    return _cells([*cells, f"{row['cpu_percent']:.3f} %", f"{row['wakeups_per_s']:.1f}"])
+
+
 # ---------------------------------------------------------------------------------- all of it
 
 
@@ -228,9 +261,12 @@ def renewed(text: str, bench: str, section: str) -> str:
     return f"{before}{begins}\n{section}\n{ends}{after}"
 
 
-SECTIONS: dict[str, tuple[Callable[[Sequence[Row]], str], Callable[[Sequence[Row]], str]]] = {
+SECTIONS: dict[
+    str, tuple[Callable[[Sequence[Row]], str], Callable[[Sequence[Row]], str] | None]
+] = {
     "recovery": (recovery_section, recovery_plot),
     "scale": (scale_section, scale_plot),
+    "launch": (launch_section, None),
 }
 
 
@@ -247,8 +283,9 @@ def main() -> None:
     for bench, (section, plot) in SECTIONS.items():
         if of_bench := [row for row in rows if row["bench"] == bench]:
             text = renewed(text, bench, section(of_bench))
-            (HERE / f"{bench}.svg").write_text(plot(of_bench))
-            print(f"renewed: {bench} in {RESULTS.name}, {bench}.svg")
+            if plot is not None:
+                (HERE / f"{bench}.svg").write_text(plot(of_bench))
+            print(f"renewed: {bench} in {RESULTS.name}{f', {bench}.svg' if plot else ''}")
     RESULTS.write_text(text)
 
 

@@ -528,6 +528,8 @@ class JobSummary:
     restarts: int | None
     max_restarts: int | None
     backend: str
+    hangs: str | None = None
+    """Who hangs now, in words; None: nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1443,6 +1445,7 @@ def _job_summary(job: pb.JobSummary) -> JobSummary:
         restarts=_optional(job, "restarts"),
         max_restarts=_optional(job, "max_restarts"),
         backend=job.backend or OWN_BACKEND,
+        hangs=job.hangs or None,
     )
 
 

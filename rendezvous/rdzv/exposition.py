@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
@@ -68,6 +69,14 @@ def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> M
     for value, number in values.items():
         family.add_metric((value,), number)
     return family
+
+
+def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
+    """Yield a gauge of when a certificate expires; where there is none, nothing."""
+    if expires is not None:
+        yield GaugeMetricFamily(
+            name, "Unix time at which the certificate that is shown expires.", expires.timestamp()
+        )
 
 
 def add_process(registry: CollectorRegistry) -> None:

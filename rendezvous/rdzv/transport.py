@@ -169,6 +169,15 @@ class Credentials:
         paths = (self.ca, self.cert, self.key)
         return stamp_of(path for path in paths if path is not None)
 
+    def expires(self) -> datetime | None:
+        """Say when the client certificate expires; None: there is none, or it can not be read."""
+        if self.cert is None:
+            return None
+        try:
+            return read_certificate(self.cert.read_bytes(), str(self.cert)).not_after
+        except (OSError, InvalidRequestError):
+            return None
+
     def shown(self) -> str:
         """Say whom the client certificate is of, and whether it is valid."""
         assert self.cert is not None

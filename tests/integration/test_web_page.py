@@ -205,6 +205,28 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
         once(page)
 
 
+def test_a_job_that_hangs_stands_out_of_the_fleet(open_page: Open) -> None:
+    with served(hang_gather_ms=100, stacks_answer_ms=600_000) as s:
+        s.join("night", "n1", "n2", nodes=(2, 2))
+        s.join("day", "n3", nodes=(1, 1))
+        page = open_page(f"{s.url}/#/")
+        row = job_row(page, "night")
+        expect(row.locator(".chip")).to_have_text("running")
+        s.hang("night", "n1", 0, 1)
+        expect(row.locator(".chip")).to_have_text("hangs")
+        expect(row.locator(".why")).to_have_text("hangs: RANK 0-1: no step")
+        expect(page.locator("#said")).to_contain_text("job night hangs")
+        expect(job_row(page, "day").locator(".chip")).to_have_text("running")
+        only = page.locator(".tally").filter(has_text="hangs")
+        only.click()
+        expect(page.locator("tbody tr")).to_have_count(1)
+        only.click()
+        expect(page.locator("tbody tr")).to_have_count(2)
+        s.let_look()
+        expect(row.locator(".chip")).to_have_text("stopping")
+        once(page)
+
+
 REASONS = (
     "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); gives up in "
     "9 min 48 s",

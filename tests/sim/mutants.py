@@ -1028,6 +1028,20 @@ MUTANTS = (
         by="tests/unit/test_adopt.py",
     ),
     Mutant(
+        "the round after one that was adopted begins beside workers of the one in its place",
+        RENDEZVOUS,
+        "    earliest_ms = max(earliest_ms, superseded_until_ms(state))\n",
+        "",
+        by="tests/unit/test_adopt.py",
+    ),
+    Mutant(
+        "any join says that nothing is left of a round that was superseded",
+        RENDEZVOUS,
+        "command.left_round is not None and command.left_round >= former.round",
+        "True",
+        by="tests/unit/test_adopt.py",
+    ),
+    Mutant(
         "who has a seat is withdrawn",
         SUBMITTED,
         "        if node_id not in state.seats and (node_id in state.placed or",

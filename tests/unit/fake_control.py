@@ -25,6 +25,7 @@ class FakeControl(pb_grpc.ControlServicer):
 
     def __init__(self) -> None:
         self.jobs: dict[str, pb.JobStatus] = {}
+        self.hanging: dict[str, str] = {}
         self.history: list[pb.Event] = []
         self.error: RendezvousError | grpc.StatusCode | None = None
         self.error_text = "no details"
@@ -43,7 +44,12 @@ class FakeControl(pb_grpc.ControlServicer):
         self, request: pb.ListJobsRequest, context: grpc.ServicerContext
     ) -> pb.ListJobsResponse:
         self._misbehave(context)
-        return pb.ListJobsResponse(jobs=[summary(job) for job in self.jobs.values()])
+        return pb.ListJobsResponse(jobs=[self._line(job) for job in self.jobs.values()])
+
+    def _line(self, job: pb.JobStatus) -> pb.JobSummary:
+        line = summary(job)
+        line.hangs = self.hanging.get(job.rdzv_id, "")
+        return line
 
     def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: grpc.ServicerContext

@@ -288,6 +288,7 @@ def test_a_round_may_be_adopted_and_followed_by_the_next_in_one_step():
     job = Job(settings)
     job.join("n1", "n2", "n3")
     run = job.membership.run
+    job.pass_until(1_000)
     job.crash()
     alone = {"group_world_size": 1, "world_size": SIZES[0], "settings": settings}
     job.do(replace(rejoin(0, run, **alone), settings=settings))
@@ -323,6 +324,50 @@ def test_who_has_left_a_later_round_starts_beside_no_worker_of_an_earlier_one():
     assert job.seated == ["n9"], "its workers may not be gone yet"
     job.stopped("n9")
     assert (job.seated, job.round.number) == (["n9", "n0"], 8)
+
+
+def superseded() -> Job:
+    """After its grace a server without memory has formed a round; then a later one turns up."""
+    settings = Settings(1, 3, last_call_timeout_ms=0)
+    job = Job(settings)
+    job.join("n9", run=FORMER)
+    job.pass_until(30_000)
+    assert (job.seated, job.round.number) == (["n9"], 0)
+    job.do(resume(0, group_world_size=1, world_size=SIZES[0], settings=settings))
+    assert (job.seated, job.round.number) == (["n0"], 7)
+    job.join("n5")
+    job.pass_until(job.now_ms + 10_000)
+    assert job.round.end is not None, "there is room for the newcomer"
+    job.stopped("n0")
+    return job
+
+
+def test_no_round_begins_beside_workers_of_one_that_a_later_one_has_followed():
+    """Who runs them was told to stop, which takes it a while."""
+    job = superseded()
+    assert job.round.number == 7
+    assert "waiting for n9 to stop" in job.reason
+    job.stopped("n9", round_=0)
+    assert (job.round.number, sorted(job.seated)) == (8, ["n0", "n5", "n9"])
+
+
+def test_who_has_no_seat_any_more_is_not_waited_for_without_end():
+    job = superseded()
+    until_ms = job.state.superseded["n9"].until_ms
+    assert until_ms == 30_000 + 30_000 + job.state.tuning.stop_margin_ms
+    job.pass_until(until_ms - 1)
+    assert job.round.number == 7
+    job.pass_until(until_ms)
+    assert (job.round.number, job.seated) == (8, ["n0", "n5"])
+    assert not job.state.superseded
+
+
+def test_a_late_word_from_before_the_line_says_nothing_of_its_workers():
+    job = superseded()
+    job.join("n9", run=FORMER)
+    assert job.round.number == 7
+    job.join("n9", incarnation=2, run=FORMER)
+    assert job.round.number == 8, "a new instance has no workers of the former one"
 
 
 def test_a_later_run_follows_one_whose_nodes_are_gone():

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,6 +44,7 @@ from rdzv.server.config import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
 GOLDEN = Path(__file__).with_name("golden") / "metrics" / "agent.txt"
+EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
 IDENTITY = Identity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.3")
 
 
@@ -51,7 +53,9 @@ class Node:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.link = SimpleNamespace(identity=IDENTITY, lease_ms=None, meter=None)
+        self.link = SimpleNamespace(
+            identity=IDENTITY, lease_ms=None, meter=None, certificate_expires=lambda: EXPIRES
+        )
         self.occupancy = Occupancy(
             {"waiting": 1, "running": 1, "ending": 0}, {"free": 1, "running": 6, "ending": 1}
         )

@@ -80,6 +80,7 @@ def test_golden_list(control: FakeControl) -> None:
     for name, job in zip(("bert", "gpt-small", "llm-70b"), samples, strict=True):
         job.rdzv_id = name
         control.jobs[name] = job
+    control.hanging["gpt-small"] = "RANK 3: no progress for 61 s"
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
         compare("list", as_text.jobs(endpoint, client.jobs(), PAGE) + "\n")
 
@@ -161,6 +162,13 @@ def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
     text = show(control, job)
     assert "round        2, ended: n3 was lost: lease ran out\n" in text
     assert "WORLD_SIZE   24 in round 2\n" in text
+
+
+def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeControl) -> None:
+    job = control_samples.running()
+    assert "owner" not in show(control, job)
+    job.owner = "ada"
+    assert "\n  owner        ada\n" in show(control, job)
 
 
 def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:

@@ -18,8 +18,13 @@ import yaml
 from grafana import FOLDER, dashboards, panel_queries
 
 ROOT = Path(__file__).parents[2]
-NOT_SHOWN = {"rdzv_c10d_job_round"}
-"""What is told by no panel: the number means something only beside the log of the job's nodes."""
+NOT_SHOWN = {
+    "rdzv_c10d_job_round",
+    "rdzv_certificate_expiry_timestamp_seconds",
+    "rdzv_agent_certificate_expiry_timestamp_seconds",
+}
+"""What is told by no panel: the number means something only beside the log of the job's nodes; or
+matters once a year, and has an alert."""
 
 
 @pytest.fixture(name="make", scope="module")

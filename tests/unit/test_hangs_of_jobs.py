@@ -110,10 +110,12 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
             hang(s, n1, 0, 1)
             await clock.advance(GATHER_MS - 1)
             assert was_asked(n1, n2) == [False, False]
+            assert s.driver.hangs("job-7") == "RANK 0-1: no word of its progress"
             await clock.advance(1)
             await say(s, n1, stack(0), stack(1))
             assert await live(s)
             await say(s, n2, stack(2, line=7), stack(3))
+        assert s.driver.hangs("job-7") == ""
         found = await failure(s)
         assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
         assert "RANK 2 in step at train.py:7" in found.message

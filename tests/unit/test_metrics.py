@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from rdzv.server.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.streams import Stream
 
 GOLDEN = Path(__file__).with_name("golden") / "metrics"
+EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
 
 
@@ -97,6 +99,7 @@ async def scraped(
         version="1.2.3",
         now_s=lambda: clock.at_ms / 1000,
         c10d=torchs_own,
+        expires=lambda: EXPIRES,
     )
     uids = (f"run-{number}" for number in itertools.count(1))
     async with Driver.running(

@@ -28,7 +28,7 @@ from rdzv.agent.meter import JobMeter, Meter
 from rdzv.agent.placements import Placements
 from rdzv.agent.server_link import ServerLink
 from rdzv.errors import InvalidRequestError
-from rdzv.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label
+from rdzv.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label, expiry
 from rdzv.http_log import http_log
 from rdzv.meeting import is_loopback
 from rdzv.server.config import Listen
@@ -189,7 +189,11 @@ class AgentMetrics(Meter, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges; prometheus-client asks for them."""
-        parts: dict[str, Collect] = {"stream": self._collect_stream, "jobs": self._collect_jobs}
+        parts: dict[str, Collect] = {
+            "stream": self._collect_stream,
+            "jobs": self._collect_jobs,
+            "tls": self._collect_tls,
+        }
         if (placements := self._placements) is not None:
             parts["placements"] = lambda: _collect_placements(placements)
         yield from self._parts.collect(parts)
@@ -206,6 +210,10 @@ class AgentMetrics(Meter, Collector):
             "Silence that the server tolerates of this node; 0 without a stream.",
             (lease_ms or 0) / 1000,
         )
+
+    def _collect_tls(self) -> Iterator[Metric]:
+        name = "rdzv_agent_certificate_expiry_timestamp_seconds"
+        yield from expiry(name, self._link.certificate_expires())
 
     def _collect_jobs(self) -> Iterator[Metric]:
         workers = Tally({"starting": 0, "running": 0, "stopping": 0})

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol, TypeAlias, cast
 
 import grpc
@@ -194,6 +195,10 @@ class ServerLink:
     def identity(self) -> Identity:
         """Who speaks on the stream."""
         return self._identity
+
+    def certificate_expires(self) -> datetime | None:
+        """Say when the certificate expires that this node shows; None: it shows none."""
+        return self._credentials.expires()
 
     @property
     def lease_ms(self) -> int | None:

@@ -2529,6 +2529,7 @@ class JobSummary(google.protobuf.message.Message):
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
+    HANGS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     state: builtins.str
@@ -2544,6 +2545,8 @@ class JobSummary(google.protobuf.message.Message):
     state_age_ms: builtins.int
     backend: builtins.str
     """As in JobStatus."""
+    hangs: builtins.str
+    """Who hangs now, in words; empty: nobody."""
     def __init__(
         self,
         *,
@@ -2560,9 +2563,10 @@ class JobSummary(google.protobuf.message.Message):
         max_restarts: builtins.int | None = ...,
         state_age_ms: builtins.int = ...,
         backend: builtins.str = ...,
+        hangs: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "hangs", b"hangs", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload

@@ -96,7 +96,7 @@ def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
             _number(job.world_size),
             _number(job.round),
             _budget(job),
-            Cell(job.reason or ""),
+            Cell(f"hangs: {job.hangs}", "red") if job.hangs else Cell(job.reason or ""),
         )
         for job in summaries
     ]
@@ -179,6 +179,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
     """Show what is to be known of a job in one line each."""
     found = (
         ("backend" if _only_watched(job) else "run", Cell(_run(job))),
+        *((("owner", Cell(job.owner)),) if job.owner else ()),
         ("round", Cell(_round(job))),
         ("nodes", Cell(_node_counts(job))),
         ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
@@ -355,6 +356,8 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> st
 def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]:
     """Show how a job was submitted, and how far it is placed."""
     by = submission.submitted_by or _UNKNOWN
+    if submission.submitter:
+        by += f", proven to be {submission.submitter}"
     found = [
         ("submitted", f"by {by}, {duration(submission.age_ms)} ago"),
         *_wanted(

@@ -287,7 +287,7 @@ async def _run_alone(
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
-    metrics = _metrics(replica, config, facade)
+    metrics = _metrics(replica, config, facade, tls)
     gate = Gate(replica, clock, config, metrics)
     try:
         async with (
@@ -323,7 +323,7 @@ async def _run_replica(
 
     version = server_version()
     replica = Replica(clock, etcd.place, version)
-    metrics = _metrics(replica, config, facade)
+    metrics = _metrics(replica, config, facade, tls)
     gate = Gate(replica, clock, config, metrics)
     with single_error():
         async with (
@@ -340,7 +340,9 @@ async def _run_replica(
             campaign.cancel()
 
 
-def _metrics(replica: Replica, config: Config, facade: Facade | None) -> Metrics | None:
+def _metrics(
+    replica: Replica, config: Config, facade: Facade | None, tls: Tls | None
+) -> Metrics | None:
     """Count what happens, where somebody can ask for it."""
     if config.http is None:
         return None
@@ -348,7 +350,8 @@ def _metrics(replica: Replica, config: Config, facade: Facade | None) -> Metrics
     from rdzv.server.service import server_version
 
     c10d = facade.views if facade is not None else None
-    metrics = Metrics(replica.figures, config, server_version(), c10d=c10d)
+    expires = tls.expires if tls is not None else None
+    metrics = Metrics(replica.figures, config, server_version(), c10d=c10d, expires=expires)
     metrics.add_process()
     return metrics
 

@@ -120,10 +120,10 @@ class Answers:
         status = wire.job_status(view, self.clock.now_ms(), progress, stragglers)
         return client.job_status_of(status)
 
-    @staticmethod
-    def summary_of(view: JobView) -> client.JobSummary:
+    def summary_of(self, view: JobView) -> client.JobSummary:
         """Show a job as one line."""
-        return client.job_summary_of(wire.job_summary(view))
+        hangs = self.replica.driver.hangs(view.rdzv_id)
+        return client.job_summary_of(wire.job_summary(view, hangs))
 
     async def jobs(self) -> list[client.JobSummary]:
         """Show every job as one line, by name."""

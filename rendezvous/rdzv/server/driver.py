@@ -946,6 +946,10 @@ class Driver:
         """Name the workers of a job's present round that straggle, by RANK."""
         return self._stragglers.shown(rdzv_id)
 
+    def hangs(self, rdzv_id: str) -> str:
+        """Say who hangs in a job now; empty: nobody."""
+        return self._hangs.shown(rdzv_id)
+
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
         """Show one job, at once and then whenever it has changed. Who is slow misses some.
 

@@ -99,6 +99,13 @@ class Hangs:
         if episode is not None and _live_round(state, episode.run, episode.round) is None:
             self._end(episode)
 
+    def shown(self, rdzv_id: str) -> str:
+        """Say who hangs in a job now; empty: nobody."""
+        episode = self._episodes.get(rdzv_id)
+        if episode is None or not episode.hung:
+            return ""
+        return describe_hung(worker for workers in episode.hung.values() for worker in workers)
+
     def close(self) -> None:
         """Leave every episode to the server that follows: its nodes tell it again."""
         for episode in tuple(self._episodes.values()):
@@ -159,9 +166,8 @@ class Hangs:
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
-        told = describe_hung(worker for workers in episode.hung.values() for worker in workers)
         try:
-            report = await self._stacks.take(state, f"it hung: {told}")
+            report = await self._stacks.take(state, f"it hung: {self.shown(episode.rdzv_id)}")
         except RendezvousError as error:
             log.warning("stacks of %s could not be taken: %s", episode.rdzv_id, error)
             return None, str(error)

@@ -16,6 +16,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -38,7 +39,7 @@ from rdzv.core.events import (
 from rdzv.core.explain import JobView
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
-from rdzv.exposition import Collect, Parts, add_process, by_label
+from rdzv.exposition import Collect, Parts, add_process, by_label, expiry
 from rdzv.server.c10d_metrics import c10d_metrics
 from rdzv.server.config import Config
 from rdzv.server.job_metrics import (
@@ -68,7 +69,7 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1_800)
 _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
-SERVER, ROOM, JOBS, C10D = "server", "room", "jobs", "c10d"
+SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
 """What is computed when it is asked for, and may fail by itself."""
 
 
@@ -82,13 +83,16 @@ class Metrics(Meter, Collector):
         version: str,
         now_s: Callable[[], float] = time.perf_counter,
         c10d: Callable[[], Iterable[JobView]] | None = None,
+        expires: Callable[[], datetime] | None = None,
     ) -> None:
         """Take `look`, which returns the server's present figures; None while it does not lead.
 
-        `c10d` returns the jobs in torch's own store; None: this server serves none.
+        `c10d` returns the jobs in torch's own store; None: this server serves none. `expires` says
+        when its certificate does; None: it has none.
         """
         self._look = look
         self._c10d = c10d
+        self._expires = expires
         self._parts = Parts("rdzv_collector_success", "rdzvd")
         self._now_s = now_s
         self._scrapes_limit = config.limits.scrapes
@@ -356,6 +360,8 @@ class Metrics(Meter, Collector):
         asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
         if (views := self._c10d) is not None:
             asked[C10D] = lambda: c10d_metrics(views())
+        if (expires := self._expires) is not None:
+            asked[TLS] = lambda: expiry("rdzv_certificate_expiry_timestamp_seconds", expires())
         yield from self._parts.collect(asked)
 
     def _collect_server(self) -> Iterator[Metric]:

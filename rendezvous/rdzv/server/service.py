@@ -371,10 +371,12 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListJobsResponse:
         """Show every job."""
         try:
+            driver = self._replica.driver
             views = [view async for view in self._answers.views()]
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListJobsResponse(jobs=[wire.job_summary(view) for view in views])
+        jobs = [wire.job_summary(view, driver.hangs(view.rdzv_id)) for view in views]
+        return pb.ListJobsResponse(jobs=jobs)
 
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: AnyContext

@@ -70,6 +70,11 @@ class Tls:
         """The certificate that is shown now."""
         return self._now.shown
 
+    def expires(self) -> datetime:
+        """Say when the certificate expires that who connects now would be shown."""
+        self.refresh()
+        return self.shown.not_after
+
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
         """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
         told = self._now

@@ -1153,8 +1153,8 @@ def node_summary(summary: NodeSummary) -> pb.Node:
     )
 
 
-def job_summary(view: JobView) -> pb.JobSummary:
-    """Write the line that `list` shows of a job."""
+def job_summary(view: JobView, hangs: str) -> pb.JobSummary:
+    """Write the line that `list` shows of a job; `hangs` says who hangs, or is empty."""
     here = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
     return pb.JobSummary(
         rdzv_id=view.rdzv_id,
@@ -1170,6 +1170,7 @@ def job_summary(view: JobView) -> pb.JobSummary:
         max_restarts=view.max_restarts,
         state_age_ms=view.state_age_ms,
         backend=view.backend,
+        hangs=hangs,
     )
 
 

@@ -5,12 +5,16 @@ import { aged, bounds, bytes, counted, orNone } from "./words.js";
 
 const PAGE = 200; // Rows that are drawn before one scrolls down.
 
-const JOB_STATES = ["failed", "joining", "stopping", "running", "stopped", "succeeded"];
+const JOB_STATES = ["failed", "hangs", "joining", "stopping", "running", "stopped", "succeeded"];
 const NODE_STATES = ["away", "quarantined", "cordoned", "connected", "gone"];
 export const jobLink = (name) => `#/job/${encodeURIComponent(name)}`;
 export const nodeLink = (name) => `#/node/${encodeURIComponent(name)}`;
 
 const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+
+/** What stands out of a job: that it runs on and gets nowhere. */
+const jobState = (job) => (job.hangs ? "hangs" : job.state);
+const jobReason = (job) => aged(job.hangs ? `hangs: ${job.hangs}` : job.reason, Date.now() - job.at);
 
 /** What stands out of a node: that nothing is placed on it, unless it is not even there. */
 function nodeState(node) {
@@ -32,10 +36,10 @@ const JOBS = {
   one: "job",
   states: JOB_STATES,
   key: (job) => job.rdzv_id,
-  state: (job) => job.state,
-  words: (job) => `${job.rdzv_id} ${job.state} ${job.reason || ""}`,
+  state: jobState,
+  words: (job) => `${job.rdzv_id} ${jobState(job)} ${job.state} ${job.reason || ""}`,
   columns: [
-    { name: "State", sort: (a, b) => JOB_STATES.indexOf(a.state) - JOB_STATES.indexOf(b.state) },
+    { name: "State", sort: (a, b) => JOB_STATES.indexOf(jobState(a)) - JOB_STATES.indexOf(jobState(b)) },
     { name: "Job", sort: (a, b) => text(a.rdzv_id, b.rdzv_id) },
     { name: "Nodes", number: true, sort: (a, b) => b.nodes - a.nodes },
     { name: "Round", number: true, sort: (a, b) => (b.round ?? -1) - (a.round ?? -1) },
@@ -46,7 +50,7 @@ const JOBS = {
   ],
   create(job) {
     const cells = {
-      state: chip(job.state),
+      state: chip(jobState(job)),
       name: h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id),
       nodes: h("span"),
       fill: h("i"),
@@ -75,8 +79,8 @@ const JOBS = {
     if (row.job === job) return;
     row.job = job;
     const cells = row.cells_;
-    mark(row, "data-tone", tone(job.state));
-    updateChip(cells.state, job.state);
+    mark(row, "data-tone", tone(jobState(job)));
+    updateChip(cells.state, jobState(job));
     put(cells.nodes, `${job.nodes} of ${bounds(job)}`);
     cells.fill.style.width = `${Math.min(100, (100 * job.nodes) / (job.max_nodes || 1))}%`;
     put(cells.round, orNone(job.round));
@@ -85,10 +89,10 @@ const JOBS = {
     put(cells.restarts, budget);
     mark(cells.restarts, "data-tone", job.restarts > 0 ? "warn" : null);
     updateAge(cells.age, job.since);
-    put(cells.reason, aged(job.reason, Date.now() - job.at));
+    put(cells.reason, jobReason(job));
   },
   tick(row) {
-    put(row.cells_.reason, aged(row.job.reason, Date.now() - row.job.at));
+    put(row.cells_.reason, jobReason(row.job));
   },
 };
 
@@ -269,7 +273,7 @@ export class FleetView {
     if (this.states && this.ready)
       for (const [name, state] of states) {
         const before = this.states.get(name);
-        if (before !== state) this.say(`${this.table.one} ${name} is ${state}`);
+        if (before !== state) this.say(`${this.table.one} ${name} ${state === "hangs" ? state : `is ${state}`}`);
       }
     this.states = this.ready ? states : null;
   }
