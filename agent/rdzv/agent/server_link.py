@@ -60,6 +60,9 @@ log = logging.getLogger("rdzv.agent")
 
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
+WELCOME_TIMEOUT_MOST_S = 80.0
+"""It doubles up to this while servers do not answer in time: one that thousands come back to at
+once would only serve those who have given up on it. Pings tell of one that is gone."""
 RENEWAL_MS = 5_000
 """How long the server waits for the stream that follows one which this node has ended."""
 DECLINED_KEPT = 64
@@ -181,6 +184,7 @@ class ServerLink:
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
+        self._welcome_timeout_s = WELCOME_TIMEOUT_S
         self._hello_sent_ms = 0
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int]] = deque(maxlen=OUTBOX_MESSAGES)
@@ -373,7 +377,7 @@ class ServerLink:
     ) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
         self._unanswered.clear()
-        timeout_s = min(WELCOME_TIMEOUT_S, self._shortest_fence_s() or WELCOME_TIMEOUT_S)
+        timeout_s = min(self._welcome_timeout_s, self._shortest_fence_s() or WELCOME_TIMEOUT_MOST_S)
         outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
         try:
             metadata = self._credentials.metadata(endpoint)
@@ -390,6 +394,7 @@ class ServerLink:
         except grpc.aio.AioRpcError as error:
             return self._judge(endpoint, error)
         except TimeoutError:
+            self._welcome_timeout_s = min(2 * self._welcome_timeout_s, WELCOME_TIMEOUT_MOST_S)
             return RendezvousConnectionError(f"no answer from {endpoint} within {timeout_s:g} s")
         except asyncio.CancelledError:
             if _this_task_is_cancelled():
@@ -519,6 +524,7 @@ class ServerLink:
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
         self.meter.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())
+        self._welcome_timeout_s = WELCOME_TIMEOUT_S
         if self._told_lost:
             self._told_lost = False
             log.info("connected to the server at %s again", endpoint)

@@ -39,6 +39,7 @@ from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
+from rdzv.server.grpc_log import quiet_grpc
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
@@ -639,6 +640,7 @@ async def serving(
 
     """
     gate = gate or Gate(replica, clock, config)
+    quiet_grpc()
     server = grpc.aio.server(
         interceptors=[Interceptor(gate)], options=_options(config.limits, config.timings)
     )
