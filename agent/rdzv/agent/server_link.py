@@ -33,24 +33,24 @@ from rdzv.agent.meter import Meter
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.stacks import StacksAsked
 from rdzv.agent.submitted import Holding, Placed
-from rdzv.client import (
-    BACKOFF,
-    FINAL_REFUSALS,
-    PROTOCOL_VERSION,
-    STREAM_OPTIONS,
-    Attempts,
-    Backoff,
-    Endpoint,
-    error_from_status,
-)
 from rdzv.core.nodes import NodesTuning, check_fence
 from rdzv.core.placement import FailingCheck, Resources
+from rdzv.endpoints import Endpoint
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
+)
+from rdzv.stream import (
+    BACKOFF,
+    FINAL_REFUSALS,
+    PROTOCOL_VERSION,
+    STREAM_OPTIONS,
+    Attempts,
+    Backoff,
+    error_from_status,
 )
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
@@ -154,9 +154,11 @@ class ServerLink:
         identity: Identity,
         backoff: Backoff = BACKOFF,
         credentials: Credentials = PLAIN,
+        options: Sequence[tuple[str, int]] = STREAM_OPTIONS,
     ) -> None:
         self._attempts = Attempts(endpoints, backoff)
         self._credentials = credentials
+        self._options = options
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -357,7 +359,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
         try:
-            opened = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+            opened = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # It may just be about to be renewed.
             return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")

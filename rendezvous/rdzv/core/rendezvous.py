@@ -95,6 +95,7 @@ from rdzv.core.model import (
     State,
     Stuck,
     Submission,
+    Superseded,
     Tally,
     Tuning,
     Waiting,
@@ -540,6 +541,13 @@ def _is_loopback(address: str) -> bool:
 
 def _wait(work: _Step, command: Join, since_ms: int) -> None:
     """Put a node among those that wait; it is connected, and speaks for itself from now on."""
+    former = work.state.superseded.get(command.node_id)
+    if former is not None and (
+        former.incarnation != command.incarnation
+        or (command.left_round is not None and command.left_round >= former.round)
+    ):
+        others = _without(work.state.superseded, command.node_id)
+        work.state = replace(work.state, superseded=others)
     waiting = Waiting(command.incarnation, command.offer, since_ms)
     if work.state.waiting.get(command.node_id) != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
@@ -626,7 +634,8 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
     )
     if _only_local(claim.offer):
         work.state = replace(work.state, loopback_machine=claim.offer.machine)
-    work.state = replace(work.state, claimed_ms=work.now_ms)
+    superseded = _without(work.state.superseded, node_id)
+    work.state = replace(work.state, claimed_ms=work.now_ms, superseded=superseded)
     work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
 
 
@@ -647,6 +656,7 @@ def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
     """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
+    superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
     away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
     work.put(
         seats={node_id: Seat(0, work.now_ms) for node_id in others},
@@ -665,8 +675,30 @@ def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
-    work.state = replace(work.state, stop_deadline_ms=None, last_leave=None, moved=UNMOVED)
+    work.state = replace(
+        work.state,
+        stop_deadline_ms=None,
+        last_leave=None,
+        moved=UNMOVED,
+        superseded=superseded,
+    )
     work.events.append(RoundAdopted(round_))
+
+
+def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
+    """Name who may run workers of the present round, and until when, if a later one is adopted."""
+    round_ = state.membership.round
+    if round_ is None:
+        return
+    for node_id, seat in state.seats.items():
+        away = state.away.get(node_id)
+        # Of who is away only those that this server has told of the round: others may be of an old
+        # copy of the store, and in the later round themselves, or gone for long.
+        unheard = away is not None and seat.since_ms != round_.at_ms
+        if not (unheard or seat.succeeded or is_stand_in(node_id)):
+            hears_ms = max(now_ms, away.until_ms) if away else now_ms
+            until_ms = hears_ms + _longest_stop_ms(round_, state.tuning)
+            yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
 
 
 def _fail(work: _Step, command: Fail) -> None:
@@ -1252,6 +1284,7 @@ def _complete_round(work: _Step) -> bool:
         seats={p.node_id: Seat(p.incarnation, work.now_ms) for p in participants},
         waiting={n: w for n, w in state.waiting.items() if n not in seated},
     )
+    work.state = replace(work.state, superseded={})
     work.events.append(RoundCompleted(round_))
     return True
 
@@ -1271,6 +1304,7 @@ def completion_due_ms(state: State) -> int | None:
     earliest_ms = max(earliest_ms, restart_due_ms(state))
     if round_ is None and membership.resumed_at_ms is not None:
         earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
+    earliest_ms = max(earliest_ms, superseded_until_ms(state))
     if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
     if state.placed:
@@ -1284,6 +1318,11 @@ def completion_due_ms(state: State) -> int | None:
         gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
         return max(gathered_ms, earliest_ms)
     return max(enough_ms, earliest_ms)
+
+
+def superseded_until_ms(state: State) -> int:
+    """By when nothing runs any more of rounds that others have followed elsewhere; 0: nothing."""
+    return max((former.until_ms for former in state.superseded.values()), default=0)
 
 
 def restart_due_ms(state: State) -> int:

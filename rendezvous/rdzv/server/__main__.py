@@ -19,6 +19,7 @@ import click
 from rdzv import systemd
 from rdzv.knobs import Kind
 from rdzv.server.configuration import DEFAULT_FILE, KNOBS, Configuration
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -48,9 +49,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from importlib import metadata
-
-        click.echo(f"rdzvd {metadata.version('rdzv')}")
+        click.echo(f"rdzvd {VERSION}")
         context.exit()
 
 
