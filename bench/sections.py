@@ -22,9 +22,11 @@ RESULTS = HERE / "RESULTS.md"
 Row = dict[str, Any]
 
 HEADINGS = {
+    "died": "worker gone",
     "noticed": "noticed",
     "stopped": "all stopped",
     "round": "round",
+    "spawned": "spawned",
     "started": "started",
     "imported": "torch imported",
     "grouped": "process group",
@@ -57,7 +59,7 @@ def conditions(row: Row) -> str:
 def recovery_section(rows: Sequence[Row]) -> str:
     """Return the section of bench/recovery.py."""
     told = [row for row in rows if row["case"] != "conditions"]
-    head = ["what", "nodes", "launcher", "recovered", *HEADINGS.values()]
+    head = ["what", "nodes", "launcher", "recovered", *(HEADINGS[phase] for phase in PHASES)]
     head += ["min / p90 / max", "to torchrun", "to its best"]
     lines = [*_head(head), *(_recovery_row(row) for row in told)]
     return "\n".join(

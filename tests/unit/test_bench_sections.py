@@ -99,7 +99,9 @@ def test_a_busy_machine_is_told_of() -> None:
 
 def test_medians_spread_and_ratio_are_in_the_section() -> None:
     section = sections.recovery_section([recovered("rdzvrun", 2.0, 4.0, 3.0)])
-    assert "| 3 of 3 | - | 3 | 3 |" in section
+    assert "| 3 of 3 | 3 | - | 3 | 3 |" in section
+    head, rule, row = (line for line in section.splitlines() if line.startswith("|"))
+    assert head.count("|") == rule.count("|") == row.count("|")
     assert "| 2 / 4 / 4 | x0.5 | - |" in section
 
 
