@@ -9,7 +9,7 @@ import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
 from rdzv.core.adopt import restarts_known, spent_known, tally_of
-from rdzv.core.commands import Fail, Join, Leave, Resume, Succeed
+from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
 from rdzv.core.events import (
     NodeAdopted,
     RoundAdopted,
@@ -33,7 +33,7 @@ from rdzv.core.model import (
     stand_in,
 )
 from rdzv.core.rendezvous import restarts_that_count
-from rdzv.errors import RendezvousClosedError, UnknownNodeError
+from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 
 FORMER = "former-run"
 SIZES = (2, 1, 3)
@@ -215,6 +215,26 @@ def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
     assert job.round.number == 8
     assert job.seated == ["n0", "n2"]
     assert not job.membership.restarts
+
+
+def test_no_place_is_given_up_while_claims_come_in():
+    job = Job()
+    job.do(resume(0))
+    job.do(resume(1), at_ms=28_000)
+    quiet_ms = 28_000 + job.state.tuning.claims_quiet_ms
+    job.pass_until(quiet_ms - 1)
+    assert job.round.live
+    job.pass_until(quiet_ms)
+    assert job.round.end is not None
+
+
+def test_a_node_claims_one_place():
+    job = Job()
+    job.do(resume(0))
+    assert job.do(replace(resume(1), node_id="n0")) == ()
+    job.do(MarkLost("n0", 1, "it was not heard"))
+    job.do(replace(resume(1), node_id="n0"))
+    assert job.round.participants[1].node_id == stand_in(1)
 
 
 def test_nobody_is_started_beside_a_node_that_has_not_been_heard():
@@ -407,6 +427,15 @@ def test_a_fresh_node_with_other_settings_is_told_that_the_run_is_alive():
     assert job.membership.run == FORMER
     assert not job.state.waiting
     assert job.membership.earlier[-1].ended.retry_sensible
+
+
+def test_a_run_that_is_adopted_keeps_its_secret():
+    job = Job()
+    job.do(replace(resume(0), secret="aa"))
+    with pytest.raises(DeniedError):
+        job.do(resume(1))
+    job.do(replace(resume(1), secret="aa"))
+    assert job.seated == ["n0", "n1", stand_in(2)]
 
 
 def test_an_ended_run_is_not_raised_from_the_dead():

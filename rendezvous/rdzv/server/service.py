@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -47,6 +46,7 @@ from rdzv.server.streams import Stream
 from rdzv.server.tokens import Token
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -73,7 +73,7 @@ SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
 def server_version() -> str:
     """Return the version of the installed program."""
-    return metadata.version("rdzv")
+    return VERSION
 
 
 async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
