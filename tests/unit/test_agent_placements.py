@@ -642,8 +642,8 @@ async def test_nothing_begins_while_somebody_of_a_former_agent_is_left(node: Nod
 
 async def test_a_job_is_asked_after_on_its_own_gpus_before_it_goes_on(gpu_node: Node) -> None:
     gpu_node.place("other")
-    gpu_node.place()
     await gpu_node.driver("other")
+    gpu_node.place()
     driver = await gpu_node.driver()
     gpu_node.check.wrong = "GPU-b is lost"
     # What was found before its workers failed says nothing now.

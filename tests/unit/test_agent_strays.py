@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,13 @@ from rdzv.agent.strays import RUNNER, kill_strays, mark_of
 def started(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run something in a session of its own, with this environment and no other."""
     process = subprocess.Popen(["/bin/sleep", "1000"], env=environ, start_new_session=True)
+    shown = b"".join(f"{name}={value}\0".encode() for name, value in environ.items())
+    deadline = time.monotonic() + 100
     try:
+        # Popen returns amid the exec, a moment before the new environment can be read.
+        while Path(f"/proc/{process.pid}/environ").read_bytes() != shown:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         yield process
     finally:
         process.kill()

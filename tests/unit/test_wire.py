@@ -668,11 +668,11 @@ def test_what_is_not_known_is_not_set() -> None:
     status = wire.job_status(bare, 0)
     for name in ("round", "last_failure", "last_failure_age_ms", "last_end"):
         assert not status.HasField(name)
-    assert not wire.job_summary(bare).HasField("round")
+    assert not wire.job_summary(bare, "").HasField("round")
 
 
 def test_the_summary_counts_the_nodes_that_are_seated() -> None:
-    summary = wire.job_summary(VIEW)
+    summary = wire.job_summary(VIEW, "")
     assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
     for field in summary.DESCRIPTOR.fields:
         if field.name != "nodes":
@@ -680,11 +680,14 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
 
 
 def test_who_forms_the_group_is_told() -> None:
-    assert (wire.job_status(VIEW, 0).backend, wire.job_summary(VIEW).backend) == ("rdzv", "rdzv")
+    assert (wire.job_status(VIEW, 0).backend, wire.job_summary(VIEW, "").backend) == (
+        "rdzv",
+        "rdzv",
+    )
     watched = replace(VIEW, backend="c10d", restarts=None, max_restarts=None)
     assert wire.job_status(watched, 0).backend == "c10d"
-    assert wire.job_summary(watched).backend == "c10d"
-    assert not wire.job_summary(watched).HasField("restarts")
+    assert wire.job_summary(watched, "").backend == "c10d"
+    assert not wire.job_summary(watched, "").HasField("restarts")
 
 
 def test_a_row_of_history() -> None:
