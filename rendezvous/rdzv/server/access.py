@@ -188,9 +188,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._enter(method, request, context)
-            async with aclosing(inner(request, context)) as replies:
-                async for reply in replies:
-                    yield reply
+            try:
+                async with aclosing(inner(request, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            except DecodeError as error:
+                # Of what comes after the first message; gRPC would log a traceback here, too.
+                await end_call(context, _unreadable(method, str(error)))
 
         return serve
 
@@ -227,10 +231,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 caller = await self._gate.caller(_header(context), lambda: _certified(context))
                 await self._gate.admit(caller, row, name, getattr(request, "rdzv_id", None))
             if isinstance(request, _Unreadable):
-                raise InvalidRequestError(
-                    f"the request of {name} can not be read: {request.why}; the sender speaks "
-                    "another protocol"
-                )
+                raise _unreadable(method, request.why)
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
                 who = f"{caller} at {_host(context.peer())}"
@@ -257,6 +258,13 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unreadable(str(error))
 
     return read
+
+
+def _unreadable(method: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the request of {method.rpartition('/')[2]} can not be read: {why}; the sender speaks "
+        "another protocol"
+    )
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:
