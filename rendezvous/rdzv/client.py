@@ -1,18 +1,15 @@
-"""The client's door to rdzvd: endpoints, calls with a deadline, and statuses turned into errors.
+"""The client's door to rdzvd: calls with a deadline, and what is answered as values.
 
 `ControlClient` asks the `Control` service and answers with plain values in which None means "not
 known". Only here are protobuf messages seen on the client's side of that service, and no gRPC
 exception leaves: every failure is an error of the table in `rdzv.errors`.
 
-`parse_endpoint`, `error_from_status` and what a node's stream needs (`STREAM_OPTIONS`,
-`FINAL_REFUSALS`, `Attempts`) are shared with the agent and the plug-in for torchrun.
+What a node's stream needs, and statuses turned into errors, is in `rdzv.stream`.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,36 +17,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
-from urllib.parse import quote
 
 import grpc
 
-from rdzv import protocol
+from rdzv import endpoints
 from rdzv.certificates import Stamp
-from rdzv.core.model import JobSpec, ScaleUp, Settings
+from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import (
-    ERROR_CODE_METADATA_KEY,
-    ERRORS,
-    LEADER_METADATA_KEY,
-    DeniedError,
     InvalidRequestError,
     LimitExceededError,
-    NodeSupersededError,
-    NotLeaderError,
-    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    SettingsMismatchError,
 )
-from rdzv.transport import PLAIN, Credentials, Metadata, handshake_trouble
+from rdzv.stream import CHANNEL_OPTIONS, STREAM_OPTIONS, Rota, error_from_status, settings_message
+from rdzv.transport import PLAIN, Credentials, Metadata
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
 
 if TYPE_CHECKING:
     from rdzv.stores.backup import Summary
 
-DEFAULT_PORT = protocol.DEFAULT_PORT
-PROTOCOL_VERSION = protocol.VERSION
+Endpoint = endpoints.Endpoint
+parse_endpoint = endpoints.parse_endpoint
+parse_endpoints = endpoints.parse_endpoints
+
+_UINT32_MAX = 2**32 - 1
 
 OWN_BACKEND = "rdzv"
 """Who forms the group of a job unless something else is said; an older server does not say."""
@@ -70,6 +62,7 @@ LOG_POSITIONS = 65_536
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
 
+<<<<<<< HEAD
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # The server is inside the cluster; a proxy for the Internet would answer in its place.
     ("grpc.enable_http_proxy", 0),
@@ -85,7 +78,8 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    # One after each heartbeat: of ten thousand nodes neither comes often, as the server tells them.
+    ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
     # Each attempt has a channel of its own, and its own backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -337,6 +331,8 @@ def _leader_named(error: RendezvousError) -> Endpoint | None:
     except InvalidRequestError:
         return None
 
+=======
+>>>>>>> 169665c
 
 # ------------------------------------------------------------------------------------ the values
 
@@ -1151,80 +1147,6 @@ def _perhaps_done(error: RendezvousConnectionError) -> bool:
     # Otherwise there was no connection that it could have gone over.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
-
-
-# ------------------------------------------------------------------------------------ the errors
-
-_NOT_RDZV = "what listens there is not an rdzv server"
-_CHECK = "check the address, and that rdzvd runs there"
-
-# gRPC tells why a connection failed in its details only. A text that is not here is shown as it is.
-_CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), reason)
-    for pattern, reason in (
-        ("connection refused", "connection refused"),
-        ("no route to host", "no route to host"),
-        ("network is unreachable", "network is unreachable"),
-        ("timed out|timeout occurred", "connection timed out"),
-        ("lookup failed|name not found|dns resolution|errors resolving", "no such host name"),
-        ("http1|HTTP/2|http2|ssl|handshake", _NOT_RDZV),
-        ("reset by peer|socket closed|broken pipe", "the other side closed the connection"),
-    )
-)
-
-
-def error_from_status(
-    status: grpc.StatusCode,
-    details: str | None,
-    trailing: Iterable[tuple[str, str | bytes]] | None,
-    server: Endpoint,
-    timeout_s: float,
-    credentials: Credentials = PLAIN,
-) -> RendezvousError:
-    """Turn the status of a failed call into the error that it stands for.
-
-    A code in the trailing metadata decides. Without one, the server has not said anything:
-    it could not be reached, did not answer in time, or is something else.
-    """
-    text = details or "no details given"
-    if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
-        if code == NotLeaderError.code:
-            return NotLeaderError(text, _metadata(trailing, LEADER_METADATA_KEY))
-        return ERRORS.get(code, RendezvousError)(text)
-    match status:
-        case grpc.StatusCode.UNAVAILABLE:
-            if trouble := handshake_trouble(text, server, credentials):
-                return _unreachable(server, *trouble)
-            return _unreachable(server, _connection_reason(text), _CHECK)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            remedy = f"it may be stopped or overloaded, or a firewall drops packets; {_CHECK}"
-            return _unreachable(server, f"no answer within {timeout_s:g} s", remedy)
-        case grpc.StatusCode.UNIMPLEMENTED:
-            return _unreachable(server, f"{_NOT_RDZV}, or an older one", _CHECK)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return LimitExceededError(
-                f"a limit stands in the way of the server at {server}: {text}"
-            )
-        case _:
-            return RendezvousError(f"the server at {server} answered {status.name}: {text}")
-
-
-def _metadata(trailing: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
-    for key, value in trailing or ():
-        if key == wanted:
-            return value if isinstance(value, str) else value.decode(errors="replace")
-    return ""
-
-
-def _connection_reason(details: str) -> str:
-    for pattern, reason in _CONNECTION_REASONS:
-        if pattern.search(details):
-            return reason
-    return details
-
-
-def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnectionError:
-    return RendezvousConnectionError(f"can not reach rdzvd at {server}: {reason}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------ the wire

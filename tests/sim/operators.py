@@ -6,6 +6,7 @@ submitted. Once nothing new goes wrong, jobs have the bounds again that they wer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from random import Random
@@ -37,6 +38,8 @@ class Operators:
         self.world = world
         self.cordoned: set[str] = set()
         """On which nodes a server has promised to place nothing more."""
+        self._lifting: Counter[str] = Counter()
+        """Of how many cordons and drains of a node the end was asked for, and not answered yet."""
         self.refused: set[str] = set()
         """Jobs that no node could ever take, as a server has said when all was well."""
         self._runs = 0
@@ -49,6 +52,7 @@ class Operators:
         request: Callable[[Driver], Awaitable[Any]],
         done: Callable[[], object] = lambda: None,
         failed: Callable[[RendezvousError | None], object] = lambda error: None,
+        of: str = "",
     ) -> None:
         """Ask whoever leads; what it answers comes back unless it dies before."""
         world, leader = self.world, self.world.leader
@@ -67,7 +71,7 @@ class Operators:
                 world.count(f"operator: {what}")
                 done()
 
-        world.note(f"an operator asks: {what}")
+        world.note(f"an operator asks: {what} {of}".rstrip())
         leader.process.enter(lambda: leader.process.create_task(ask()))
 
     def _job(self, chance: Random) -> Membership | None:
@@ -101,17 +105,28 @@ class Operators:
         self._ask(
             "cordon",
             lambda driver: driver.cordon(name, "it is slow"),
-            done=partial(self.cordoned.add, name),
+            done=partial(self._promised, name),
+            of=name,
         )
 
     def uncordons(self, chance: Random) -> None:
         name = chance.choice(list(self.world.specs))
+        self._lift("uncordon", name, lambda driver: driver.uncordon(name))
+
+    def _promised(self, name: str) -> None:
+        """Take a server at its word, unless somebody has asked for the contrary meanwhile."""
+        if not self._lifting[name]:
+            self.cordoned.add(name)
+
+    def _lift(self, what: str, name: str, request: Callable[[Driver], Awaitable[Any]]) -> None:
+        """Ask that a node may be placed on; it may be, too, where no answer comes to that."""
         self.cordoned.discard(name)
-        self._ask(
-            "uncordon",
-            lambda driver: driver.uncordon(name),
-            done=partial(self.cordoned.discard, name),
-        )
+        self._lifting[name] += 1
+
+        def answered(_error: RendezvousError | None = None) -> None:
+            self._lifting[name] -= 1
+
+        self._ask(what, request, done=answered, failed=answered, of=name)
 
     def drains(self, chance: Random) -> None:
         """Empty a node; nothing is placed on it either, until that is lifted."""
@@ -120,19 +135,15 @@ class Operators:
         self._ask(
             "drain",
             lambda driver: driver.drain(name, deadline_ms, "by ada", keep_min=False),
-            done=partial(self.cordoned.add, name),
+            done=partial(self._promised, name),
+            of=name,
         )
 
     def undrains(self, chance: Random) -> None:
         self._undrain(chance.choice(list(self.world.specs)))
 
     def _undrain(self, name: str) -> None:
-        self.cordoned.discard(name)
-        self._ask(
-            "undrain",
-            lambda driver: driver.undrain(name),
-            done=partial(self.cordoned.discard, name),
-        )
+        self._lift("undrain", name, lambda driver: driver.undrain(name))
 
     def preempts(self, chance: Random) -> None:
         """Let a node know that it is taken away, which it soon is."""
@@ -187,15 +198,18 @@ class Operators:
                 bounds = self._launched(job)
                 if job.scaled not in (None, bounds):
                     self._scale(job, *bounds)
-        leader = self.world.leader
-        drained = leader.driver._placer.drains() if leader is not None else {}
-        for name, drain in drained.items():
-            if drain.by_operator:
-                self._undrain(name)
+        for name in self._drained():
+            self._undrain(name)
         for agent in list(self.world.agents):
             if agent.alive and agent.drain.wished is not None:
                 agent.die()
         self.world.agenda.after(AGAIN_MS, self.heal)
+
+    def _drained(self) -> list[str]:
+        """Name the nodes that are to be empty because an operator has said so."""
+        leader = self.world.leader
+        drains = leader.driver._placer.drains() if leader is not None else {}
+        return [name for name, drain in drains.items() if drain.by_operator]
 
     def ills(self) -> Iterable[str]:
         """Name what is not as it should be with jobs that were submitted."""
@@ -203,6 +217,9 @@ class Operators:
         for job in world.judge.stored.values():
             if job.ended is None and job.scaled not in (None, self._launched(job)):
                 yield f"{job.rdzv_id} still has the bounds {job.scaled}"
+        for name in self._drained():
+            # A server that is paused lifts it late, and then its jobs come back to it.
+            yield f"{name} is still drained"
         if leader is None or not world.swarm.specs:
             return
         if leader.driver._placer._settled_at_ms > leader.process.now_ms():

@@ -9,7 +9,7 @@ import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
 from rdzv.core.adopt import restarts_known, spent_known, tally_of
-from rdzv.core.commands import Fail, Join, Leave, Resume, Succeed
+from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
 from rdzv.core.events import (
     NodeAdopted,
     RoundAdopted,
@@ -33,7 +33,7 @@ from rdzv.core.model import (
     stand_in,
 )
 from rdzv.core.rendezvous import restarts_that_count
-from rdzv.errors import RendezvousClosedError, UnknownNodeError
+from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 
 FORMER = "former-run"
 SIZES = (2, 1, 3)
@@ -217,6 +217,26 @@ def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
     assert not job.membership.restarts
 
 
+def test_no_place_is_given_up_while_claims_come_in():
+    job = Job()
+    job.do(resume(0))
+    job.do(resume(1), at_ms=28_000)
+    quiet_ms = 28_000 + job.state.tuning.claims_quiet_ms
+    job.pass_until(quiet_ms - 1)
+    assert job.round.live
+    job.pass_until(quiet_ms)
+    assert job.round.end is not None
+
+
+def test_a_node_claims_one_place():
+    job = Job()
+    job.do(resume(0))
+    assert job.do(replace(resume(1), node_id="n0")) == ()
+    job.do(MarkLost("n0", 1, "it was not heard"))
+    job.do(replace(resume(1), node_id="n0"))
+    assert job.round.participants[1].node_id == stand_in(1)
+
+
 def test_nobody_is_started_beside_a_node_that_has_not_been_heard():
     """Two have stopped and join again; the third may still run workers of the round."""
     job = Job()
@@ -288,6 +308,7 @@ def test_a_round_may_be_adopted_and_followed_by_the_next_in_one_step():
     job = Job(settings)
     job.join("n1", "n2", "n3")
     run = job.membership.run
+    job.pass_until(1_000)
     job.crash()
     alone = {"group_world_size": 1, "world_size": SIZES[0], "settings": settings}
     job.do(replace(rejoin(0, run, **alone), settings=settings))
@@ -323,6 +344,50 @@ def test_who_has_left_a_later_round_starts_beside_no_worker_of_an_earlier_one():
     assert job.seated == ["n9"], "its workers may not be gone yet"
     job.stopped("n9")
     assert (job.seated, job.round.number) == (["n9", "n0"], 8)
+
+
+def superseded() -> Job:
+    """After its grace a server without memory has formed a round; then a later one turns up."""
+    settings = Settings(1, 3, last_call_timeout_ms=0)
+    job = Job(settings)
+    job.join("n9", run=FORMER)
+    job.pass_until(30_000)
+    assert (job.seated, job.round.number) == (["n9"], 0)
+    job.do(resume(0, group_world_size=1, world_size=SIZES[0], settings=settings))
+    assert (job.seated, job.round.number) == (["n0"], 7)
+    job.join("n5")
+    job.pass_until(job.now_ms + 10_000)
+    assert job.round.end is not None, "there is room for the newcomer"
+    job.stopped("n0")
+    return job
+
+
+def test_no_round_begins_beside_workers_of_one_that_a_later_one_has_followed():
+    """Who runs them was told to stop, which takes it a while."""
+    job = superseded()
+    assert job.round.number == 7
+    assert "waiting for n9 to stop" in job.reason
+    job.stopped("n9", round_=0)
+    assert (job.round.number, sorted(job.seated)) == (8, ["n0", "n5", "n9"])
+
+
+def test_who_has_no_seat_any_more_is_not_waited_for_without_end():
+    job = superseded()
+    until_ms = job.state.superseded["n9"].until_ms
+    assert until_ms == 30_000 + 30_000 + job.state.tuning.stop_margin_ms
+    job.pass_until(until_ms - 1)
+    assert job.round.number == 7
+    job.pass_until(until_ms)
+    assert (job.round.number, job.seated) == (8, ["n0", "n5"])
+    assert not job.state.superseded
+
+
+def test_a_late_word_from_before_the_line_says_nothing_of_its_workers():
+    job = superseded()
+    job.join("n9", run=FORMER)
+    assert job.round.number == 7
+    job.join("n9", incarnation=2, run=FORMER)
+    assert job.round.number == 8, "a new instance has no workers of the former one"
 
 
 def test_a_later_run_follows_one_whose_nodes_are_gone():
@@ -362,6 +427,15 @@ def test_a_fresh_node_with_other_settings_is_told_that_the_run_is_alive():
     assert job.membership.run == FORMER
     assert not job.state.waiting
     assert job.membership.earlier[-1].ended.retry_sensible
+
+
+def test_a_run_that_is_adopted_keeps_its_secret():
+    job = Job()
+    job.do(replace(resume(0), secret="aa"))
+    with pytest.raises(DeniedError):
+        job.do(resume(1))
+    job.do(replace(resume(1), secret="aa"))
+    assert job.seated == ["n0", "n1", stand_in(2)]
 
 
 def test_an_ended_run_is_not_raised_from_the_dead():

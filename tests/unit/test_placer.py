@@ -452,6 +452,19 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         assert s.driver.nodes(["n1"])[0].drain == ""
 
 
+async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
+    async with server() as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        for node, left_ms in ((n1, 30_000), (n2, 90_000)):
+            s.driver.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
+            await s.driver.drain(node.node_id, 60_000, "fan")
+        shown = s.driver.nodes(["n1", "n2"])
+        assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
+            ("preempted", 30_000),
+            ("fan", 60_000),
+        ]
+
+
 async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")

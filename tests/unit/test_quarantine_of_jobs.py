@@ -176,6 +176,18 @@ def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
     assert job.do(Place("sub-1", ("n1", "n2"))) == (NodesPlaced(("n2",)),)
 
 
+def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
+    """Else it would be let in and withdrawn in the same step."""
+    job = Job()
+    job.do(submission())
+    job.do(Place("sub-1", ("n1", "n2")))
+    settings = job.membership.settings
+    job.join("n1", run="sub-1", settings=settings)
+    job.do(Bar((("n1", "quarantined: it is slow"),)))
+    assert job.state.placed == ("n2",)
+    assert job.join("n1", run="sub-1", settings=settings) == ()
+
+
 async def test_an_operator_lifts_it() -> None:
     async with server(failures=1) as s:
         n1, n2 = await daemons(s, "n1", "n2")

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from builders import Job, join, offer
 
+from rdzv.core.commands import Resume
 from rdzv.core.events import RunBegan
 from rdzv.core.model import Claim, Settings
 from rdzv.core.rendezvous import step
 from rdzv.server import told
-from rdzv.server.messages import Joined, Line
+from rdzv.server.messages import Joined, Line, RoundOver
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
 
@@ -34,3 +35,17 @@ def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
     assert isinstance(heard[0], Joined)
     assert isinstance(heard[-1], Line)
     assert {getattr(message, "run", "") for message in heard} == {"former"}
+
+
+def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> None:
+    job = Job(SETTINGS)
+    job.join("n1", "n2", "n3")
+    run = job.membership.run
+    claim = Claim(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
+    before = job.state
+    transition = step(before, Resume("n4", 1, run, 9, claim), job.now_ms)
+    heard = dict(told.news(before, transition.state, transition.events, 0))
+    assert heard.keys() == {"n1", "n2", "n3"}
+    for message in heard.values():
+        assert isinstance(message, RoundOver)
+        assert (message.round, message.end.reason) == (0, "round 9 has followed it")

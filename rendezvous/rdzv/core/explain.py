@@ -37,6 +37,7 @@ from rdzv.core.rendezvous import (
     restarts_that_count,
     some_seat_away,
     some_succeeded,
+    superseded_until_ms,
 )
 from rdzv.core.submitted import awaited
 from rdzv.core.words import counted, duration, listed
@@ -209,6 +210,8 @@ def _waits_for(state: State, due_ms: int) -> str:
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return _backs_off(state.membership, due_ms)
+    if due_ms == superseded_until_ms(state):
+        return f"waiting for {listed(state.superseded)} to stop workers of an earlier round"
     if coming := awaited(state):
         return f"{listed(coming)} may still join"
     if state.membership.round is None:

@@ -471,6 +471,16 @@ class Stuck:
     since_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """Workers of a round that another has followed elsewhere; told to stop, they have no seat."""
+
+    incarnation: int
+    round: int
+    until_ms: int
+    """By when they are gone, or would have been given up."""
+
+
 _STAND_IN = "(GROUP_RANK "
 """Not the beginning of any node's name."""
 
@@ -513,6 +523,8 @@ class State:
     """The machine that everyone is on, if there may be a node that only it can reach."""
     claimed_ms: int = 0
     """When a place of an adopted round was last claimed."""
+    superseded: Mapping[str, Superseded] = field(default_factory=dict)
+    """By node_id: what may run on of a round in place of which a later one was adopted."""
     stop_deadline_ms: int | None = None
     """When a participant that has not stopped is given up."""
     last_leave: LeaveCause | None = None

@@ -95,6 +95,7 @@ from rdzv.core.model import (
     State,
     Stuck,
     Submission,
+    Superseded,
     Tally,
     Tuning,
     Waiting,
@@ -540,6 +541,13 @@ def _is_loopback(address: str) -> bool:
 
 def _wait(work: _Step, command: Join, since_ms: int) -> None:
     """Put a node among those that wait; it is connected, and speaks for itself from now on."""
+    former = work.state.superseded.get(command.node_id)
+    if former is not None and (
+        former.incarnation != command.incarnation
+        or (command.left_round is not None and command.left_round >= former.round)
+    ):
+        others = _without(work.state.superseded, command.node_id)
+        work.state = replace(work.state, superseded=others)
     waiting = Waiting(command.incarnation, command.offer, since_ms)
     if work.state.waiting.get(command.node_id) != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
@@ -626,7 +634,8 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
     )
     if _only_local(claim.offer):
         work.state = replace(work.state, loopback_machine=claim.offer.machine)
-    work.state = replace(work.state, claimed_ms=work.now_ms)
+    superseded = _without(work.state.superseded, node_id)
+    work.state = replace(work.state, claimed_ms=work.now_ms, superseded=superseded)
     work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
 
 
@@ -647,6 +656,7 @@ def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
     """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
+    superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
     away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
     work.put(
         seats={node_id: Seat(0, work.now_ms) for node_id in others},
@@ -665,8 +675,30 @@ def _adopt_round(work: _Step, round_: Round, tally: Tally | None) -> None:
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
-    work.state = replace(work.state, stop_deadline_ms=None, last_leave=None, moved=UNMOVED)
+    work.state = replace(
+        work.state,
+        stop_deadline_ms=None,
+        last_leave=None,
+        moved=UNMOVED,
+        superseded=superseded,
+    )
     work.events.append(RoundAdopted(round_))
+
+
+def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
+    """Name who may run workers of the present round, and until when, if a later one is adopted."""
+    round_ = state.membership.round
+    if round_ is None:
+        return
+    for node_id, seat in state.seats.items():
+        away = state.away.get(node_id)
+        # Of who is away only those that this server has told of the round: others may be of an old
+        # copy of the store, and in the later round themselves, or gone for long.
+        unheard = away is not None and seat.since_ms != round_.at_ms
+        if not (unheard or seat.succeeded or is_stand_in(node_id)):
+            hears_ms = max(now_ms, away.until_ms) if away else now_ms
+            until_ms = hears_ms + _longest_stop_ms(round_, state.tuning)
+            yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
 
 
 def _fail(work: _Step, command: Fail) -> None:
@@ -1068,24 +1100,27 @@ def _release_unclaimed_seats(work: _Step) -> bool:
 
     Not while claims still come in: those of a large job take their time.
     """
-    for node_id, due_ms in _unclaimed_seats_due(work.state):
-        if work.now_ms >= due_ms:
-            waited_s = work.state.tuning.takeover_grace_ms / 1000
-            _give_up(
-                work, node_id, f"not heard within {waited_s:g} s since this server knows of it"
-            )
-            return True
-    return False
+    due = _unclaimed_seat_due(work.state)
+    if due is None or work.now_ms < due[1]:
+        return False
+    waited_s = work.state.tuning.takeover_grace_ms / 1000
+    _give_up(work, due[0], f"not heard within {waited_s:g} s since this server knows of it")
+    return True
 
 
-def _unclaimed_seats_due(state: State) -> Iterable[tuple[str, int]]:
-    """Name the stand-ins, of whom no stream tells anything, and when each is given up."""
+def _unclaimed_seat_due(state: State) -> tuple[str, int] | None:
+    """Name a stand-in, of whom no stream tells anything, and when it is given up; None: no more.
+
+    All are waited for equally long, so this looks at one: a large job has as many steps as seats.
+    """
     round_ = state.membership.round
-    if round_ is not None and round_.adopted:
-        quiet_ms = state.claimed_ms + state.tuning.claims_quiet_ms
-        for node_id, away in state.away.items():
-            if is_stand_in(node_id):
-                yield node_id, max(away.until_ms, quiet_ms)
+    if round_ is None or not round_.adopted:
+        return None
+    stand_ins = ((node_id, away) for node_id, away in state.away.items() if is_stand_in(node_id))
+    first = next(stand_ins, None)
+    if first is None:
+        return None
+    return first[0], max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)
 
 
 def _release_unstopped_seats(work: _Step) -> bool:
@@ -1249,6 +1284,7 @@ def _complete_round(work: _Step) -> bool:
         seats={p.node_id: Seat(p.incarnation, work.now_ms) for p in participants},
         waiting={n: w for n, w in state.waiting.items() if n not in seated},
     )
+    work.state = replace(work.state, superseded={})
     work.events.append(RoundCompleted(round_))
     return True
 
@@ -1268,6 +1304,7 @@ def completion_due_ms(state: State) -> int | None:
     earliest_ms = max(earliest_ms, restart_due_ms(state))
     if round_ is None and membership.resumed_at_ms is not None:
         earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
+    earliest_ms = max(earliest_ms, superseded_until_ms(state))
     if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
     if state.placed:
@@ -1281,6 +1318,11 @@ def completion_due_ms(state: State) -> int | None:
         gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
         return max(gathered_ms, earliest_ms)
     return max(enough_ms, earliest_ms)
+
+
+def superseded_until_ms(state: State) -> int:
+    """By when nothing runs any more of rounds that others have followed elsewhere; 0: nothing."""
+    return max((former.until_ms for former in state.superseded.values()), default=0)
 
 
 def restart_due_ms(state: State) -> int:
@@ -1484,7 +1526,8 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     if not membership.run or membership.ended is not None:
         return None
     due: list[int | None] = [due_ms for _, due_ms in _away_seats_due(state)]
-    due += [due_ms for _, due_ms in _unclaimed_seats_due(state)]
+    if (unclaimed := _unclaimed_seat_due(state)) is not None:
+        due.append(unclaimed[1])
     if state.stop_deadline_ms is not None and any(_seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
     if membership.round is None or not membership.round.live:

@@ -188,13 +188,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._enter(method, request, context)
-            try:
-                async with aclosing(inner(request, context)) as replies:
+            async with aclosing(inner(request, context)) as replies:
+                try:
                     async for reply in replies:
                         yield reply
-            except DecodeError as error:
-                # Of what comes after the first message; gRPC would log a traceback here, too.
-                await end_call(context, _unreadable(method, str(error)))
+                except DecodeError as error:
+                    # Of a service that is not ours: gRPC's own, which tells what there is.
+                    await end_call(context, _unreadable(method, str(error)))
 
         return serve
 
@@ -248,6 +248,13 @@ class _Unreadable:
     why: str
 
 
+def _unreadable(method: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the request of {method.rpartition('/')[2]} can not be read: {why}; the sender speaks "
+        "another protocol"
+    )
+
+
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Have what is no message refused; gRPC would log a traceback for each, as a bug of ours."""
 
@@ -258,13 +265,6 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unreadable(str(error))
 
     return read
-
-
-def _unreadable(method: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"the request of {method.rpartition('/')[2]} can not be read: {why}; the sender speaks "
-        "another protocol"
-    )
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:

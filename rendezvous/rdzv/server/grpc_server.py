@@ -1,21 +1,18 @@
-"""gRPC's server, as far as bytes of a peer that it does not bear would end it, or fill the log.
+"""gRPC's server, which no path that somebody calls ends.
 
-What HTTP/2 lets through as a header need not be UTF-8, and is the peer's before anybody has asked
-who that is.
+What HTTP/2 lets through as a path need not be UTF-8, and is read before anybody has asked whose it
+is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc.aio
 from grpc._cython import cygrpc
 from grpc.aio import _server
-
-log = logging.getLogger("rdzv.service")
 
 
 def grpc_server(
@@ -25,20 +22,8 @@ def grpc_server(
 
     All that protoc generates are. Every other call is answered UNIMPLEMENTED, by whatever name.
     """
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_without_bytes_of_peers)
     server: Any = _Server(interceptors, options)
     return server  # type: ignore[no-any-return]
-
-
-def _without_bytes_of_peers(record: logging.LogRecord) -> bool:
-    """Drop what would be a traceback, with bytes of the peer's choice, for each header.
-
-    gRPC reads such a header as Latin-1 and goes on, so there is nothing to tell.
-    """
-    if str(record.msg).startswith("Invalid encoding on"):
-        log.debug("a header of a call is no UTF-8; it is read as Latin-1")
-        return False
-    return True
 
 
 class _Server(_server.Server):
