@@ -58,7 +58,8 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    # One after each heartbeat: of ten thousand nodes neither comes often, as the server tells them.
+    ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 """What the channel of a node's stream is opened with."""
