@@ -136,11 +136,6 @@ class FoundRunner:
         with suppress(OSError):  # It has ended, and the link is going to notice.
             self._channel.send({"type": "adopt"})
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
         """Return the hold on a runner that was adopted."""
         return RunnerLink(None, self._channel, on_event, self.hello)
@@ -402,6 +397,11 @@ class StartedRunner:
                 self._socket.close()
                 raise
         self._linked = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
         """Return the hold on it; from now on that is to be closed."""
