@@ -212,6 +212,8 @@ def _hear_zygote(data: bytes) -> None:
     zygote: Any = SimpleNamespace(
         control=theirs,
         process=told,
+        spec=SimpleNamespace(parked=1),
+        park_at=None,
         asked={},
         ready=False,
         ready_until=1.0,

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,9 @@ LESS_TRIES = 40
 """How often an input that found something is cut down."""
 GROWTH_KB = 128 * 1024
 """What a process may grow by after its first quarter; what leaks with each input is soon more."""
+TICK_S = 1.0
+STOPPED_S = 10.0
+"""Between two ticks of a process that runs there is a hundredth of it more than `TICK_S`."""
 
 
 @dataclass
@@ -86,12 +89,15 @@ class _Run:
         began = time.monotonic()
         first_kb = 0
         with self._lines.watched():
-            with self._opened() as take:
-                for steps in corpus.load(self._surface.name).values():
-                    result.replayed += 1
-                    self._try(take, steps)
+            kept = [*corpus.load(self._surface.name).values()]
+            result.replayed = len(kept)
+            while kept:
+                with suppress(StoppedError), self._opened() as take:
+                    while kept:
+                        self._try(take, kept[-1])
+                        kept.pop()
             while time.monotonic() - began < seconds and not self._is_enough():
-                with self._opened() as take:
+                with suppress(StoppedError), self._opened() as take:
                     self._one_batch(take, began + seconds)
                 self._dice.shuffle(self._pool)
                 del self._pool[POOL:]
@@ -131,12 +137,14 @@ class _Run:
                 self._pool.append(steps)
 
     def _try(self, take: Take, steps: Input) -> None:
-        self._result.inputs += 1
         try:
             _take_in_time(take, steps)
+        except StoppedError:
+            raise
         except Exception as error:
             if where(error) not in self._result.found:
                 self._note(self._less(take, steps, where(error)), error)
+        self._result.inputs += 1
 
     def _less(self, take: Take, steps: Input, what: str) -> Input:
         """Cut an input down to what still finds the same, if that needs few tries."""
@@ -191,16 +199,47 @@ def _varied(pool: Sequence[Input], dice: random.Random) -> Input:
 # ------------------------------------------------------------------------------------ watching
 
 
+class StoppedError(Exception):
+    """An input has failed while this process was stopped, which proves nothing of the input."""
+
+
 def _take_in_time(take: Take, steps: Input) -> None:
-    """Give an input; what does not come back is broken off where it is."""
+    """Give an input; what does not come back is broken off where it is.
 
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise FoundError(f"hang: nothing for {HANG_S + PATIENCE_S:g} s")
+    Time in which this process does not run is no silence of what is tried: the ticks that would
+    have come meanwhile come as one.
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, HANG_S + PATIENCE_S)
+    Raises:
+        StoppedError: it failed, but the process was stopped, and what waits here goes by the clock.
+
+    """
+    ticks = 0
+    stopped = False
+    seen = time.monotonic(), time.process_time()
+
+    def look() -> None:
+        nonlocal seen, stopped
+        now = time.monotonic(), time.process_time()
+        gone_s, ran_s = (at - then for at, then in zip(now, seen, strict=True))
+        stopped = stopped or (gone_s > STOPPED_S and ran_s < gone_s / 10)
+        seen = now
+
+    def tick(number: int, frame: FrameType | None) -> None:
+        nonlocal ticks
+        ticks += 1
+        look()
+        if ticks * TICK_S > HANG_S + PATIENCE_S:
+            raise FoundError(f"hang: nothing for {HANG_S + PATIENCE_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
         take(steps)
+    except Exception as error:
+        look()
+        if stopped:
+            raise StoppedError from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

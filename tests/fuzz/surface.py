@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -62,10 +63,17 @@ def check_text(what: str, text: str, *, lines: bool = True) -> None:
             raise FoundError(f"{what} has {char!r}: {text!r:.200}")
 
 
+_BYTES = re.compile(r"""b(['"])(?:\\.|(?!\1)[^\\\n])*(?:\1|$)""", re.MULTILINE)
+"""Bytes as Python shows them; they may be cut."""
+
+
 def where(error: BaseException) -> str:
-    """Name an exception by its type and the last place of the product that it came through."""
+    """Name an exception by its type and the last place of the product that it came through.
+
+    What differs in the bytes alone that it shows has one name.
+    """
     if isinstance(error, FoundError):
-        return f"{type(error).__name__}: {str(error)[:120]}"
+        return f"{type(error).__name__}: {_BYTES.sub('b...', str(error))[:120]}"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/rdzv/" in frame.filename
     ]

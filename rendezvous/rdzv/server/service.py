@@ -40,6 +40,7 @@ from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.grpc_log import quiet_grpc
+from rdzv.server.grpc_server import grpc_server
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
@@ -641,9 +642,7 @@ async def serving(
     """
     gate = gate or Gate(replica, clock, config)
     quiet_grpc()
-    server = grpc.aio.server(
-        interceptors=[Interceptor(gate)], options=_options(config.limits, config.timings)
-    )
+    server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
     pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
     control = ControlService(replica, clock, config.limits, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)

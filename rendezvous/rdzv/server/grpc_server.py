@@ -1,0 +1,71 @@
+"""gRPC's server, which no path that somebody calls ends.
+
+What HTTP/2 lets through as a path need not be UTF-8, and is read before anybody has asked whose it
+is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import grpc.aio
+from grpc._cython import cygrpc
+from grpc.aio import _server
+
+
+def grpc_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Server:
+    """Return a server, to which services are added by methods that are registered.
+
+    All that protoc generates are. Every other call is answered UNIMPLEMENTED, by whatever name.
+    """
+    server: Any = _Server(interceptors, options)
+    return server  # type: ignore[no-any-return]
+
+
+class _Server(_server.Server):
+    def __init__(
+        self,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        options: Sequence[tuple[str, Any]],
+    ) -> None:
+        self._loop = cygrpc.get_working_loop()
+        self._server = _Core(self._loop, None, (), interceptors, tuple(options), None)
+
+
+class _Core(cygrpc.AioServer):  # type: ignore[misc]
+    """The server whose loop a path that is no UTF-8 does not end.
+
+    The loop of gRPC decodes the path of a call to what is not registered, and an error there shuts
+    the whole server down: one frame would end it, at 1.85.1. 1.78.0 has another loop, which bears
+    it and knows nothing of the method below.
+    """
+
+    def _make_request_call_future(self, method: bytes | None) -> Any:
+        if method is not None:
+            return super()._make_request_call_future(method)
+        return asyncio.get_running_loop().create_task(self._refuse_the_unknown())
+
+    async def _refuse_the_unknown(self) -> NoReturn:
+        """Answer calls to what is not registered, without a look at their path.
+
+        It ends as the server does, by an error that the loop of gRPC knows.
+        """
+        loop = asyncio.get_running_loop()
+        answering: set[asyncio.Task[None]] = set()
+        while True:
+            call = await self._request_call()
+            refusal = cygrpc._handle_rpc("", _NoMethods(), (), call, loop, False)
+            task = loop.create_task(cygrpc._schedule_rpc_coro(refusal, call, loop, ""))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+
+
+class _NoMethods:
+    """What gRPC asks for the handler of a call."""
+
+    def resolve_handler(self, _: object) -> None:
+        """Have none, which gRPC answers by UNIMPLEMENTED."""

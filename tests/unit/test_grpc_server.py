@@ -1,0 +1,118 @@
+"""Bytes that gRPC does not bear, before anybody has said who they are: the server serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rdzv.server.clock import MonotonicClock
+from rdzv.server.config import Config, Listen
+from rdzv.server.driver import Driver
+from rdzv.server.replica import Replica
+from rdzv.server.service import serving
+from rdzv.stores.memory import MemoryStore
+
+LONG_S = 100
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+HEADERS = {
+    b":method": b"POST",
+    b":scheme": b"http",
+    b":path": b"/grpc.health.v1.Health/Check",
+    b":authority": b"h",
+    b"content-type": b"application/grpc",
+    b"te": b"trailers",
+}
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def call(headers: dict[bytes, bytes]) -> bytes:
+    """Call an rpc, in HTTP/2 without compression, and without a request."""
+    block = b"".join(
+        b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+        for name, value in headers.items()
+    )
+    return PREFACE + len(block).to_bytes(3, "big") + b"\x01\x05\0\0\0\1" + block
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[Listen]:
+    clock = MonotonicClock()
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), store="memory")
+    replica = Replica(clock, "memory", "1.2.3")
+    async with Driver.running(MemoryStore(), clock, config) as driver:
+        replica.lead(driver)
+        async with serving(replica, clock, config) as bound:
+            yield bound
+
+
+async def answer(at: Listen, said: bytes, end: bytes) -> bytes:
+    """Return what a connection hears, up to the given words."""
+    reader, writer = await asyncio.open_connection(at.host, at.port)
+    try:
+        writer.write(said)
+        async with asyncio.timeout(LONG_S):
+            return await reader.readuntil(end)
+    finally:
+        writer.close()
+
+
+def above_debug(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what is told of calls; that the machine is slow is no matter here."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno > logging.DEBUG and record.name != "rdzv.driver"
+    ]
+
+
+async def test_a_path_that_is_no_utf8_is_unknown_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
+        await watch.read()
+        for _ in range(3):
+            heard = await answer(at, call({**HEADERS, b":path": b"/\xc9"}), b"Method not found!")
+            assert b"\x0bgrpc-status\x0212" in heard, "UNIMPLEMENTED"
+        assert not watch.done(), "the streams of others go on"
+        assert await health.Check(health_pb2.HealthCheckRequest(), timeout=LONG_S)
+        watch.cancel()
+    assert above_debug(caplog) == []
+
+
+async def test_a_header_that_is_no_utf8_leaves_nothing_of_it_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server() as at:
+        for name, value in ((b"\xaamine", b""), (b"x", b"\xaamine")):
+            assert await answer(at, call({**HEADERS, name: value}), b"grpc-status")
+    assert above_debug(caplog) == []
+    assert "mine" not in caplog.text
+
+
+async def test_a_method_that_nobody_has_is_unimplemented() -> None:
+    async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary("/rdzv.v1.Control/OfALaterVersion")(b"", timeout=LONG_S)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
+        stream = channel.stream_stream(REFLECTION)(timeout=LONG_S)
+        await stream.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="can not be read") as refused:
+            await stream.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert above_debug(caplog) == []
