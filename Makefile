@@ -147,7 +147,7 @@ proto-check: $(PROTO_READY)
 clean:  ## remove everything that was made here
 	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# SURFACES=rpc,bytes,c10d,spec,text,config chooses; SEED=N repeats; docs/security.md has more.
+# SURFACES=rpc,bytes,tls,tokens,c10d,spec,text,config chooses; SEED=N repeats; docs/security.md has more.
 .PHONY: fuzz
 fuzz: $(READY)  ## hostile input to every surface, SECONDS=600 for each; what finds something is kept
 	@GRPC_VERBOSITY=NONE $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SURFACES),--surfaces $(SURFACES)) \

@@ -9,7 +9,8 @@ of it that the store has taken.
 * fail: one worker fails, everyone stops and joins again.
 * fail-all: the same, and a worker of every node fails of it, as in a broken collective.
 * lose: a rack of nodes is lost at once, the others stop and join again.
-* adopt: a server that has forgotten everything hears from all nodes of a running round.
+* adopt: a server that has forgotten everything hears from all nodes of a running round, all at
+  once: how many commits that takes depends a little on the machine.
 * succeed: all nodes succeed.
 
 The peer, in the same run: torchrun's c10d rendezvous, in which every join writes the whole state.
@@ -276,8 +277,9 @@ class Group:
         for node in self.nodes:
             node.attach(driver)
         self._listen()
-        for node in self.nodes:
-            await node.say_what_it_runs()
+        async with asyncio.TaskGroup() as tasks:
+            for node in self.nodes:
+                tasks.create_task(node.say_what_it_runs())
 
     async def succeed(self) -> None:
         """Every worker ends well."""

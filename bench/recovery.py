@@ -16,6 +16,10 @@ the job:
 * late: it is started only now, and joins the running job;
 * term: its agent gets SIGTERM.
 
+Between `died` (the kernel has freed the memory of the killed worker) and `spawned` (the new ones
+are executed or forked) nothing waits but for the kernel to free that of the others, and for a
+node that is away (`tree`: reconnect_grace, 0.25 s). The phases are told in recovery_job.py.
+
 Each run is a job of its own. A run that does not train again within its deadline is counted as not
 recovered, and its time is in no median. torchrun with its default timeouts is measured less often
 where a node comes or goes, and several such jobs side by side, for nearly all of their time they
@@ -189,9 +193,11 @@ def _row(
 
 
 HEADINGS = {
+    "died": "died",
     "noticed": "noticed",
     "stopped": "stopped",
     "round": "round",
+    "spawned": "spawned",
     "started": "started",
     "imported": "imported",
     "grouped": "group",

@@ -34,12 +34,23 @@ LAST_CALL_S = 30.0
 END_S = 15.0
 POLL_S = 0.01
 
-PHASES = ("noticed", "stopped", "round", "started", "imported", "grouped", "reduced", "stepped")
+SETTLE_S = 2.0
+"""How long a job trains before anything befalls it: what its launcher does just after a start is
+over then, and few jobs fail in their first second."""
+
+PHASES = (
+    *("died", "noticed", "stopped", "round", "spawned"),
+    *("started", "imported", "grouped", "reduced", "stepped"),
+)
 """What a recovery passes through, each in seconds since what befell the job:
 
+* died: the first worker of the old world is gone. Of a worker that got SIGKILL, that is what the
+  kernel takes to free its memory, before anyone can hear of it;
 * noticed: the first line that a launcher or server writes about it;
-* stopped: the last worker of the old world is gone;
+* stopped: the last worker of the old world is gone, which again takes the kernel its time;
 * round: the round of the new world is complete, by the last launcher that says so;
+* spawned: the last process of the new world has executed its interpreter, or is forked and has its
+  environment, by the last rdzvrun that says so (torchrun does not say it);
 * started, imported, grouped, reduced, stepped: the last worker of the new world runs its first
   line, has imported torch, has its process group, has done its first all-reduce, and then its first
   DDP step.
@@ -203,6 +214,23 @@ def said_by_rdzvd(log: str) -> Iterator[Said]:
             yield Said("round" if name == _RDZV_ROUND else "noticed", unix_s)
 
 
+_RDZVRUN_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) rdzvrun\S*: local_rank \d+ is pid "
+)
+
+
+def said_by_rdzvrun(log: str) -> Iterator[Said]:
+    """Yield what an rdzvrun with LOGLEVEL=DEBUG has written of processes that it has started.
+
+    >>> line = "2026-11-21 12:00:00,250 rdzvrun[n0-7]: local_rank 0 is pid 4711"
+    >>> [said.phase for said in said_by_rdzvrun(line)]
+    ['spawned']
+    """
+    for line in log.splitlines():
+        if found := _RDZVRUN_LINE.match(line):
+            yield Said("spawned", datetime.fromisoformat(found[1]).timestamp())
+
+
 def phases(
     befell_s: float,
     world: Mapping[str, float],
@@ -217,6 +245,7 @@ def phases(
     found = {name: at_s - befell_s for name, at_s in world.items() if name in PHASES}
     ends = list(exits_s.values())
     if ends and all(end is not None for end in ends):
+        found["died"] = max(min(end for end in ends if end is not None) - befell_s, 0.0)
         found["stopped"] = max(max(end for end in ends if end is not None) - befell_s, 0.0)
     for one in said:
         at_s = one.unix_s - unix_offset_s - befell_s
@@ -274,6 +303,7 @@ class Job:
         waits_s = START_S + (LAST_CALL_S if case == "late" and self._contender.patient else 0.0)
         if (failed := await self._trains(at_first, frozenset(), waits_s)) is not None:
             return Outcome({}, f"did not start: {failed}")
+        await asyncio.sleep(SETTLE_S)
         old = {stage.node: stage.pid for stage in self._read() if stage.stage == "steady"}
         with _watched(old.values()) as exits_s:
             befell_s = time.monotonic()
@@ -323,6 +353,8 @@ class Job:
                 yield from said_by_torchrun(self._log(name).read_text(errors="replace"), year)
         else:
             yield from said_by_rdzvd(self._log("rdzvd").read_text())
+            for name in self._launchers:
+                yield from said_by_rdzvrun(self._log(name).read_text(errors="replace"))
 
     # -------------------------------------------------------------- processes
 
@@ -390,7 +422,7 @@ class Job:
             "RDZV_BENCH_NODE": node,
             "RDZV_BENCH_STAGES": str(self._stages),
             "RDZV_BENCH_LIFELINE": str(self._lifeline),
-            "LOGLEVEL": "INFO",
+            "LOGLEVEL": "INFO" if self._contender.torchrun else "DEBUG",
             # Both launchers would set it for more than one worker a node, and warn of it.
             "OMP_NUM_THREADS": "1",
         }

@@ -224,8 +224,9 @@ def through_core(commands: Sequence[Join], *, checked: bool) -> float:
     state: State = vacant("core", Tuning())
     began_s = time.process_time()
     for number, command in enumerate(commands):
-        before, state = state, step(state, command, number).state
-        if checked and (broken := violations(before, state)):
+        before, transition = state, step(state, command, number)
+        state = transition.state
+        if checked and (broken := violations(before, state, transition.events)):
             raise RuntimeError("; ".join(broken))
     took_s = time.process_time() - began_s
     assert state.membership.round is not None, "the last join completes the round"

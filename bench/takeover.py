@@ -44,8 +44,9 @@ from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
 from processes import BIN, Rdzvd
 from simulated import SimulatedNode, simulated, until
 
-from rdzv.client import BACKOFF, ControlClient, Endpoint, Server
+from rdzv.client import ControlClient, Endpoint, Server
 from rdzv.errors import RendezvousError
+from rdzv.stream import BACKOFF
 
 JOB = "bench"
 CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")

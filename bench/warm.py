@@ -9,6 +9,8 @@ For cold and warm workers alike, the median over the restarts, of the slowest wo
   store; so without what a store host takes;
 * DDP: until a DistributedDataParallel has done its first backward pass.
 
+Before each warm restart there is time to park forks, as in a job that has trained for a while.
+
 And what the zygote costs: its import, its memory, and what of that a worker shares with it.
 """
 
@@ -24,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from rdzv.agent.runner import PARK_AFTER_S
 from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerLink,
@@ -33,6 +36,9 @@ from rdzv.agent.runner_link import (
     ZygoteReady,
     ZygoteSpec,
 )
+
+PARKED_WITHIN_S = 1.0
+"""How long forking ahead may take, once it begins."""
 
 SCRIPT = """
 import time
@@ -62,7 +68,7 @@ async def measure(workers: int, times: int, folder: Path) -> None:
     link = await RunnerLink.spawn(events.put_nowait)
     argv = (sys.executable, "-u", str(script))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    zygote = ZygoteSpec(argv, common, None, ("torch", "torch._dynamo"))
+    zygote = ZygoteSpec(argv, common, None, ("torch", "torch._dynamo"), parked=workers)
     print(f"{workers} workers, {times} restarts of each kind, {os.cpu_count()} CPUs")
     try:
         for kind in ("cold", "warm"):
@@ -72,10 +78,13 @@ async def measure(workers: int, times: int, folder: Path) -> None:
                     pass
                 print(f"zygote: {ready.seconds:.2f} s, {ready.memory_kb / 1024:.0f} MiB")
             kept = zygote if kind == "warm" else None
-            seen = [
-                await restart(link, events, number, argv, common, workers, folder, kept)
-                for number in range(times)
-            ]
+            seen = []
+            for number in range(times):
+                if kept is not None:
+                    await asyncio.sleep(PARK_AFTER_S + PARKED_WITHIN_S)
+                seen.append(
+                    await restart(link, events, number, argv, common, workers, folder, kept)
+                )
             first, reduce, ddp, rss, shared = (
                 statistics.median(each) for each in zip(*seen, strict=True)
             )

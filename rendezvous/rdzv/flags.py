@@ -15,12 +15,12 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
+from rdzv.version import VERSION
 
 CONF_KEYS = {
     "join_timeout": "seconds to wait for min_nodes before giving up (default 600)",
@@ -249,8 +249,7 @@ def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentPar
         "job made no progress and is not to be queued again, 128+n ended by signal n, 130 Ctrl-C.",
         allow_abbrev=False,
     )
-    version = metadata.version("rdzv")
-    parser.add_argument("--version", action="version", version=f"rdzvrun {version}")
+    parser.add_argument("--version", action="version", version=f"rdzvrun {VERSION}")
     try:
         for option in [*described(), *(_legacy() if legacy else ())]:
             add(parser, option, environ)

@@ -20,7 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.meeting import is_loopback
 
 if TYPE_CHECKING:
-    from rdzv.client import Endpoint
+    from rdzv.endpoints import Endpoint
 
 VARIABLES = {
     "ca": "RDZV_TLS_CA",

@@ -82,7 +82,13 @@ def _data_frame(dice: random.Random) -> bytes:
     return len(body).to_bytes(3, "big") + b"\x00\x01\x00\x00\x00\x01" + body
 
 
-def _request(dice: random.Random) -> bytes:
+def frames(dice: random.Random) -> bytes:
+    """Begin HTTP/2, and go on with frames of any kind."""
+    some = (b"\0\0\0\4\0\0\0\0\0", _headers_frame(dice), _data_frame(dice), _frame(dice))
+    return PREFACE + b"".join(dice.choice(some) for _ in range(dice.randint(0, 6)))
+
+
+def request(dice: random.Random) -> bytes:
     method = dice.choice(("GET", "POST", "HEAD", "OPTIONS", "PUT", "CONNECT", "TRACE", "G\x00T"))
     version = dice.choice(("HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9", ""))
     chosen = [dice.choice(HEADERS) for _ in range(dice.randint(0, 5))]
@@ -102,10 +108,9 @@ def _inputs(dice: random.Random) -> Input:
         elif which < 0.25:
             data = CLIENT_HELLO
         elif which < 0.6:
-            data = _request(dice)
+            data = request(dice)
         else:
-            frames = (b"\0\0\0\4\0\0\0\0\0", _headers_frame(dice), _data_frame(dice), _frame(dice))
-            data = PREFACE + b"".join(dice.choice(frames) for _ in range(dice.randint(0, 6)))
+            data = frames(dice)
         if dice.random() < 0.3:
             data = data[: dice.randint(0, len(data))]
         if dice.random() < 0.2:
@@ -130,7 +135,7 @@ async def _talk(served: Served, steps: Input) -> None:
                 await asyncio.wait_for(writer.drain(), HANG_S)
             await asyncio.sleep(PAUSE_S)
         for kind, (reader, _) in open_ones.items():
-            await _listen(kind, reader)
+            await listen(kind, reader)
     finally:
         for _, writer in open_ones.values():
             writer.close()
@@ -138,7 +143,7 @@ async def _talk(served: Served, steps: Input) -> None:
                 await writer.wait_closed()
 
 
-async def _listen(kind: str, reader: asyncio.StreamReader) -> None:
+async def listen(kind: str, reader: asyncio.StreamReader) -> bytes:
     """Hear what is answered; who is wrong need not be told, and need not be shown out at once."""
     said = b""
     with suppress(TimeoutError, ConnectionError):
@@ -149,6 +154,7 @@ async def _listen(kind: str, reader: asyncio.StreamReader) -> None:
         raise FoundError(f"escape: {kind} answers with a file of this machine")
     if kind == "http" and said.startswith(b"HTTP/1.1 500"):
         raise FoundError(f"crash: {said[:300]!r}")
+    return said
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A whole server in this process, and a bystander whom no input may disturb.
 
+It is open to everyone, or asks callers for tokens, or has TLS and asks for certificates.
+
 The server has its gRPC and HTTP ports, keeps its state in memory, and runs in the event loop of a
 thread of its own. The bystander is a node whose job runs: after each input its heartbeat is heard,
 its job is as it was, and calls on the same server are answered.
@@ -8,25 +10,32 @@ its job is as it was, and calls on the same server are answered.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from rdzv.client import Endpoint
 from rdzv.core.nodes import NodesTuning
+from rdzv.ctl.authority import Authority
+from rdzv.server.access import Gate
 from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Limits, Listen, Timings
+from rdzv.server.config import Config, Limits, Listen, Timings, TlsFiles
 from rdzv.server.driver import Driver
 from rdzv.server.http import serving_http
 from rdzv.server.metrics import Metrics
 from rdzv.server.replica import Replica
 from rdzv.server.service import serving
+from rdzv.server.tls import Tls
 from rdzv.stores.memory import MemoryStore
+from rdzv.transport import Credentials, Metadata
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alarmed
@@ -59,14 +68,29 @@ class Served:
     http: int
     channel: grpc.aio.Channel
     driver: Driver
+    token: str = ""
+    """That of an admin, where callers are asked for one."""
+    for_tokens: int = 0
+    """The TLS port of gRPC that asks for no certificate."""
+
+
+class Guard(StrEnum):
+    """What the server asks of those who call."""
+
+    NOTHING = "nothing"
+    TOKENS = "tokens"
+    CERTIFICATES = "certificates"
 
 
 Talk = Callable[[Served, Input], Awaitable[None]]
 
 
 @contextmanager
-def talking(talk: Talk) -> Iterator[Take]:
-    """Serve until the body ends; each input is given to `talk`, in the loop of the server."""
+def talking(talk: Talk, guard: Guard = Guard.NOTHING, folder: Path = Path()) -> Iterator[Take]:
+    """Serve until the body ends; each input is given to `talk`, in the loop of the server.
+
+    `folder` is where tokens and certificates are made.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server under test")
     thread.start()
@@ -77,7 +101,7 @@ def talking(talk: Talk) -> Iterator[Take]:
 
     troubles: list[str] = []
     loop.set_exception_handler(lambda _, about: troubles.append(f"{about}"[:2_000]))
-    made = _serving()
+    made = _serving(guard, folder)
     with alarmed() as alarm:
         try:
             served, bystander = do(made.__aenter__())
@@ -127,11 +151,14 @@ async def _ends(over: Callable[[], bool], what: str) -> None:
 
 
 @asynccontextmanager
-async def _serving() -> AsyncIterator[tuple[Served, _Bystander]]:
+async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _Bystander]]:
     config = Config(
         Listen("127.0.0.1", 0),
         Path("/nowhere"),
         store="memory",
+        auth=guard is not Guard.NOTHING,
+        init_admin_token=folder / "token" if guard is Guard.TOKENS else None,
+        tls=_made_files(folder) if guard is Guard.CERTIFICATES else None,
         limits=LIMITS,
         timings=TIMINGS,
         nodes_tuning=NodesTuning(lease_ms=LONG_MS, lease_max_ms=LONG_MS),
@@ -139,27 +166,77 @@ async def _serving() -> AsyncIterator[tuple[Served, _Bystander]]:
     clock = MonotonicClock()
     replica = Replica(clock, "memory", "1.2.3")
     metrics = Metrics(lambda: None, config, "1.2.3")
+    tls = Tls(config.tls) if config.tls is not None else None
+    gate = Gate(replica, clock, config, metrics)
     async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
         replica.lead(driver)
+        shown = _credentials(guard, folder)
         async with (
-            serving(replica, clock, config) as bound,
-            serving_http(replica, metrics, config, config.listen, clock) as http,
-            grpc.aio.insecure_channel(str(bound), [("grpc.enable_retries", 0)]) as channel,
-            grpc.aio.insecure_channel(
-                str(bound), [("grpc.use_local_subchannel_pool", 1)]
-            ) as another,
+            serving(replica, clock, config, tls=tls, gate=gate) as bound,
+            serving_http(replica, metrics, config, config.listen, clock, None, tls, gate) as http,
+            _channel(shown, bound, "grpc.enable_retries", 0) as channel,
+            _channel(shown, bound, "grpc.use_local_subchannel_pool", 1) as another,
         ):
-            bystander = _Bystander(another)
+            bystander = _Bystander(another, shown.metadata(_endpoint(bound)))
             await bystander.join()
-            yield Served(bound.port, http.bound.port, channel, driver), bystander
+            for_tokens = config.tls.token_listen if config.tls is not None else None
+            served = Served(
+                bound.port,
+                http.bound.port,
+                channel,
+                driver,
+                (folder / "token").read_text().strip() if guard is Guard.TOKENS else "",
+                for_tokens.port if for_tokens is not None else 0,
+            )
+            yield served, bystander
             bystander.leave()
+
+
+def _endpoint(bound: Listen) -> Endpoint:
+    return Endpoint(bound.host, bound.port)
+
+
+def _channel(shown: Credentials, bound: Listen, option: str, value: int) -> grpc.aio.Channel:
+    return shown.aio_channel(_endpoint(bound), [(option, value)])
+
+
+def _made_files(folder: Path) -> TlsFiles:
+    """Make certificates of the server and of the bystander, once in a folder."""
+    if not (folder / "ca.crt").exists():
+        authority = Authority.make(folder, 30, replace=False)
+        authority.server(("127.0.0.1",), 20, replace=False)
+        authority.caller("client", NODE, ("admin",), 20, replace=False)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    return TlsFiles(
+        folder / "server.crt",
+        folder / "server.key",
+        folder / "ca.crt",
+        http_requires=False,
+        token_listen=Listen("127.0.0.1", port),
+    )
+
+
+def _credentials(guard: Guard, folder: Path) -> Credentials:
+    """Return what the bystander shows."""
+    match guard:
+        case Guard.NOTHING:
+            return Credentials()
+        case Guard.TOKENS:
+            return Credentials(token_file=folder / "token")
+        case Guard.CERTIFICATES:
+            pair = (folder / f"client-{NODE}.crt", folder / f"client-{NODE}.key")
+            return Credentials(folder / "ca.crt", *pair)
 
 
 class _Bystander:
     """A node that runs a job by itself."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._call: Any = pb_grpc.RendezvousStub(channel).Attach()  # type: ignore[no-untyped-call]
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        stub: Any = pb_grpc.RendezvousStub(channel)  # type: ignore[no-untyped-call]
+        self._metadata = metadata
+        self._call = stub.Attach(metadata=metadata)
         self._control: Any = pb_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         self._beats = 0
 
@@ -194,7 +271,9 @@ class _Bystander:
                 beat = pb.Heartbeat(number=self._beats)
                 await self._call.write(pb.NodeMessage(heartbeat=beat))
                 await self._hear("heard")
-                status = await self._control.GetStatus(pb.GetStatusRequest(rdzv_id=JOB))
+                status = await self._control.GetStatus(
+                    pb.GetStatusRequest(rdzv_id=JOB), metadata=self._metadata
+                )
         except (TimeoutError, grpc.aio.BaseError) as error:
             raise FoundError(f"another caller is not served: {error!r}") from error
         if status.state != "running":

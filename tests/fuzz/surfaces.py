@@ -9,5 +9,9 @@ from tests.fuzz.rpc import RPC
 from tests.fuzz.shown import SHOWN
 from tests.fuzz.store import STORE
 from tests.fuzz.surface import Surface
+from tests.fuzz.tls import TLS
+from tests.fuzz.tokens import TOKENS
 
-SURFACES: dict[str, Surface] = {one.name: one for one in (RPC, RAW, STORE, JOBS, SHOWN, DAMAGED)}
+SURFACES: dict[str, Surface] = {
+    one.name: one for one in (RPC, RAW, TLS, TOKENS, STORE, JOBS, SHOWN, DAMAGED)
+}

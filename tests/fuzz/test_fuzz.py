@@ -12,7 +12,10 @@ from tests.fuzz.surfaces import SURFACES
 
 pytestmark = pytest.mark.slow
 
-INPUTS = {"rpc": 15, "bytes": 15, "c10d": 40, "spec": 40, "text": 20, "config": 60}
+INPUTS = {
+    **{"rpc": 15, "bytes": 15, "tls": 15, "tokens": 15},
+    **{"c10d": 40, "spec": 40, "text": 20, "config": 60},
+}
 """Beside the corpus; a second or so of each."""
 SECONDS = 120.0
 """No bound that counts, but where a machine can not do even that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -309,6 +310,171 @@ def test_an_upgrade_leaves_a_server_alone_that_could_not_start_again(machine: Bo
     assert machine.show("rdzvd", "MainPID") == before
     file.write_text(usual)
     machine.do("systemctl", "reload", "rdzvd")
+
+
+# ---------------------------------------------------------------------- jobs as their submitters
+
+DROP_IN = "/etc/systemd/system/rdzv-agent.service.d/run-as.conf"
+ADMIN = "/var/lib/rdzv/admin-token"
+ASKS = f'auth = "required"\ninit_admin_token = "{ADMIN}"\n'
+NODE_TOKEN = "/srv/node-token"
+WHOSE = """#!/bin/sh
+# What the job is, and may do; then it stays.
+tell() {{ if "$@" >/dev/null 2>&1; then echo may; else echo may not; fi; }}
+cd {home}
+{{
+  id -un
+  id -Gn
+  grep -E '^(CapEff|CapBnd):' /proc/self/status | tr -d '\\t'
+  echo "list: $(tell ls /var/lib/rdzv-agent) $(tell ls /run/rdzv-agent)"
+  echo "read: $(tell cat {token})"
+  echo "signal: $(tell kill -0 {agent}) $(tell kill -0 $PPID)"
+  echo "talk: $(tell {python} -c 'import glob, socket, sys
+for path in sys.argv[1:]: socket.socket(socket.AF_UNIX).connect(path)' {sockets})"
+}} >whose.new 2>&1
+mv whose.new whose
+trap 'echo bye >>whose; exit 0' TERM
+while :; do sleep 0.1; done
+"""
+
+
+def ctl(machine: Booted, token: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return machine.run("env", f"RDZV_TOKEN_FILE={token}", "rdzvctl", *args)
+
+
+def what_it_permits(machine: Booted) -> dict[str, str]:
+    """Return the settings of the agent's unit that say what it may do, and where."""
+    lines = machine.do("systemctl", "show", "--all", "rdzv-agent").splitlines()
+    found = dict(line.split("=", 1) for line in lines)
+    settings = (
+        "User|Group|SupplementaryGroups|Dynamic|UMask|Capability|Ambient|NoNew|SecureBits|PAM|"
+        "Protect|Private|Restrict|SystemCall|Device|Read.*Paths|Inaccessible|.*ExecPaths|Bind|Root|Mount|Proc|.*Directory|"
+        "Environment|PassEnv|UnsetEnv|Limit|Tasks|OOM|Delegate|Kill|SendSIG|Notify|Type|Lock|IPC"
+    )
+    return {name: found[name] for name in found if re.match(settings, name)}
+
+
+@pytest.fixture(scope="module")
+def callers(machine: Booted) -> Booted:
+    """Have the server ask everybody who they are, and the agent map one of two submitters."""
+    server, agent = machine.path(SERVER_FILE), machine.path("/etc/rdzv/agent.toml")
+    server.write_text(f"{ASKS}{server.read_text()}")
+    machine.do("systemctl", "restart", "rdzvd")
+    node = machine.do("hostname").strip()
+    for name, role in (("ada", "submit"), ("bob", "submit"), (node, "node")):
+        made = ctl(machine, ADMIN, "tokens", "create", name, "--role", role)
+        assert made.returncode == 0, made.stderr
+        file = machine.path(NODE_TOKEN if role == "node" else f"/srv/token-{name}")
+        file.touch(mode=0o600)
+        file.write_text(made.stdout)
+    machine.do("chown", "rdzv-agent:", NODE_TOKEN)
+    machine.do("useradd", "--create-home", "ada")
+    agent.write_text(
+        f'server = "127.0.0.1:29400"\ntoken_file = "{NODE_TOKEN}"\ncapacity = 2\n'
+        '[[user]]\nname = "ada"\n'
+    )
+    return machine
+
+
+def test_an_agent_that_is_not_root_runs_nothing_as_another(callers: Booted) -> None:
+    assert callers.run("systemctl", "start", "rdzv-agent").returncode != 0
+    assert "[[user]]" in callers.do("journalctl", "--no-pager", "-u", "rdzv-agent", "-n", "20")
+    callers.do("systemctl", "stop", "rdzv-agent")
+
+
+def test_the_drop_in_makes_it_root_and_changes_nothing_else(callers: Booted) -> None:
+    before = what_it_permits(callers)
+    callers.path(DROP_IN).parent.mkdir(parents=True)
+    shutil.copy(ROOT / "deploy/systemd/run-as.conf", callers.path(DROP_IN))
+    callers.do("systemctl", "daemon-reload")
+    assert callers.run("systemd-analyze", "verify", "rdzv-agent.service").stderr == ""
+    after = what_it_permits(callers)
+    changed = {name: value for name, value in after.items() if before.get(name) != value}
+    assert changed == {
+        **{"User": "root", "Group": "root"},
+        **{"StateDirectoryMode": "0711", "RuntimeDirectoryMode": "0711"},
+    }
+    callers.do("systemctl", "start", "rdzv-agent")
+    node = callers.do("hostname").strip()
+    eventually(lambda: node in ctl(callers, ADMIN, "nodes").stdout, callers)
+    found = callers.do("stat", "-c", "%U %a", "/var/lib/rdzv-agent", "/run/rdzv-agent")
+    assert found == "root 711\nroot 711\n"
+
+
+def said_by_ada(machine: Booted) -> list[str]:
+    file = machine.path("/home/ada/whose")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_job_is_its_submitters_and_may_nothing_of_the_agents(callers: Booted) -> None:
+    sockets = callers.do("sh", "-c", "find /run/rdzv-agent -type s").split()
+    script = callers.path("/srv/whose")
+    script.write_text(
+        WHOSE.format(
+            home="/home/ada",
+            token=NODE_TOKEN,
+            agent=agent_pid(callers),
+            python="/opt/rdzv/bin/python",
+            sockets=" ".join(sockets) or "/run/rdzv-agent/none",
+        )
+    )
+    script.chmod(0o755)
+    submitted = ("--rdzv-id=whose", "--nnodes=1", "--no-python", "--chdir=/home/ada", "/srv/whose")
+    done = ctl(callers, "/srv/token-ada", "submit", *submitted)
+    assert done.returncode == 0, done.stderr
+    eventually(lambda: bool(said_by_ada(callers)), callers)
+    assert said_by_ada(callers) == [
+        *("ada", "ada", "CapEff:0000000000000000"),
+        said_by_ada(callers)[3],
+        *("list: may not may not", "read: may not", "signal: may not may not", "talk: may not"),
+    ]
+
+
+def test_who_has_no_account_is_declined(callers: Booted) -> None:
+    submitted = ("--rdzv-id=of-bob", "--nnodes=1", "--no-python", "--chdir=/", "/bin/true")
+    done = ctl(callers, "/srv/token-bob", "submit", *submitted)
+    assert done.returncode == 0, done.stderr
+
+    def declined() -> bool:
+        told = json.loads(ctl(callers, ADMIN, "status", "of-bob", "-o", "json").stdout)
+        return bool(told["submission"]["declined"])
+
+    eventually(declined, callers)
+    assert ctl(callers, ADMIN, "stop", "of-bob").returncode == 0
+
+
+def test_an_upgrade_restarts_that_agent_too_and_disturbs_no_job(callers: Booted) -> None:
+    """What the upgrade checks the configuration as is what the agent runs as."""
+    before = agent_pid(callers)
+    done = callers.run("dpkg", "--install", PACKAGE)
+    assert (done.returncode, "is not restarted" in done.stderr) == (0, False), done.stderr
+    assert agent_pid(callers) not in (0, before)
+    callers.do("systemctl", "reload", "rdzv-agent")
+    eventually(lambda: "whose: adopted, with runner pid" in callers.log, callers)
+    status = json.loads(ctl(callers, ADMIN, "status", "whose", "-o", "json").stdout)
+    assert (status["state"], status["round"], status["restarts"]) == ("running", 0, 0)
+    assert status["owner"] == "ada"
+
+
+def test_a_stop_lets_a_submitters_job_save_and_leaves_nothing_of_it(callers: Booted) -> None:
+    callers.do("systemctl", "stop", "rdzv-agent")
+    assert said_by_ada(callers)[-1] == "bye"
+    assert callers.run("pgrep", "-u", "ada").stdout == ""
+
+
+def test_without_the_drop_in_it_is_its_own_account_again(callers: Booted) -> None:
+    callers.path(DROP_IN).unlink()
+    server = callers.path(SERVER_FILE)
+    server.write_text(server.read_text().removeprefix(ASKS))
+    # A server that has made tokens does not start without asking for them.
+    callers.do("systemctl", "stop", "rdzvd")
+    callers.do("sh", "-c", "rm /var/lib/rdzv/*")
+    callers.path("/etc/rdzv/agent.toml").write_text('server = "127.0.0.1:29400"\n')
+    callers.do("systemctl", "daemon-reload")
+    callers.do("systemctl", "start", "rdzvd", "rdzv-agent")
+    found = callers.do("stat", "-c", "%U %a", "/var/lib/rdzv-agent", "/run/rdzv-agent")
+    assert found == "rdzv-agent 750\nrdzv-agent 755\n"
+    callers.do("systemctl", "stop", "rdzv-agent")
 
 
 def test_removing_it_stops_the_server_and_keeps_data_until_it_is_purged(machine: Booted) -> None:

@@ -279,6 +279,14 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
             assert {"rdzv.v1.Rendezvous", "rdzv.v1.Control", "grpc.health.v1.Health"} <= names
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
+            # What is no message is the sender's fault, and no bug of ours.
+            call = channel.stream_stream(
+                "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+            )()
+            await call.write(b"\xff\xff\xff")
+            with pytest.raises(grpc.aio.AioRpcError, match="can not be read") as refused:
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_it_runs_without_torch(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
     RunnerRefused,
+    StartedRunner,
     StoreHostExited,
     StoreHostReady,
     WorkerExited,
@@ -75,6 +76,24 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     assert marked(node.mark) == []
     assert state_of(node.link.pid) == ""
     assert [event for event in node.events if isinstance(event, RunnerExited)] == node.events[-1:]
+
+
+async def test_a_runner_that_was_started_ahead_is_taken_hold_of(tmp_path: Path) -> None:
+    node, started = Node(tmp_path), StartedRunner()
+    node.link = started.link(node.hear)
+    started.close()
+    assert node.link.pid == started.pid
+    await node.start(0, node.python("pass"))
+    await node.heard(WorkerExited, round=0, exit_code=0)
+    await node.link.close(PATIENCE_S)
+    assert state_of(started.pid) == ""
+
+
+async def test_a_runner_that_nobody_takes_hold_of_is_ended() -> None:
+    started = StartedRunner()
+    started.close()
+    started.close()
+    assert state_of(started.pid) == ""
 
 
 # Says in a file that it is ready, then waits to be signalled.

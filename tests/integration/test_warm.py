@@ -568,6 +568,80 @@ async def test_a_second_zygote_is_refused(node: WarmNode, zygote: ZygoteSpec) ->
     assert (await node.heard(RunnerRefused)).reason == "there is a zygote for this job"
 
 
+# ---------------------------------------------------------------------- parked forks
+
+
+async def parked(node: WarmNode) -> tuple[ZygoteSpec, int, set[int]]:
+    """Keep a zygote with two forks ahead; return what it is and which they are."""
+    zygote = replace(node.zygote(sys.executable, "-u", CASES, "pause", "nothing"), parked=2)
+    pid = (await node.keep(zygote)).pid
+    return zygote, pid, await two_parked(node, {pid})
+
+
+async def two_parked(node: WarmNode, others: set[int]) -> set[int]:
+    """Wait until there are two forks besides; return them."""
+    children: set[int] = set()
+
+    def there() -> bool:
+        nonlocal children
+        children = {*runner.children_of(node.link.pid)} - others
+        return len(children) == 2 and {*marked(node.mark)} == children | others
+
+    await until(there)
+    return children
+
+
+async def test_workers_are_forks_that_were_there_before(node: WarmNode) -> None:
+    zygote, pid, forks = await parked(node)
+    for number in range(2):
+        pids = await start_pausing(node, number, zygote)
+        assert set(pids) == forks
+        forks = await two_parked(node, {pid, *pids})
+        await node.stop(number)
+        assert {*marked(node.mark)} == {pid, *forks}
+    assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
+
+
+async def test_more_workers_than_are_parked_are_forked_as_well(node: WarmNode) -> None:
+    zygote, _, forks = await parked(node)
+    pids = await node.start(0, *(pausing(node, zygote, rank) for rank in range(4)))
+    assert set(pids) > forks
+    assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
+
+
+async def test_parked_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
+    zygote, pid, forks = await parked(node)
+    os.kill(pid, signal.SIGSTOP)
+    assert set(await start_pausing(node, 0, zygote)) == forks
+    assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
+
+
+@pytest.mark.parametrize("whose", ["the runner's", "the zygote's"])
+async def test_parked_forks_end_with_who_has_them(node: WarmNode, whose: str) -> None:
+    _, pid, forks = await parked(node)
+    os.kill(pid if whose == "the zygote's" else node.link.pid, signal.SIGKILL)
+    await until(lambda: not any(map(state_of, forks)))
+
+
+async def test_a_parked_fork_that_dies_is_missed_by_nobody(node: WarmNode) -> None:
+    zygote, pid, forks = await parked(node)
+    for fork in forks:
+        os.kill(fork, signal.SIGKILL)
+    await until(lambda: marked(node.mark) == [pid])
+    await start_pausing(node, 0, zygote)
+    assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
+
+
+async def test_a_parked_fork_that_hangs_is_replaced_by_a_cold_worker(node: WarmNode) -> None:
+    zygote, _, forks = await parked(node)
+    for fork in forks:
+        os.kill(fork, signal.SIGSTOP)
+    pids = await start_pausing(node, 0, zygote)
+    assert not set(pids) & forks
+    assert (await node.heard(WorkersStartedCold)).reason.startswith("its fork was not ready within")
+    assert not any(map(state_of, forks))
+
+
 # ---------------------------------------------------------------------- what is refused
 
 LEAVES: Mapping[str, tuple[str, str]] = {

@@ -19,12 +19,12 @@ from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
 from rdzv.agent.draining import Event, NodeDrain
 from rdzv.agent.hangs import HungReport
-from rdzv.client import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
+from rdzv.stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
 

@@ -70,6 +70,10 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+Decided = tuple[State, Command, Transition, int]
+"""A step: before it, what led to it, what came of it, and when."""
+
+
 class SafetyError(BrokenPromiseError):
     """A guarantee was broken."""
 
@@ -134,7 +138,9 @@ class Judge:
         self.placed_once: set[tuple[str, str, str]] = set()
         """Which node was chosen for which run, ever."""
         self.trace: dict[str, list[Said]] = {}
-        self._decided: dict[tuple[int, str], tuple[State, Command, Transition, int]] = {}
+        self._decided: dict[tuple[int, str], list[Decided]] = {}
+        """What each server has decided about a job since its last commit, step upon step."""
+        self._decided_ms: dict[tuple[int, str], int] = {}
 
     # -------------------------------------------------------------- the cores
 
@@ -195,7 +201,12 @@ class Judge:
             self._raising(check_calm, Tick() if ends else command, transition, now_ms)
         rdzv_id = transition.state.membership.rdzv_id
         key = (id(process), rdzv_id)
-        self._decided[key] = (before, command, transition, now_ms)
+        steps = self._decided.setdefault(key, [])
+        if steps and steps[-1][2].state is not before:
+            # What was decided before is stored, or was dropped.
+            steps.clear()
+        steps.append((before, command, transition, now_ms))
+        self._decided_ms[key] = now_ms
 
     def _raising(self, check: object, *arguments: object) -> None:
         try:
@@ -389,7 +400,16 @@ class Judge:
         }
 
     def committed(self, server: Server, after: Membership) -> None:
-        """Note what is durable now; nothing that was durable may be lost by it."""
+        """Note what is durable now, step by step; nothing that was durable may be lost by it."""
+        steps = self._decided.get((id(server.process), after.rdzv_id), [])
+        if steps and steps[-1][2].state.membership == after:
+            for step in steps:
+                self._note_stored(server, step[2].state.membership, step)
+            steps.clear()
+        else:
+            self._note_stored(server, after, None)
+
+    def _note_stored(self, server: Server, after: Membership, decided: Decided | None) -> None:
         rdzv_id = after.rdzv_id
         before = self.stored.get(rdzv_id)
         self.stored[rdzv_id] = after
@@ -419,7 +439,6 @@ class Judge:
             self.ended.setdefault((rdzv_id, after.run), set()).add(after.ended.reason)
         for earlier in after.earlier:
             self.ended.setdefault((rdzv_id, earlier.run), set()).add(earlier.ended.reason)
-        decided = self._decided.get((id(server.process), rdzv_id))
         if decided is not None:
             self._note_given_up(*decided[:3])
             self._check_budgets(decided[0], decided[2], after)
@@ -560,11 +579,11 @@ class Judge:
 
     def published(self, server: Server, news: News) -> None:
         rdzv_id = news.after.membership.rdzv_id
-        decided = self._decided.get((id(server.process), rdzv_id))
-        at_ms = decided[3] if decided else self.world.agenda.now_ms
+        at_ms = self._decided_ms.get((id(server.process), rdzv_id), self.world.agenda.now_ms)
         said = Said(at_ms - server.process.offset_ms, news.command, server.number)
         self.trace.setdefault(rdzv_id, []).append(said)
-        if news.after.membership != self.stored.get(rdzv_id) and news.after.membership.run:
+        stored = news.after.membership == self.stored.get(rdzv_id)
+        if news.last and not stored and news.after.membership.run:
             current = server.store.leadership == self.world.disk.leader
             if current and self.era == server.era:
                 self.fail("durability: what is published is not what is stored")

@@ -203,6 +203,19 @@ async def test_this_interpreter_is_asked_for_torch() -> None:
     assert await has_torch(sys.executable) is here
 
 
+async def test_another_python_path_is_anothers_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process would import says nothing of a job that is given other folders."""
+    asked: list[tuple[str, ...]] = []
+
+    async def ask(python: str, args: tuple[str, ...], *_: object) -> tuple[bytes, bytes]:
+        asked.append(args)
+        return b"False", b""
+
+    monkeypatch.setattr(launch, "_ask", ask)
+    assert not await has_torch(sys.executable, {"PYTHONPATH": "/elsewhere"})
+    assert len(asked) == 1
+
+
 def program(folder: Path, text: str) -> str:
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")

@@ -21,10 +21,11 @@ from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.submitted import Holding, Placed
-from rdzv.client import Backoff, Endpoint
+from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Result
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
+from rdzv.stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 

@@ -29,7 +29,6 @@ from rdzv.core.rendezvous import vacant
 from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server import feeds as feeds_module
-from rdzv.server.answers import Answers
 from rdzv.server.config import Config, Limits, Listen
 from rdzv.server.driver import Driver
 from rdzv.server.feeds import Reader
@@ -39,6 +38,7 @@ from rdzv.server.metrics import Metrics
 from rdzv.server.openapi import PREFIX, document, operations
 from rdzv.server.page import FOLDER, POLICY
 from rdzv.server.replica import Replica
+from rdzv.server.shown import Shown
 from rdzv.server.streams import Stream
 
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
@@ -206,7 +206,7 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
 
     async with asked() as s:
         await s.pair()
-        answers = Answers(s.replica, s.clock, CONFIG.limits)
+        answers = Shown(s.replica, s.clock, CONFIG.limits)
         status = await answers.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.status(status))
         assert as_json.status(status, indent=None) == as_json.one_line(as_json.status(status))
@@ -345,7 +345,7 @@ async def test_a_bug_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asked() as s:
-        monkeypatch.setattr(Answers, "summaries", lambda self: 1 / 0)
+        monkeypatch.setattr(Shown, "summaries", lambda self: 1 / 0)
         error = await s.get("/nodes", 500)
     assert error["code"] == "RendezvousError" and "bug" in error["message"]
     assert "ZeroDivisionError" not in json.dumps(error)

@@ -79,12 +79,14 @@ WORLD = {
 
 
 def test_phases_are_counted_from_what_befell_the_job() -> None:
-    said = [Said("noticed", 1100.5), Said("round", 1102.0)]
+    said = [Said("noticed", 1100.5), Said("round", 1102.0), Said("spawned", 1102.5)]
     found = phases(100.0, WORLD, {7: 101.0, 8: 101.5}, said, 1000.0)
     assert {name: round(at_s, 3) for name, at_s in found.items()} == {
+        "died": 1.0,
         "noticed": 0.5,
         "stopped": 1.5,
         "round": 2.0,
+        "spawned": 2.5,
         "started": 3.0,
         "imported": 4.0,
         "grouped": 4.1,

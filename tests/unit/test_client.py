@@ -14,7 +14,7 @@ import grpc
 import pytest
 from fake_control import FakeControl, serving
 
-from rdzv.client import Attempts, Backoff, ControlClient, Endpoint, Rota, parse_endpoint
+from rdzv.client import ControlClient, Endpoint, parse_endpoint
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -24,6 +24,7 @@ from rdzv.errors import (
     RendezvousStateError,
     UnknownJobError,
 )
+from rdzv.stream import Attempts, Backoff, Rota
 from rdzv.v1 import rdzv_pb2 as pb
 
 

@@ -282,11 +282,11 @@ async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> No
         n1 = await s.connect("n1")
         assert read(n1) == [Welcome(n1.incarnation, 1_666, 5_000)]
         n2 = await s.connect("n2")
-        assert read(n2) == [Welcome(n2.incarnation, 10_000, 30_000)]
+        assert read(n2) == [Welcome(n2.incarnation, 15_000, 30_000)]
         s.driver.heard(n1)
         s.driver.heard(n2)
         await s.clock.advance(1_000)
-        assert (read(n1), read(n2)) == ([Lease(10_000, 30_000)], [])
+        assert (read(n1), read(n2)) == ([Lease(15_000, 30_000)], [])
 
 
 async def test_a_refused_join_leaves_no_job_behind() -> None:
@@ -329,6 +329,66 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
         await settle()
         assert isinstance(read(n1)[-1], Line)
         assert await s.states() == {"n1": NodeState.SEATED}
+
+
+async def test_what_is_said_while_a_commit_is_under_way_shares_the_next_one() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        streams = [await s.connect(f"n{number:02}") for number in range(40)]
+        store.gate = asyncio.Event()
+        said = [
+            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, (40, 40))))
+            for stream in streams
+        ]
+        await settle()
+        before = store.writes
+        store.gate.set()
+        await asyncio.gather(*said)
+        # One for the run, which the first join began, and one for the round.
+        assert store.writes - before <= 2
+        assert [read(stream)[-1].group_rank for stream in streams] == list(range(40))
+
+
+async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2, n3, n4 = [await s.connect(f"n{number}") for number in range(1, 5)]
+        store.gate = asyncio.Event()
+        said = [
+            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, bounds)))
+            for stream, bounds in ((n1, (3, 3)), (n2, (3, 3)), (n3, (2, 2)), (n4, (3, 3)))
+        ]
+        await settle()
+        store.gate.set()
+        await asyncio.gather(*said)
+        assert isinstance(read(n3)[-1], Refused)
+        assert all(isinstance(read(stream)[-1], Line) for stream in (n1, n2, n4))
+
+
+@pytest.mark.parametrize("lost", ["lost before", "lost after"])
+async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(lost: str) -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        streams = n1, n2, n3 = [await s.connect(f"n{number}") for number in range(1, 4)]
+        await s.join(n1, (3, 3))
+        store.gate = asyncio.Event()
+        others = (n2, n3)
+        said = [
+            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, (3, 3))))
+            for stream in others
+        ]
+        store.next_write = lost
+        await settle()
+        store.gate.set()
+        await s.clock.advance(2_500)
+        assert not any(isinstance(m, Line) for stream in streams for m in read(stream))
+        store.away = None
+        await s.clock.advance(2_500)
+        await asyncio.gather(*said)
+        lines = [m for stream in streams for m in read(stream) if isinstance(m, Line)]
+        assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1), (0, 2)]
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert (names.count("RoundCompleted"), names.count("NodeJoined")) == (1, 3)
 
 
 async def test_refusals_are_told_and_change_nothing() -> None:

@@ -284,6 +284,51 @@ def test_after_a_take_over_nobody_is_lost_for_takeover_grace() -> None:
     assert isinstance(lost, NodeLost) and lost.incarnation == 7
 
 
+def test_while_those_who_were_expected_still_come_back_nobody_is_lost() -> None:
+    """Thousands that come back at once take longer than takeover_grace: the server is slow."""
+    fleet = Fleet()
+    for number in range(10):
+        fleet.do(Expect(f"n{number}", 7))
+    for number in range(9):
+        fleet.pass_until(4_000 * (number + 1))
+        fleet.do(Hear(frozenset(f"n{n}" for n in range(number))))
+        fleet.connect(f"n{number}", incarnation=7)
+    assert not fleet.lost
+    fleet.pass_until(45_999)
+    assert not fleet.lost
+    fleet.pass_until(46_000)
+    assert fleet.lost[0] == "n9"
+
+
+def test_those_who_come_too_late_for_long_are_lost_all_the_same() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("never", 7))
+    for number in range(35):
+        fleet.do(Expect(f"n{number}", 7))
+    for number in range(35):
+        fleet.pass_until(4_000 * (number + 1))
+        fleet.do(Hear(frozenset(f"n{n}" for n in range(number))))
+        fleet.connect(f"n{number}", incarnation=7)
+        assert ("never" in fleet.lost) == (4_000 * (number + 1) >= 120_000)
+
+
+def test_a_stream_that_ends_while_others_come_back_is_waited_for() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    fleet.do(Expect("n2", 7))
+    fleet.connect("n1", kind=AgentKind.FOREGROUND, incarnation=7)
+    fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == fleet.now_ms + 30_000
+
+
+def test_once_all_are_back_a_stream_that_ends_is_worth_reconnect_grace() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    fleet.connect("n1", kind=AgentKind.FOREGROUND, incarnation=7)
+    fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == fleet.now_ms + 250
+
+
 def test_who_was_expected_keeps_its_incarnation() -> None:
     fleet = Fleet()
     fleet.do(Expect("n1", 7))

@@ -498,6 +498,26 @@ def test_the_invariants_see_every_broken_promise() -> None:
     )
 
 
+def test_the_invariants_see_what_is_broken_of_those_whom_a_step_names() -> None:
+    job = running("n1", "n2", "n3")
+    state, round_ = job.state, job.round
+    named = [NodeJoined("n1", 1, "x", 1)]
+    waits = next(iter(job_with("n1").state.waiting.values()))
+    twice = replace(state, waiting={"n1": waits})
+    assert "presence: a node has two places at once" in violations(state, twice, named)
+    stranger = replace(state, seats={**state.seats, "n9": Seat(1, 0)})
+    found = violations(state, stranger, [NodeJoined("n9", 1, "x", 1)])
+    assert "presence: a node holds a seat of a round that it is no participant of" in found
+    gone = replace(state.membership, round=replace(round_, gone=("n1",)))
+    held = replace(state, membership=gone)
+    # Nobody is named, and yet a seat is gone: then all are looked at.
+    unseated = replace(state, seats={"n1": state.seats["n1"]})
+    missing = "presence: a participant of the running round holds no seat"
+    assert violations(state, unseated, ()) == [missing]
+    assert violations(state, replace(unseated, membership=gone), named)
+    assert violations(state, replace(held, seats={**state.seats}), named)
+
+
 def job_with(*node_ids: str) -> Job:
     job = Job()
     job.join(*node_ids)

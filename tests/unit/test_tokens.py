@@ -60,7 +60,7 @@ async def test_a_token_says_who_calls_also_after_a_restart_and_is_stored_as_a_ha
     assert caller.shown == "submit"
 
 
-@pytest.mark.parametrize("change", ["", "x", "rdzv_", "rdzv_00000000_" + 43 * "a"])
+@pytest.mark.parametrize("change", ["", "x", "rdzv_", "rdzv_00000000_" + 43 * "a", "\udcff"])
 async def test_what_is_no_token_of_ours_says_nothing_of_itself(change: str) -> None:
     async with driving(MemoryStore()) as driver:
         _, text = await driver.create_token("ada", [Role.SUBMIT], 0)

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from tls_files import Files, put
 
-from rdzv.client import ControlClient, Endpoint, error_from_status
+from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.config import TlsFiles
 from rdzv.server.tls import Tls
+from rdzv.stream import error_from_status
 from rdzv.transport import PLAIN, Credentials, handshake_trouble
 
 HERE = Endpoint("127.0.0.1", 29_400)

@@ -23,9 +23,9 @@ from google.protobuf.message import Message
 from rdzv.agent import log_reading
 from rdzv.agent import wire as agent_wire
 from rdzv.client import LOG_POSITIONS
-from rdzv.client import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.errors import InvalidRequestError
 from rdzv.server import config, log_relay, wire
+from rdzv.stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).with_name("protocol")

@@ -19,15 +19,14 @@ from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.knobs import render
+from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from importlib import metadata
-
-        click.echo(f"rdzv-agent {metadata.version('rdzv')}")
+        click.echo(f"rdzv-agent {VERSION}")
         context.exit()
 
 

@@ -32,8 +32,8 @@ from rdzv.agent.preemption import Preemption
 from rdzv.agent.resources import NONE, NVML, parse_gpus
 from rdzv.agent.submitted import passed_on
 from rdzv.agent.xid import CODES, KMSG, Lifted
-from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.placement import Resources
+from rdzv.endpoints import Endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN, check_printable
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, load

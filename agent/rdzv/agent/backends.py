@@ -17,11 +17,15 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rdzv.client import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
+from rdzv.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
-from rdzv.stores.etcd_client import EtcdConfig, first_line
-from rdzv.transport import PLAIN, Credentials
+
+if TYPE_CHECKING:
+    # gRPC is not imported before the command line is known to be right.
+    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.transport import Credentials
 
 DEFAULT_MASTER_PORT = 29500
 """Of torchrun's static back-end."""
@@ -58,6 +62,8 @@ class Meeting:
             InvalidRequestError: they can not be used.
 
         """
+        from rdzv.transport import PLAIN, Credentials
+
         return PLAIN if self.files is None else Credentials.parse(self.files, environ)
 
 
@@ -196,6 +202,8 @@ def _etcd(wish: Wish) -> Meeting:
 
 def _etcd_config(wish: Wish) -> EtcdConfig:
     """Read how etcd is reached: the keys of torchrun's etcd, etcd-v2, and user and password."""
+    from rdzv.stores.etcd_client import EtcdConfig, first_line
+
     conf = wish.conf
 
     def file(*keys: str) -> Path | None:

@@ -50,10 +50,10 @@ from rdzv.agent.snapshot import Snapshot
 from rdzv.agent.stacks import StackAnswers, StacksAsked, Target
 from rdzv.agent.witness import Witness
 from rdzv.agent.worker_group import LocalWorkerGroup
-from rdzv.client import Endpoint
 from rdzv.core.model import LeaveCause, Moved, Offer
 from rdzv.core.stacks import WorkerStack
 from rdzv.core.words import duration
+from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import StoreSocket, is_loopback, machine_id
 from rdzv.v1 import rdzv_pb2 as pb
@@ -80,12 +80,14 @@ class JobDriver:
         run: str = "",
         keeping: Keeping | None = None,
         examine: Callable[[], Awaitable[str]] | None = None,
+        started: runner_link.StartedRunner | None = None,
     ) -> None:
         """Drive this launch; `run` is the run that it takes part in, if that is known before.
 
         With `keeping` its workers outlive this process, for the agent after it to go on with.
         `examine` says what is wrong with this node, if anything is: it is asked once the workers
         of a round are gone that ended by a failure here, before the node joins the next.
+        `started` is a runner for it that was started ahead; without one it starts its own.
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
@@ -118,6 +120,7 @@ class JobDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._offer = Offer(address="")
         self._store_socket = StoreSocket(loopback_only=True)
+        self._started = started
         self._runner: runner_link.RunnerLink | None = None
         self._keeping = keeping
         self._kept: KeptState | None = None
@@ -139,7 +142,10 @@ class JobDriver:
         await self._workers.prepare()
         self._offer = await self._make_offer(endpoint)
         runner_link.become_subreaper()
-        self._runner = await runner_link.RunnerLink.spawn(self._hear_runner)
+        if self._started is not None:
+            self._runner = self._started.link(self._hear_runner)
+        else:
+            self._runner = await runner_link.RunnerLink.spawn(self._hear_runner)
         self.meter.runner_started()
         self._ready.set()
         if self._keeping is not None:

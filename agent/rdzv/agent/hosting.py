@@ -13,24 +13,31 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rdzv.agent.launch import local_address
-from rdzv.client import Endpoint
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
+from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import is_loopback
 from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen
+from rdzv.server.config import DAY_MS, Config, Listen, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.replica import Replica
 from rdzv.server.service import server_version, serving
-from rdzv.stores.etcd_client import EtcdConfig
 from rdzv.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from rdzv.stores.etcd_client import EtcdConfig
 
 OTHERS_TIMEOUT_S = 5.0
 """How long a node that serves the others waits for them to go, once it could go itself."""
+
+UNWATCHED_MS = DAY_MS
+"""The lease, and the time between two looks or pings, where server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
 """How long a newly elected node waits for the others, each of which hears of it at once. The one
@@ -41,8 +48,17 @@ log = logging.getLogger("rdzv.agent")
 
 @contextlib.asynccontextmanager
 async def serving_itself() -> AsyncIterator[Endpoint]:
-    """Serve this node alone, on a loopback port of the system's choice."""
-    async with _serving_from_memory(Listen("127.0.0.1", 0)) as (_, listen):
+    """Serve this node alone, on a loopback port of the system's choice.
+
+    They are one process, and end or stand still together: neither waits for a sign of the other.
+    """
+    never_ms = UNWATCHED_MS
+    config = replace(
+        _from_memory(Listen("127.0.0.1", 0)),
+        nodes_tuning=NodesTuning(lease_ms=never_ms, lease_max_ms=never_ms),
+        timings=Timings(watch_every_ms=never_ms, ping_interval_ms=never_ms),
+    )
+    async with _serving(config) as (_, listen):
         yield Endpoint(listen.host, listen.port)
 
 
@@ -114,7 +130,7 @@ async def _try_to_serve(stack: contextlib.AsyncExitStack, listen: Listen) -> Dri
         # gRPC would say the same, but on the user's console as well.
         return None
     try:
-        server, _ = await stack.enter_async_context(_serving_from_memory(listen))
+        server, _ = await stack.enter_async_context(_serving(_from_memory(listen)))
     except InvalidRequestError:
         return None
     return server
@@ -129,10 +145,13 @@ def _is_taken(listen: Listen) -> bool:
     return False
 
 
+def _from_memory(listen: Listen) -> Config:
+    return Config(listen=listen, data_dir=Path(os.devnull), store="memory", insecure=True)
+
+
 @contextlib.asynccontextmanager
-async def _serving_from_memory(listen: Listen) -> AsyncIterator[tuple[Driver, Listen]]:
-    """Serve for as long as this node lives."""
-    config = Config(listen=listen, data_dir=Path(os.devnull), store="memory", insecure=True)
+async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
+    """Serve from memory, for as long as this node lives."""
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
     replica = Replica(clock, store.place, server_version())

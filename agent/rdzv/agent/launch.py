@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rdzv.agent.accounts import Account, Identity, acting_as, started_as
@@ -18,8 +19,8 @@ from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.agent.numa import NumaBinding
 from rdzv.agent.runner_link import spare, spare_no_more
-from rdzv.client import Endpoint
 from rdzv.core.hangs import HangTimeout
+from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import address_towards, leads_beyond_loopback
 
@@ -248,7 +249,12 @@ def _working_directory() -> str:
 async def has_torch(
     python: str, environ: Mapping[str, str] | None = None, account: Account | None = None
 ) -> bool:
-    """Ask the job's interpreter whether it has torch, without importing it."""
+    """Find out whether the job's interpreter has torch, without importing it.
+
+    What this process would find, the same interpreter finds, too; otherwise that is asked itself.
+    """
+    if _is_this_python(python, environ, account) and _finds_torch():
+        return True
     question = (
         "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
@@ -258,6 +264,24 @@ async def has_torch(
     except (OSError, TimeoutError):
         return False
     return answer.strip() == b"True"
+
+
+def _is_this_python(
+    python: str, environ: Mapping[str, str] | None, account: Account | None
+) -> bool:
+    """Say whether this process would import what the job's interpreter does."""
+
+    def its_own(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name.startswith("PYTHON")}
+
+    alike = environ is None or its_own(environ) == its_own(os.environ)
+    return python == sys.executable and account is None and alike
+
+
+def _finds_torch() -> bool:
+    # The first is the program's own folder, or the working directory.
+    path = sys.path if sys.flags.safe_path else sys.path[1:]
+    return PathFinder.find_spec("torch", [part for part in path if part]) is not None
 
 
 async def _ask(

@@ -10,9 +10,8 @@ import signal
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
+from typing import TYPE_CHECKING
 
-from rdzv.agent.adoption import Instance
 from rdzv.agent.core import events
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.fates import NodeOutcome
@@ -20,13 +19,19 @@ from rdzv.agent.hosting import serving_if_elected, serving_itself, serving_other
 from rdzv.agent.launch import Launch, local_address
 from rdzv.agent.meter import metered
 from rdzv.agent.preemption import Preemption, heeded
+from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link import Identity, ServerLink
-from rdzv.client import Endpoint
 from rdzv.concurrency import single_error
+from rdzv.endpoints import Endpoint
 from rdzv.server.config import Listen
-from rdzv.stores.etcd_client import EtcdConfig
+from rdzv.stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import VERSION
+
+if TYPE_CHECKING:
+    from rdzv.agent.adoption import Instance
+    from rdzv.stores.etcd_client import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
 """How long whoever follows the logs may take for the last of them, once the jobs have ended."""
@@ -46,6 +51,7 @@ async def take_part(
     metrics_listen: Listen | None = None,
     preemption: Preemption | None = None,
     credentials: Credentials = PLAIN,
+    started: StartedRunner | None = None,
 ) -> list[NodeOutcome]:
     """Take part in these jobs until each has ended for this node; nothing of them is left then.
 
@@ -55,8 +61,10 @@ async def take_part(
     `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too, as does
     that of a launch's own file.
     `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
+    `started` is a runner that was started ahead, for the first of the launches.
     """
     drivers: list[JobDriver] = []
+    endpoints_given = bool(endpoints)
     with single_error():
         async with contextlib.AsyncExitStack() as stack:
             signals = {signum for launch in launches for signum in launch.signals}
@@ -70,8 +78,13 @@ async def take_part(
                 elected = serving_if_elected(elect_by, launches[0].local_addr)
                 servers = [await stack.enter_async_context(elected)]
             who = await identity(node_id, endpoints[0])
-            link = ServerLink(servers, who, credentials=credentials)
-            drivers += [JobDriver(launch, link) for launch in launches]
+            options = STREAM_OPTIONS if endpoints_given else OWN_SERVER_OPTIONS
+            link = ServerLink(servers, who, credentials=credentials, options=options)
+            runners = [started, *[None] * (len(launches) - 1)]
+            drivers += [
+                JobDriver(launch, link, started=runner)
+                for launch, runner in zip(launches, runners, strict=True)
+            ]
             for signum in early:
                 _post(signum, drivers)
             await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
@@ -97,7 +110,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
-        version=metadata.version("rdzv"),
+        version=VERSION,
     )
 
 

@@ -8,18 +8,23 @@ again without moving on, and is not to be queued again; 128+n ended by signal n;
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from rdzv.agent.backends import Meeting
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_USAGE
 from rdzv.agent.errors import write_error
-from rdzv.agent.launch import check_startable
+from rdzv.agent.fates import NodeOutcome
+from rdzv.agent.launch import Launch, check_startable
 from rdzv.agent.options import parse_launch
+from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.job_secret import read_secret
@@ -51,20 +56,8 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
         _fail(error, EXIT_USAGE)
     set_up_logging(f"rdzvrun[{launch.job.node_id}]")
     log.info("%s: %s", launch.job.rdzv_id, meeting.why)
-    # gRPC is not imported before the command line is known to be right.
-    from rdzv.agent.node import take_part
-
     try:
-        [outcome] = asyncio.run(
-            take_part(
-                launch.job.node_id,
-                meeting.endpoints,
-                [launch],
-                meeting.host_at,
-                meeting.elect_by,
-                credentials=meeting.credentials(os.environ),
-            )
-        )
+        outcome = _take_part(launch, meeting)
     except (RendezvousError, OSError) as error:
         _fail(error, EXIT_USAGE if isinstance(error, InvalidRequestError) else EXIT_FAILED)
     level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
@@ -75,6 +68,44 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
         except OSError as error:
             log.warning("TORCHELASTIC_ERROR_FILE can not be written: %s", error)
     sys.exit(outcome.exit_code)
+
+
+def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
+    """Take part in the job until it has ended for this node."""
+    # What gRPC's core logs of its own is said better by the error that follows.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    credentials = meeting.credentials(os.environ)
+    # The runner gets ready while this process imports all that it needs to talk to a server.
+    runner = StartedRunner()
+    try:
+        with _without_garbage():
+            # Not before the command line is known to be right.
+            from rdzv.agent.node import take_part
+        [outcome] = asyncio.run(
+            take_part(
+                launch.job.node_id,
+                meeting.endpoints,
+                [launch],
+                meeting.host_at,
+                meeting.elect_by,
+                credentials=credentials,
+                started=runner,
+            )
+        )
+    finally:
+        runner.close()
+    return outcome
+
+
+@contextlib.contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Look for no garbage among what is imported, now or ever: it is much, and it all stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:

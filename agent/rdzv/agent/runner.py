@@ -13,7 +13,7 @@ What the agent may ask (a request that is refused changes nothing, and is answer
     start_store_host  {round, argv, env, identity}, and with it a listening socket
     stop_store_host   {round}
     renew_fence       {fence_at_ms}
-    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity}     once
+    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, parked}     once
     serve             {socket, orphan_timeout_s, grace_s}         the path counts once
     keep              {name, value}
     heard             {number}
@@ -61,7 +61,8 @@ A worker whose local_rank is among the *warm* is forked from the job's *zygote* 
 then a child like any other. Whatever goes wrong with that, it is started cold instead: while the
 zygote imports, once it has died, and when it does not fork in time. A zygote that has died is
 replaced, after a while. A store host is forked from it as well, if it has imported torch, and is
-started cold in just the same cases.
+started cold in just the same cases. Forking takes a while, so some forks are *parked*: made ahead,
+they wait to be told what to be.
 
 With an *identity* a process runs as another account than the runner, which has to be root for
 that, and stays it: so no worker can end its runner, or escape it. Whatever the runner opens for
@@ -116,6 +117,10 @@ FORK_TIMEOUT_S = 5.0
 PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
+MAX_PARKED = 1024
+PARK_AFTER_S = 1.0
+"""How long what has just been started has the CPUs to itself before others are forked ahead."""
+
 MAX_FORKS_AT_ONCE = 64
 """As many descriptors must fit into one message, and pids into a pipe."""
 
@@ -615,7 +620,8 @@ class ZygoteSpec:
 
     `argv` and `env` are what all workers have in common: their command line, but for the script's
     own arguments, and their environment, but for what each has of its own. `wait_s` is how long
-    workers may wait while it imports; with 0 they start cold meanwhile.
+    workers may wait while it imports; with 0 they start cold meanwhile. `parked` is how many forks
+    are to be there before they are needed.
     """
 
     argv: tuple[str, ...]
@@ -625,6 +631,7 @@ class ZygoteSpec:
     cpus: tuple[int, ...] | None = None
     wait_s: float = 0.0
     identity: Identity | None = None
+    parked: int = 0
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
@@ -673,6 +680,7 @@ def _read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
         cpus=_read_cpus(request),
         wait_s=_read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
         identity=_read_identity(request),
+        parked=_read_parked(request),
     )
 
 
@@ -722,6 +730,13 @@ def _read_seconds(request: Mapping[str, object], name: str, most: float) -> floa
     if not isinstance(seconds, int | float) or not 0 <= seconds <= most:
         raise RequestError(f"{name}: expected 0 to {most:.0f}, got {seconds!r:.80}")
     return seconds
+
+
+def _read_parked(request: Mapping[str, object]) -> int:
+    parked = _field(request, "parked", int) if "parked" in request else 0
+    if not 0 <= parked <= MAX_PARKED:
+        raise RequestError(f"parked: expected 0 to {MAX_PARKED}, got {parked!r:.80}")
+    return parked
 
 
 def _read_fence_at_ms(request: Mapping[str, object]) -> int:
@@ -979,8 +994,10 @@ class _Zygote:
     """Why it ends, where its exit status does not say it."""
     final: bool = False
     """Whether another one would do no better."""
-    asked: dict[int, list[_Birth]] = field(default_factory=dict)
+    asked: dict[int, list[_Fork]] = field(default_factory=dict)
     """What it is to fork, by the number of the request."""
+    park_at: float | None = None
+    """When it is to be asked for what is to be parked, if anything is."""
 
     def can_host(self, host: _StoreHostSpec) -> bool:
         """Whether this store host would be the same, forked from it."""
@@ -998,20 +1015,32 @@ class _StoreHostSpec:
     identity: Identity | None
 
 
+@dataclass(eq=False, slots=True)
+class _Fork:
+    """What the zygote was asked to fork, until it is reaped or never comes."""
+
+    link: Channel
+    """To it, also before it is there. Without, it exits."""
+    birth: _Birth | None = None
+    """What it is to become; None: it is to be parked."""
+    child: _Child | None = None
+    told: bool = False
+    """Whether it knows what to be, and its link is watched."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Birth:
-    """A fork of the zygote on its way, until it runs or is given up."""
+    """What a fork of the zygote is to become, until it runs or is given up."""
 
     give_up_at: float
-    link: Channel | None = None
-    """To the fork, also before it is there; None while the zygote has not been asked for it."""
-    child: _Child | None = None
+    fork: _Fork | None = None
+    """None while it waits for a zygote that imports."""
     runs: bool = False
 
     @property
-    def awaits_zygote(self) -> bool:
-        """Whether it has not been asked for yet."""
-        return self.link is None and self.child is None
+    def child(self) -> _Child | None:
+        """The fork, once it is there."""
+        return None if self.fork is None else self.fork.child
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -1082,6 +1111,7 @@ class Runner:
         self._zygote_retry_at: float | None = None
         self._no_zygote_because = ""
         self._births: list[_Birth] = []
+        self._parked: deque[_Fork] = deque()
         self._forks_asked = 0
         self._selector = selectors.DefaultSelector()
         self._requests: dict[str, Callable[[Mapping[str, object]], None]] = {
@@ -1128,8 +1158,8 @@ class Runner:
         times = [birth.give_up_at for birth in self._births]
         if self._round is not None and self._round.kill_at is not None:
             times.append(self._round.kill_at)
-        if self._zygote is not None and self._zygote.ready_until is not None:
-            times.append(self._zygote.ready_until)
+        if self._zygote is not None:
+            times += [t for t in (self._zygote.ready_until, self._zygote.park_at) if t is not None]
         if self._zygote_retry_at is not None:
             times.append(self._zygote_retry_at)
         if self._orphaned_until is not None:
@@ -1505,11 +1535,11 @@ class Runner:
         """Start a store host cold in place of this one, once that holds the socket no more."""
         if birth.child is not None:
             birth.given_up, birth.give_up_at = reason, time.monotonic() + FORK_TIMEOUT_S
-            self._close_link(birth)
+            self._close_link(birth.fork)
             birth.child.process.kill()
             return
         self._births.remove(birth)
-        self._close_link(birth)
+        self._close_link(birth.fork)
         self._start_host_instead(birth, reason)
 
     def _start_host_instead(self, birth: _HostBirth, reason: str) -> None:
@@ -1528,18 +1558,17 @@ class Runner:
         """Have these never run: without a link a fork exits."""
         for birth in births:
             self._births.remove(birth)
-            self._close_link(birth)
+            self._close_link(birth.fork)
             if birth.child is not None:
                 birth.child.process.kill()
             if isinstance(birth, _HostBirth):
                 os.close(birth.listen_fd)
 
-    def _close_link(self, birth: _Birth) -> None:
-        if birth.link is not None:
-            if birth.child is not None:
-                self._selector.unregister(birth.link.fileno())
-            birth.link.close()
-            birth.link = None
+    def _close_link(self, fork: _Fork | None) -> None:
+        if fork is not None and fork.link.fileno() >= 0:
+            if fork.told:
+                self._selector.unregister(fork.link.fileno())
+            fork.link.close()
 
     def _do_what_is_due(self) -> None:
         """Start a zygote, give up one, or births, or the wait for an agent: where it is time."""
@@ -1553,12 +1582,14 @@ class Runner:
         zygote = self._zygote
         if zygote is not None and zygote.ready_until is not None and now >= zygote.ready_until:
             self._give_up_zygote(zygote, f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
+        if zygote is not None and zygote.park_at is not None and now >= zygote.park_at:
+            self._park(zygote)
         late = [birth for birth in self._births if now >= birth.give_up_at]
-        unforked = [birth for birth in late if birth.link is not None and birth.child is None]
+        unforked = [birth for birth in late if birth.fork is not None and birth.child is None]
         if unforked and zygote is not None:
             # Nothing else may be asked of such a zygote.
             self._give_up_zygote(zygote, f"it has not forked within {FORK_TIMEOUT_S:g} s")
-        waits = [birth for birth in late if birth.awaits_zygote]
+        waits = [birth for birth in late if birth.fork is None]
         self._give_up(waits, "the zygote still imports")
         self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
 
@@ -1623,14 +1654,15 @@ class Runner:
         if "ready" in message:
             told = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None
+            self._park(zygote)
             self._emit("zygote_ready", pid=zygote.process.pid, **told)
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
         else:
             # It is the user's own process, and may say anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
-            births = zygote.asked.pop(message["forked"])
-            self._adopt(births, pids, str(message["reason"]))
+            forks = zygote.asked.pop(message["forked"])
+            self._adopt(forks, pids, str(message["reason"]))
 
     def _close_control(self, zygote: _Zygote) -> None:
         if zygote.control.fileno() >= 0:
@@ -1640,6 +1672,7 @@ class Runner:
     def _give_up_zygote(self, zygote: _Zygote, reason: str) -> None:
         """Kill a zygote that can not be worked with."""
         zygote.ready, zygote.ready_until = False, None
+        self._drop_parked(zygote)
         zygote.lost_because = zygote.lost_because or reason
         self._close_control(zygote)
         zygote.process.kill()
@@ -1649,6 +1682,7 @@ class Runner:
         while zygote.control.fileno() >= 0 and self._read_zygote(zygote):
             pass
         self._close_control(zygote)
+        self._drop_parked(zygote)
         self._zygote = None
         if self._shutting_down:
             return
@@ -1667,53 +1701,98 @@ class Runner:
         self._emit("zygote_lost", reason=reason, retry_s=retry_s)
 
     def _ask_zygote(self) -> None:
-        """Ask the zygote, once it is ready, for all forks that are waited for."""
+        """Give a fork to all that wait for one, once there is a zygote: a parked or a new one."""
         zygote = self._zygote
         if zygote is None or not zygote.ready:
             return
-        births = [birth for birth in self._births if birth.awaits_zygote]
-        for first in range(0, len(births), MAX_FORKS_AT_ONCE):
+        births = deque(birth for birth in self._births if birth.fork is None)
+        coming = self._coming(zygote)
+        while births and (self._parked or coming):
+            birth = births.popleft()
+            fork = self._parked.popleft() if self._parked else coming.popleft()
+            birth.fork, birth.give_up_at = fork, time.monotonic() + FORK_TIMEOUT_S
+            fork.birth = birth
+            if fork.child is not None:
+                self._tell_what_to_be(birth)
+        if births:
             try:
-                self._ask_for(zygote, births[first : first + MAX_FORKS_AT_ONCE])
+                self._ask_for(zygote, births)
             except OSError as error:
-                self._give_up(births[first:], f"the zygote can not be asked: {error}")
-                return
+                self._give_up(births, f"the zygote can not be asked: {error}")
 
-    def _ask_for(self, zygote: _Zygote, births: Sequence[_Birth]) -> None:
-        self._forks_asked += 1
-        with ExitStack() as stack:
-            fds = []
-            for birth in births:
-                ours, theirs = socket.socketpair()
-                stack.enter_context(theirs)
-                birth.link = Channel(ours)
-                birth.give_up_at = time.monotonic() + FORK_TIMEOUT_S
-                fds.append(theirs.fileno())
-            request = json.dumps({"fork": self._forks_asked, "forks": len(births)})
-            socket.send_fds(zygote.control, [request.encode()], fds)
-        zygote.asked[self._forks_asked] = list(births)
+    def _ask_for(self, zygote: _Zygote, births: Sequence[_Birth | None]) -> None:
+        """Ask for one fork for each of these, None for one that is parked."""
+        waiting = deque(births)
+        while waiting:
+            forks: list[_Fork] = []
+            with ExitStack() as stack:
+                fds = []
+                while waiting and len(forks) < MAX_FORKS_AT_ONCE:
+                    ours, theirs = socket.socketpair()
+                    stack.enter_context(theirs)
+                    fds.append(theirs.fileno())
+                    birth = waiting.popleft()
+                    forks.append(_Fork(Channel(ours), birth))
+                    if birth is not None:
+                        birth.fork, birth.give_up_at = forks[-1], time.monotonic() + FORK_TIMEOUT_S
+                self._forks_asked += 1
+                request = json.dumps({"fork": self._forks_asked, "forks": len(forks)})
+                socket.send_fds(zygote.control, [request.encode()], fds)
+            zygote.asked[self._forks_asked] = forks
 
-    def _adopt(self, births: Sequence[_Birth], pids: Sequence[int], reason: str) -> None:
+    def _coming(self, zygote: _Zygote) -> deque[_Fork]:
+        """Return what was asked for to be parked, and is not there yet."""
+        return deque(fork for asked in zygote.asked.values() for fork in asked if not fork.birth)
+
+    def _park_soon(self, zygote: _Zygote) -> None:
+        if zygote.spec.parked:
+            zygote.park_at = time.monotonic() + PARK_AFTER_S
+
+    def _park(self, zygote: _Zygote) -> None:
+        """Have as many forks ready as are wanted."""
+        zygote.park_at = None
+        lacking = zygote.spec.parked - len(self._parked) - len(self._coming(zygote))
+        if zygote.ready and not self._shutting_down:
+            # Where it does not work now, it is tried when workers were forked without.
+            with suppress(OSError):
+                self._ask_for(zygote, [None] * lacking)
+
+    def _drop_parked(self, zygote: _Zygote) -> None:
+        zygote.park_at = None
+        for fork in self._parked:
+            self._close_link(fork)
+        self._parked.clear()
+
+    def _adopt(self, forks: Sequence[_Fork], pids: Sequence[int], reason: str) -> None:
         """Take on what the zygote has forked; all of it waits to be told what to be."""
-        for birth, pid in zip(births, pids, strict=False):
-            if birth in self._births:  # Else it was given up, and exits.
+        for fork, pid in zip(forks, pids, strict=False):
+            if fork.birth is None or fork.birth in self._births:  # Else it was given up, and exits.
                 try:
-                    self._adopt_one(birth, pid)
+                    self._adopt_one(fork, pid)
                 except OSError:
                     reason = reason or "it died before it ran anything"
         if not reason:
             self._zygotes_lost = 0
-        self._give_up([birth for birth in births if birth.child is None], reason)
+        for fork in forks:
+            if fork.child is None:
+                self._close_link(fork)
+        births = [fork.birth for fork in forks if fork.birth is not None and fork.child is None]
+        self._give_up(births, reason)
 
-    def _adopt_one(self, birth: _Birth, pid: int) -> None:
+    def _adopt_one(self, fork: _Fork, pid: int) -> None:
         if pid in self._children or _parent_and_group(pid)[0] != os.getpid():
             raise ProcessLookupError(f"{pid} is no new child")
-        assert birth.link is not None
-        birth.child = self._look_after(_Forked(pid), partial(self._end_birth, birth, pid))
-        self._watch(birth.link.fileno(), partial(self._serve_link, birth))
+        fork.child = self._look_after(_Forked(pid), partial(self._end_fork, fork, pid))
+        if fork.birth is None:
+            self._parked.append(fork)
+        else:
+            self._tell_what_to_be(fork.birth)
+
+    def _tell_what_to_be(self, birth: _Birth) -> None:
+        assert birth.child is not None
         try:
             if isinstance(birth, _WorkerBirth):
-                birth.of.running.add(pid)
+                birth.of.running.add(birth.child.process.pid)
                 self._tell_worker(birth)
             elif isinstance(birth, _HostBirth):
                 self._tell_host(birth)
@@ -1742,58 +1821,64 @@ class Runner:
 
     def _tell(self, birth: _Birth, what: Mapping[str, object], *fds: int) -> None:
         """Tell a fork what it is to be; that it is gone tells its exit."""
-        assert birth.link is not None
+        fork = birth.fork
+        assert fork is not None
+        fork.told = True
+        self._watch(fork.link.fileno(), partial(self._serve_link, fork))
         with suppress(ConnectionError):
-            birth.link.send(what, *dup_fds(*fds))
-            self._await_link(birth)
+            fork.link.send(what, *dup_fds(*fds))
+            self._await_link(fork)
 
-    def _serve_link(self, birth: _Birth) -> None:
+    def _serve_link(self, fork: _Fork) -> None:
         """Hear from a fork whether it runs."""
-        assert birth.link is not None
         try:
-            birth.link.flush()
-            self._await_link(birth)
-            birth.link.receive()
-            answer = birth.link.next_message()
+            fork.link.flush()
+            self._await_link(fork)
+            fork.link.receive()
+            answer = fork.link.next_message()
         except (EOFError, OSError, MalformedFrameError):
-            self._close_link(birth)  # Its exit tells.
+            self._close_link(fork)  # Its exit tells.
             return
         if answer is not None:
-            self._conclude(birth, answer)
+            self._conclude(fork, answer)
 
-    def _await_link(self, birth: _Birth) -> None:
-        assert birth.link is not None
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if birth.link.has_unsent else 0)
-        self._selector.modify(birth.link.fileno(), mask, partial(self._serve_link, birth))
+    def _await_link(self, fork: _Fork) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if fork.link.has_unsent else 0)
+        self._selector.modify(fork.link.fileno(), mask, partial(self._serve_link, fork))
 
-    def _conclude(self, birth: _Birth, answer: Mapping[str, object]) -> None:
-        assert birth.child is not None
+    def _conclude(self, fork: _Fork, answer: Mapping[str, object]) -> None:
+        birth = fork.birth
+        assert birth is not None
+        assert fork.child is not None
         if "ready" in answer:
             self._births.remove(birth)
-            self._close_link(birth)
+            self._close_link(fork)
             birth.runs = True
+            if self._zygote is not None:
+                self._park_soon(self._zygote)
             if isinstance(birth, _WorkerBirth):
-                self._emit_started(birth.of, birth.spec, birth.child.process.pid)
+                self._emit_started(birth.of, birth.spec, fork.child.process.pid)
             elif isinstance(birth, _HostBirth):
                 os.close(birth.listen_fd)
-                self._store_hosts[birth.spec.round] = birth.child
+                self._store_hosts[birth.spec.round] = fork.child
                 self._emit("store_host_ready", round=birth.spec.round)
         elif "failed" in answer and isinstance(birth, _WorkerBirth):
             self._fail_start(birth.of, birth.spec, str(answer["failed"]))
         else:
             self._give_up([birth], str(answer.get("refused")))
 
-    def _end_birth(self, birth: _Birth, pid: int, code: int) -> None:
+    def _end_fork(self, fork: _Fork, pid: int, code: int) -> None:
         """Take note that a fork has exited, at whatever point."""
-        if birth in self._births and birth.link is not None:
-            self._serve_link(birth)  # It may have been ready, and its script short.
+        birth = fork.birth
+        if birth in self._births and fork.told and fork.link.fileno() >= 0:
+            self._serve_link(fork)  # It may have been ready, and its script short.
+        self._close_link(fork)
         reason = "its fork died before it ran anything"
         if isinstance(birth, _HostBirth):
             if birth.runs:
                 self._report_store_host_exit(birth.spec.round, code)
             elif birth in self._births:
                 self._births.remove(birth)
-                self._close_link(birth)
                 self._start_host_instead(birth, birth.given_up or reason)
         elif isinstance(birth, _WorkerBirth):
             if birth.runs:
@@ -1801,6 +1886,8 @@ class Runner:
                 return
             birth.of.running.discard(pid)
             self._give_up([birth], reason)
+        elif fork in self._parked:
+            self._parked.remove(fork)
 
     # ------------------------------------------------------------------ the fence
 
@@ -1870,6 +1957,7 @@ class Runner:
         exempt = {host.process.pid for host in self._store_hosts.values()}
         births = self._host_births().values()
         exempt |= {birth.child.process.pid for birth in births if birth.child is not None}
+        exempt |= {fork.child.process.pid for fork in self._parked if fork.child is not None}
         if self._zygote is not None:
             exempt.add(self._zygote.process.pid)
         return exempt

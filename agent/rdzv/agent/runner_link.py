@@ -35,6 +35,7 @@ __all__ = [
     "RunnerLink",
     "RunnerRefused",
     "ServeFailed",
+    "StartedRunner",
     "StoreHostExited",
     "StoreHostReady",
     "WorkerExited",
@@ -59,6 +60,8 @@ log = logging.getLogger("rdzv.agent.runner")
 
 _STORE_HOST = Path(__file__).with_name("store_host.py")
 _KILL_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 10.0
+"""How long a runner that has started nothing may take to end."""
 _MAX_TOLD = 100
 
 MEET_TIMEOUT_S = 3.0
@@ -373,6 +376,46 @@ _EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
 }
 
 
+class StartedRunner:
+    """A runner that was started, and that nothing was asked of yet; it gets ready by itself.
+
+    It ends when this process does, or is closed.
+    """
+
+    def __init__(self) -> None:
+        """Start it.
+
+        Raises:
+            OSError: it can not be started.
+
+        """
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = _start_runner(theirs.fileno())
+            except OSError:
+                self._socket.close()
+                raise
+        self._linked = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
+        """Return the hold on it; from now on that is to be closed."""
+        self._linked = True
+        return RunnerLink(self._process, Channel(self._socket), on_event)
+
+    def close(self) -> None:
+        """End it, unless somebody has taken hold of it."""
+        if not self._linked:
+            self._linked = True
+            self._socket.close()
+            self._process.wait(CLOSE_TIMEOUT_S)
+
+
 class RunnerLink:
     """One runner, and through it the processes of one job on this node.
 
@@ -420,14 +463,7 @@ class RunnerLink:
     @classmethod
     async def spawn(cls, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
         """Start a runner. When this process dies, it kills everything that it has started."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = _start_runner(theirs.fileno())
-            except OSError:
-                ours.close()
-                raise
-        return cls(process, Channel(ours), on_event)
+        return StartedRunner().link(on_event)
 
     @property
     def pid(self) -> int:
@@ -705,9 +741,20 @@ def spare_no_more(pid: int) -> None:
     _spared_pids.discard(pid)
 
 
+_RUN = """
+import os.path, sys
+sys.path.append(os.path.dirname(sys.argv.pop(1)))
+import runner
+sys.path.pop()
+runner.main()
+"""
+"""What the program of a path does, but by its byte code: to compile it takes longer than to run."""
+
+
 def _start_runner(fd: int) -> subprocess.Popen[bytes]:
     # In UTF-8 mode, its strings stand for the same bytes as those that `_portable` makes.
-    command = [sys.executable, "-I", "-S", "-X", "utf8", runner.__file__, str(fd)]
+    options = ["-I", "-S", "-X", "utf8", "-c", _RUN]
+    command = [sys.executable, *options, runner.__file__, str(fd)]
     return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
 
 

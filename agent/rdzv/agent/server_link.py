@@ -33,24 +33,24 @@ from rdzv.agent.meter import Meter
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.stacks import StacksAsked
 from rdzv.agent.submitted import Holding, Placed
-from rdzv.client import (
-    BACKOFF,
-    FINAL_REFUSALS,
-    PROTOCOL_VERSION,
-    STREAM_OPTIONS,
-    Attempts,
-    Backoff,
-    Endpoint,
-    error_from_status,
-)
 from rdzv.core.nodes import NodesTuning, check_fence
 from rdzv.core.placement import FailingCheck, Resources
+from rdzv.endpoints import Endpoint
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
+)
+from rdzv.stream import (
+    BACKOFF,
+    FINAL_REFUSALS,
+    PROTOCOL_VERSION,
+    STREAM_OPTIONS,
+    Attempts,
+    Backoff,
+    error_from_status,
 )
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
@@ -60,6 +60,9 @@ log = logging.getLogger("rdzv.agent")
 
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
+WELCOME_TIMEOUT_MOST_S = 80.0
+"""It doubles up to this while servers do not answer in time: one that thousands come back to at
+once would only serve those who have given up on it. Pings tell of one that is gone."""
 RENEWAL_MS = 5_000
 """How long the server waits for the stream that follows one which this node has ended."""
 DECLINED_KEPT = 64
@@ -151,9 +154,11 @@ class ServerLink:
         identity: Identity,
         backoff: Backoff = BACKOFF,
         credentials: Credentials = PLAIN,
+        options: Sequence[tuple[str, int]] = STREAM_OPTIONS,
     ) -> None:
         self._attempts = Attempts(endpoints, backoff)
         self._credentials = credentials
+        self._options = options
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -179,6 +184,7 @@ class ServerLink:
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
+        self._welcome_timeout_s = WELCOME_TIMEOUT_S
         self._hello_sent_ms = 0
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int]] = deque(maxlen=OUTBOX_MESSAGES)
@@ -353,7 +359,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
         try:
-            opened = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
+            opened = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # It may just be about to be renewed.
             return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")
@@ -371,7 +377,7 @@ class ServerLink:
     ) -> RendezvousError:
         """Hold one stream from its Hello to its end; return why it ended."""
         self._unanswered.clear()
-        timeout_s = min(WELCOME_TIMEOUT_S, self._shortest_fence_s() or WELCOME_TIMEOUT_S)
+        timeout_s = min(self._welcome_timeout_s, self._shortest_fence_s() or WELCOME_TIMEOUT_MOST_S)
         outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
         try:
             metadata = self._credentials.metadata(endpoint)
@@ -388,6 +394,7 @@ class ServerLink:
         except grpc.aio.AioRpcError as error:
             return self._judge(endpoint, error)
         except TimeoutError:
+            self._welcome_timeout_s = min(2 * self._welcome_timeout_s, WELCOME_TIMEOUT_MOST_S)
             return RendezvousConnectionError(f"no answer from {endpoint} within {timeout_s:g} s")
         except asyncio.CancelledError:
             if _this_task_is_cancelled():
@@ -517,6 +524,7 @@ class ServerLink:
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
         self.meter.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())
+        self._welcome_timeout_s = WELCOME_TIMEOUT_S
         if self._told_lost:
             self._told_lost = False
             log.info("connected to the server at %s again", endpoint)

@@ -18,8 +18,8 @@ from rdzv import flags
 from rdzv.agent.accounts import Account
 from rdzv.agent.launch import Launch, Output, ask_count_devices, count_cpus
 from rdzv.agent.options import parse_launch
-from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec
+from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_nproc
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rdzv.agent.accounts import started_as
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import Launch
-from rdzv.agent.runner import MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec, zygote_environ
+from rdzv.agent.runner import MAX_PARKED, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec, zygote_environ
 from rdzv.agent.runner_link import spare, spare_no_more
 from rdzv.errors import InvalidRequestError
 
@@ -68,6 +68,8 @@ def zygote_spec(
         cpus=cpus[0] if len(set(cpus)) == 1 else None,
         wait_s=_wait_s(launch.environ),
         identity=launch.identity,
+        # The workers, and the round's store host where this node has to serve it.
+        parked=min(launch.job.local_world_size + 1, MAX_PARKED),
     )
 
 

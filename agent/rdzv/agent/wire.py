@@ -19,11 +19,11 @@ from rdzv.agent.log_reading import Piece, ReadRequest
 from rdzv.agent.progress import Report
 from rdzv.agent.stacks import StacksAsked
 from rdzv.agent.submitted import Holding, Placed
-from rdzv.client import settings_message
 from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.stacks import WorkerStack
+from rdzv.stream import settings_message
 from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import is_not
 
 from rdzv.core.model import (
     MAX_RESTART_AGES,
@@ -149,8 +151,27 @@ def same_participants(before: Round, after: Round) -> bool:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
         return False
-    pairs = zip(before.participants, after.participants, strict=True)
-    return all(old is new or old == new or is_stand_in(old.node_id) for old, new in pairs)
+    return all(old == new or is_stand_in(old.node_id) for old, new in _exchanged(before, after))
+
+
+def claimed(before: Round, after: Round) -> tuple[Participant, ...] | None:
+    """Return who took the places of stand-ins; None if anything else changed of the participants.
+
+    The stand-ins that make place for others are not among them.
+    """
+    if not before.adopted or len(before.participants) != len(after.participants):
+        return None
+    exchanged = _exchanged(before, after)
+    if not all(is_stand_in(old.node_id) for old, _ in exchanged):
+        return None
+    return tuple(new for old, new in exchanged if old.node_id != new.node_id)
+
+
+def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
+    """Pair those who are not the same, of rounds of one size: a claim changes one of thousands."""
+    old, new = before.participants, after.participants
+    places = compress(range(len(old)), map(is_not, old, new))
+    return [(old[place], new[place]) for place in places]
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:

@@ -6,19 +6,104 @@ ours, never of a caller's.
 
 from __future__ import annotations
 
-from rdzv.core.adopt import same_participants
-from rdzv.core.model import Membership, Round, State
+from collections.abc import Collection, Sequence
+
+from rdzv.core.adopt import claimed, same_participants
+from rdzv.core.events import (
+    Event,
+    NodeAdopted,
+    NodeCameBack,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+)
+from rdzv.core.model import Membership, Round, State, stand_in
 from rdzv.core.rendezvous import MAX_DEPARTURES
 
 
-def violations(before: State, after: State) -> list[str]:
-    """Name every guarantee that the step from `before` to `after` would break."""
+def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
+    """Name every guarantee that the step from `before` to `after` would break.
+
+    With the `events` of a step only the nodes that they name are looked at, where the number of
+    nodes in each place shows that no others have moved, and `before` is taken to be as it must: a
+    large job takes as many steps as it has nodes. Without them every node is looked at.
+    """
+    moved = None if events is None else _moved(before, after, events)
     return [
-        *_presence(before, after),
-        *_placements(after),
+        *(_presence(before, after) if moved is None else _presence_of(before, after, moved)),
+        *_placements(before, after),
         *_durability(before.membership, after.membership),
         *_new_round(before, after),
     ]
+
+
+_OF_ONE_NODE = (
+    NodeAdopted,
+    NodeCameBack,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    NodeSucceeded,
+    NodeWentAway,
+)
+
+
+def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[str] | None:
+    """Name the nodes whose place may have changed; None: anybody's may have."""
+    old, new = before.membership.round, after.membership.round
+    if before.membership.run != after.membership.run or (old is None) != (new is None):
+        return None
+    moved: set[str] = set()
+    for event in events:
+        if isinstance(event, _OF_ONE_NODE):
+            moved.add(event.node_id)
+        if isinstance(event, NodeAdopted):
+            moved.add(stand_in(event.group_rank))
+    if old is not None and new is not None and old.participants is not new.participants:
+        newcomers = claimed(old, new) if old.number == new.number else None
+        if newcomers is None or not moved.issuperset(p.node_id for p in newcomers):
+            return None
+    places = (
+        (before.seats, after.seats),
+        (before.waiting, after.waiting),
+        (before.stuck, after.stuck),
+        (before.away, after.away),
+    )
+    for was, now in places:
+        if was is now:
+            continue
+        came = sum(1 for node_id in moved if node_id in now)
+        went = sum(1 for node_id in moved if node_id in was)
+        if len(now) - len(was) != came - went:
+            return None
+    return moved
+
+
+def _presence_of(before: State, after: State, moved: Collection[str]) -> list[str]:
+    """Check what `_presence` does, for those who have moved."""
+    found = []
+    for node_id in moved:
+        if sum(node_id in place for place in (after.seats, after.waiting, after.stuck)) > 1:
+            found.append("presence: a node has two places at once")
+        if node_id in after.away and not after.present(node_id):
+            found.append("presence: a node is away that is not present")
+    if (not after.membership.run or after.membership.ended) and after.anybody:
+        found.append("presence: a node is present in a run that is closed")
+    round_, old = after.membership.round, before.membership.round
+    if after.seats is before.seats or round_ is None or old is None:
+        return found
+    newcomers = {p.node_id for p in claimed(old, round_) or ()}
+    if any(n in after.seats and n not in before.seats and n not in newcomers for n in moved):
+        found.append("presence: a node holds a seat of a round that it is no participant of")
+    return found + _counted_seats(old, after)
 
 
 def _presence(before: State, after: State) -> list[str]:
@@ -34,26 +119,15 @@ def _presence(before: State, after: State) -> list[str]:
     if (not after.membership.run or after.membership.ended) and after.anybody:
         found.append("presence: a node is present in a run that is closed")
     if after.seats is not before.seats:
-        found += _fewer_seats(before, after) if _only_fewer(before, after) else _all_seats(after)
+        found += _all_seats(after)
     return found
 
 
-def _only_fewer(before: State, after: State) -> bool:
-    """Whether the round has the same participants, and nobody has taken a seat.
-
-    So it is in nearly every step of a seated node, and a large job takes as many steps as it has
-    nodes: then only what has changed is looked at.
-    """
-    old, new = before.membership.round, after.membership.round
-    same = old is not None and new is not None and new.participants is old.participants
-    return same and after.seats.keys() <= before.seats.keys()
-
-
-def _fewer_seats(before: State, after: State) -> list[str]:
-    """Check what `_all_seats` does of a state that it held for before some seats were freed."""
+def _counted_seats(old: Round, after: State) -> list[str]:
+    """Check the seats of a round whose other seats were in order before this step."""
     found = []
-    old, round_ = before.membership.round, after.membership.round
-    assert old is not None and round_ is not None
+    round_ = after.membership.round
+    assert round_ is not None
     if any(node_id in after.seats for node_id in round_.gone[len(old.gone) :]):
         found.append("presence: a node holds a seat that was given up")
     runs = round_.live and after.membership.ended is None
@@ -87,10 +161,10 @@ def _all_seats(state: State) -> list[str]:
     return found
 
 
-def _placements(state: State) -> list[str]:
+def _placements(before: State, after: State) -> list[str]:
     """A node is chosen once, and never again after it could not run the job."""
-    submission = state.membership.submission
-    if submission is None:
+    submission = after.membership.submission
+    if submission is None or submission is before.membership.submission:
         return []
     found = []
     if len(set(submission.placed)) < len(submission.placed):

@@ -6,7 +6,8 @@ of agent differ in one thing: the workers of a foreground agent die with it, so 
 worth only `reconnect_grace_ms`; a daemon's workers live on, so it is worth a lease.
 
 Silence that the server could not hear proves nothing: after a take-over (`Expect`) or a pause of
-the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over. Nor does the silence
+the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over; nor while those who
+were expected still come back one after another, for thousands take their time. Nor does the silence
 of everyone at once, where they are two or more: the server itself is cut off, more likely than
 that all have died, and if they have, nobody is left who could take their seats. So while no node at
 all is heard, leases run on for `takeover_grace_ms`.
@@ -35,6 +36,14 @@ from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConn
 
 _COUNTER_BITS = 32
 
+AMPLE_MS = 10_000
+"""Time enough for a heartbeat that is late: a longer lease needs no more than two of them."""
+
+ARRIVALS_QUIET_MS = 10_000
+"""While nodes come back after a take-over, less than this apart, the server may be what is slow."""
+ARRIVALS_GRACES = 4
+"""For how many times `takeover_grace_ms` that is believed at the most."""
+
 FENCE_MARGIN_MS = 1_000
 """By how much a node's own fence must come before it is given up: killing takes a moment."""
 
@@ -57,6 +66,7 @@ class NodesTuning:
     """Lease of a node when there are `lease_nodes_max` or more."""
     lease_nodes_max: int = 10_000
     heartbeats_per_lease: int = 3
+    """How often a node is heard within a lease, as long as that is short; see `interval_for`."""
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
     lease_grows_by: float = 1.5
@@ -72,6 +82,28 @@ class NodesTuning:
         above = min(max(nodes - self.lease_nodes, 0), self.lease_nodes_max - self.lease_nodes)
         span = max(self.lease_nodes_max - self.lease_nodes, 1)
         return self.lease_ms + (self.lease_max_ms - self.lease_ms) * above // span
+
+    def interval_for(self, lease_ms: int) -> int:
+        """Return how often, in ms, a node with this lease says that it lives.
+
+        A heartbeat that is late by `AMPLE_MS` is in time, so leases that are long because there are
+        many nodes ask for few: ten thousand nodes say no more in a second than one thousand do.
+
+        >>> [NodesTuning().interval_for(lease_ms) for lease_ms in (5_000, 15_000, 17_500, 30_000)]
+        [1666, 5000, 7500, 15000]
+        """
+        often_ms = lease_ms // self.heartbeats_per_lease
+        return max(often_ms, min(lease_ms - AMPLE_MS, lease_ms // 2))
+
+    def quiet_for(self, lease_ms: int) -> int:
+        """Return after how long, in ms, it is strange that nobody with this lease was heard.
+
+        It is over before the first of them would be given up.
+
+        >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
+        [2500, 7500, 12000]
+        """
+        return min(lease_ms // 2, (lease_ms - self.interval_for(lease_ms)) * 4 // 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +151,8 @@ class Nodes:
     wake_at_ms: int | None = None
     excused: bool = False
     """Whether anybody was excused since somebody was last heard."""
+    arrived_ms: int | None = None
+    """When one who was expected after a take-over last came."""
 
 
 # ------------------------------------------------------------------ commands
@@ -302,7 +336,8 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         replaced=None if same or old is None else old.incarnation,
         stale_stream=old.stream if old else None,
     )
-    others = _end_excuses(replace(nodes, counter=counter), now_ms)
+    arrived_ms = now_ms if old is not None and not old.instance else nodes.arrived_ms
+    others = _end_excuses(replace(nodes, counter=counter, arrived_ms=arrived_ms), now_ms)
     return NodesTransition(_put(others, record), (connected,))
 
 
@@ -414,7 +449,7 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     # While nobody is heard, or was just now, the end of a stream is no word of the node: a ping
     # that nobody could answer has ended it, or the news of an earlier end comes late.
     excused_until_ms = max(_deaf_until_ms(nodes, now_ms), old.excused_until_ms)
-    if command.unheard:
+    if command.unheard or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
     if excused_until_ms > until_ms:
         until_ms, firm = excused_until_ms, True
@@ -478,6 +513,8 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
         return NodesTransition(nodes)
     if excused := _excused(nodes, now_ms):
         nodes = replace(nodes, records={**nodes.records, **excused}, excused=True)
+    if late := _late(nodes, now_ms):
+        nodes = replace(nodes, records={**nodes.records, **late})
     lost = [record for record in nodes.records.values() if record.expires_at_ms <= now_ms]
     gone = {record.node_id for record in lost}
     left = replace(
@@ -491,21 +528,19 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Say until when the silence of connected nodes proves nothing; 0 if any of them is heard.
-
-    Nobody is heard if no word has come for half a lease: there are several heartbeats in one.
-    """
-    # As a rule one of the first few was heard in half of the shortest lease: no need to see all.
-    fresh_ms = now_ms - min(nodes.tuning.lease_ms, nodes.tuning.lease_max_ms) // 2
+    """Say until when the silence of connected nodes proves nothing; 0 if any of them is heard."""
+    tuning = nodes.tuning
+    # As a rule one of the first few was heard just now: no need to see all.
+    fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
     if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
         return 0
     connected = [record for record in nodes.records.values() if record.stream is not None]
     if len(connected) < 2:
         return 0
     newest = max(connected, key=lambda record: record.heard_ms)
-    if now_ms < newest.heard_ms + newest.lease_ms // 2:
+    if now_ms < newest.heard_ms + tuning.quiet_for(newest.lease_ms):
         return 0
-    return newest.heard_ms + nodes.tuning.takeover_grace_ms
+    return newest.heard_ms + tuning.takeover_grace_ms
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
@@ -519,6 +554,26 @@ def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
     if until_ms <= now_ms:
         return {}
     return {record.node_id: replace(record, excused_until_ms=until_ms) for record in silent}
+
+
+def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
+    """Wait longer for those who are expected while others of them still come."""
+    if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
+        return {}
+    quiet_ms = nodes.arrived_ms + ARRIVALS_QUIET_MS
+    most_ms = ARRIVALS_GRACES * nodes.tuning.takeover_grace_ms
+    return {
+        record.node_id: replace(record, until_ms=min(quiet_ms, record.since_ms + most_ms))
+        for record in nodes.records.values()
+        if not record.instance and record.until_ms <= now_ms < record.since_ms + most_ms
+    }
+
+
+def _coming_back(nodes: Nodes, now_ms: int) -> bool:
+    """Whether those who were expected come back now, and not all of them are there."""
+    if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
+        return False
+    return any(not record.instance for record in nodes.records.values())
 
 
 def _why_lost(record: NodeRecord, now_ms: int) -> str:

@@ -1100,24 +1100,27 @@ def _release_unclaimed_seats(work: _Step) -> bool:
 
     Not while claims still come in: those of a large job take their time.
     """
-    for node_id, due_ms in _unclaimed_seats_due(work.state):
-        if work.now_ms >= due_ms:
-            waited_s = work.state.tuning.takeover_grace_ms / 1000
-            _give_up(
-                work, node_id, f"not heard within {waited_s:g} s since this server knows of it"
-            )
-            return True
-    return False
+    due = _unclaimed_seat_due(work.state)
+    if due is None or work.now_ms < due[1]:
+        return False
+    waited_s = work.state.tuning.takeover_grace_ms / 1000
+    _give_up(work, due[0], f"not heard within {waited_s:g} s since this server knows of it")
+    return True
 
 
-def _unclaimed_seats_due(state: State) -> Iterable[tuple[str, int]]:
-    """Name the stand-ins, of whom no stream tells anything, and when each is given up."""
+def _unclaimed_seat_due(state: State) -> tuple[str, int] | None:
+    """Name a stand-in, of whom no stream tells anything, and when it is given up; None: no more.
+
+    All are waited for equally long, so this looks at one: a large job has as many steps as seats.
+    """
     round_ = state.membership.round
-    if round_ is not None and round_.adopted:
-        quiet_ms = state.claimed_ms + state.tuning.claims_quiet_ms
-        for node_id, away in state.away.items():
-            if is_stand_in(node_id):
-                yield node_id, max(away.until_ms, quiet_ms)
+    if round_ is None or not round_.adopted:
+        return None
+    stand_ins = ((node_id, away) for node_id, away in state.away.items() if is_stand_in(node_id))
+    first = next(stand_ins, None)
+    if first is None:
+        return None
+    return first[0], max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)
 
 
 def _release_unstopped_seats(work: _Step) -> bool:
@@ -1523,7 +1526,8 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     if not membership.run or membership.ended is not None:
         return None
     due: list[int | None] = [due_ms for _, due_ms in _away_seats_due(state)]
-    due += [due_ms for _, due_ms in _unclaimed_seats_due(state)]
+    if (unclaimed := _unclaimed_seat_due(state)) is not None:
+        due.append(unclaimed[1])
     if state.stop_deadline_ms is not None and any(_seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
     if membership.round is None or not membership.round.live:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 LISTED = 8
 """How many names one sentence lists."""
@@ -14,9 +15,10 @@ def listed(names: Iterable[object]) -> str:
     >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
     ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
     """
-    texts = [str(name) for name in names]
-    more = f" and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
-    return ", ".join(texts[:LISTED]) + more
+    # Of ten thousand nodes each hears such a sentence: only what is said is looked at.
+    held = names if isinstance(names, Collection) else tuple(names)
+    more = f" and {len(held) - LISTED} more" if len(held) > LISTED else ""
+    return ", ".join(str(name) for name in islice(held, LISTED)) + more
 
 
 def counted(number: int, noun: str) -> str:

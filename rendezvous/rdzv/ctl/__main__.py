@@ -22,6 +22,7 @@ from rdzv.errors import (
     UnauthenticatedError,
     UnknownNodeError,
 )
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -1008,9 +1009,7 @@ def _undrain(node: str, output: str, server: str | None, timeout_s: float | None
 @rdzvctl.command("version")
 def _version() -> str:
     """Show the version of rdzvctl."""
-    from importlib import metadata
-
-    return f"{_PROGRAM} {metadata.version('rdzv')}"
+    return f"{_PROGRAM} {VERSION}"
 
 
 @rdzvctl.command("completion")

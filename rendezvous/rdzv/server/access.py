@@ -189,8 +189,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
             await self._enter(method, request, context)
             async with aclosing(inner(request, context)) as replies:
-                async for reply in replies:
-                    yield reply
+                try:
+                    async for reply in replies:
+                        yield reply
+                except DecodeError as error:
+                    # Of a service that is not ours: gRPC's own, which tells what there is.
+                    await end_call(context, _unreadable(method, str(error)))
 
         return serve
 
@@ -227,10 +231,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 caller = await self._gate.caller(_header(context), lambda: _certified(context))
                 await self._gate.admit(caller, row, name, getattr(request, "rdzv_id", None))
             if isinstance(request, _Unreadable):
-                raise InvalidRequestError(
-                    f"the request of {name} can not be read: {request.why}; the sender speaks "
-                    "another protocol"
-                )
+                raise _unreadable(method, request.why)
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
                 who = f"{caller} at {_host(context.peer())}"
@@ -245,6 +246,13 @@ class _Unreadable:
     """What stands for a request that is no message."""
 
     why: str
+
+
+def _unreadable(method: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the request of {method.rpartition('/')[2]} can not be read: {why}; the sender speaks "
+        "another protocol"
+    )
 
 
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

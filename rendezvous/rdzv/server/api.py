@@ -26,11 +26,11 @@ from rdzv.errors import (
     NotLeaderError,
     RendezvousError,
 )
-from rdzv.server.answers import Answers
 from rdzv.server.config import Config
 from rdzv.server.feeds import Feeds, frame
 from rdzv.server.messages import LogsWanted
 from rdzv.server.openapi import PREFIX, Operation, document, operations
+from rdzv.server.shown import Shown
 
 log = logging.getLogger("rdzv.api")
 
@@ -57,7 +57,7 @@ BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}
 class Api:
     """The handlers, over one server's answers."""
 
-    def __init__(self, answers: Answers, feeds: Feeds, config: Config) -> None:
+    def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
         self._feeds = feeds
         self._limits = config.limits

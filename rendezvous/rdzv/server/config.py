@@ -219,9 +219,9 @@ class Timings:
     within a second of each other."""
     stop_grace_ms: int = 500
     """What open streams get to end when the server stops."""
-    ping_interval_ms: int = 10_000
+    ping_interval_ms: int = 20_000
     """HTTP/2 pings to a silent peer; the heartbeats of the streams are faster and lead."""
-    ping_timeout_ms: int = 10_000
+    ping_timeout_ms: int = 20_000
     """An unanswered ping ends the connection after this; gRPC's default is a minute."""
     min_ping_interval_ms: int = 300
     """Clients may ping this often, else gRPC ends them with "Too many pings"."""

@@ -310,8 +310,8 @@ _BOUND = (
         "heartbeats",
         least=2,
         most=20,
-        reason="How often a node says within one lease that it lives: one may be lost and the "
-        "next one late.",
+        reason="How often a node says that it lives within a lease of up to 15 s: one may be lost "
+        "and the next one late. In a longer one it does so early enough to be late by 10 s.",
     ),
     _duration(
         "lease.takeover_grace",

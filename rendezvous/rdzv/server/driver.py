@@ -32,6 +32,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from rdzv.concurrency import single_error
 from rdzv.core import nodes
@@ -72,7 +73,7 @@ from rdzv.server.callers import ANYBODY, Caller, Role
 from rdzv.server.clock import Clock, LoopWatch, Timer, sleep_ms
 from rdzv.server.config import Config
 from rdzv.server.hangs import Hangs
-from rdzv.server.jobs import Guard, Job, Jobs, News
+from rdzv.server.jobs import AT_ONCE, Guard, Job, Jobs, News
 from rdzv.server.log_relay import LogRelay
 from rdzv.server.messages import (
     Belief,
@@ -483,7 +484,7 @@ class Driver:
         return stream
 
     def _heartbeat_interval_ms(self, lease_ms: int) -> int:
-        return lease_ms // self._nodes.tuning.heartbeats_per_lease
+        return self._nodes.tuning.interval_for(lease_ms)
 
     def _refuse_hello(self, hello: Hello) -> None:
         if self._stopping:
@@ -817,34 +818,42 @@ class Driver:
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._stopping:
-                node_id = next(iter(to_mark))
-                reason = to_mark.pop(node_id)
-                # Others have their turn between two nodes, however many there are.
+                # Others have their turn in between, however many there are.
                 await asyncio.sleep(0)
-                if not await self._mark(rdzv_id, node_id, reason):
-                    to_mark.setdefault(node_id, reason)
+                marked = {n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, AT_ONCE))}
+                if not await self._mark(rdzv_id, marked):
+                    for node_id, reason in marked.items():
+                        to_mark.setdefault(node_id, reason)
                     await sleep_ms(self._clock, self._timings.store_retry_ms)
         finally:
             del self._to_mark[rdzv_id]
 
-    async def _mark(self, rdzv_id: str, node_id: str, reason: str) -> bool:
-        """Bring a job up to date about a node; False if that is to be tried again."""
+    async def _mark(self, rdzv_id: str, marked: Mapping[str, str]) -> bool:
+        """Bring a job up to date about nodes, with the reason; False if that is to be tried again.
+
+        Those that are lost at once cost one commit.
+        """
+        names = listed(marked)
         try:
             async with self._jobs.claim(rdzv_id) as job:
-                if command := self._mark_command(job, node_id, reason):
-                    await self._jobs.step(job, command)
+                choices = [
+                    partial(self._mark_command, job, node_id, reason)
+                    for node_id, reason in marked.items()
+                ]
+                for refused in await self._jobs.steps(job, choices):
+                    log.error("job %s could not be told about %s: %s", rdzv_id, names, refused)
         except RendezvousConnectionError:
             return False
         except RendezvousError as error:
-            log.error("job %s could not be told about %s: %s", rdzv_id, node_id, error)
+            log.error("job %s could not be told about %s: %s", rdzv_id, names, error)
         return True
 
-    def _mark_command(self, job: Job, node_id: str, reason: str) -> Command | None:
-        """Say what a job must hear of a node now, whatever has led to it."""
-        held = job.state.incarnation(node_id)
+    def _mark_command(self, job: Job, node_id: str, reason: str, state: State) -> Command | None:
+        """Say what a job in this state must hear of a node now, whatever has led to it."""
+        held = state.incarnation(node_id)
         record = self._nodes.records.get(node_id)
-        if held is None and node_id in job.state.placed:
-            gone = Withdraw(job.state.membership.run, (node_id,), reason or "it was given up")
+        if held is None and node_id in state.placed:
+            gone = Withdraw(state.membership.run, (node_id,), reason or "it was given up")
             return gone if record is None and reason else None
         if held is None:
             self._forget(job, node_id)
@@ -853,7 +862,7 @@ class Driver:
             return MarkLost(node_id, held, reason or "it was given up")
         if record.incarnation != held:
             return self._mark_former(record, held)
-        away = job.state.away.get(node_id)
+        away = state.away.get(node_id)
         if record.stream is not None:
             return MarkBack(node_id, held) if away is not None else None
         if away is not None and away.firm and record.firm:

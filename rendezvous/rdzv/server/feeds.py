@@ -32,11 +32,12 @@ from rdzv.errors import (
     RendezvousStateError,
     UnknownJobError,
 )
-from rdzv.server.answers import SLICE, Answers
+from rdzv.server.answers import SLICE
 from rdzv.server.clock import sleep_ms
 from rdzv.server.config import Limits, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.messages import NodeSummary
+from rdzv.server.shown import Shown
 
 log = logging.getLogger("rdzv.feeds")
 
@@ -121,7 +122,7 @@ class Reader:
 class Feed:
     """What is told to all who follow one thing. Made by `Feeds`."""
 
-    def __init__(self, answers: Answers, timings: Timings) -> None:
+    def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
         self._timings = timings
         self._readers: set[Reader] = set()
@@ -210,7 +211,7 @@ def _ageless_job(summary: client.JobSummary) -> object:
 class FleetFeed(Feed):
     """All jobs and all nodes, one line each."""
 
-    def __init__(self, answers: Answers, timings: Timings) -> None:
+    def __init__(self, answers: Shown, timings: Timings) -> None:
         super().__init__(answers, timings)
         self._jobs: dict[str, object] = {}
         """What was told of each job, but for its age."""
@@ -340,7 +341,7 @@ def _content(summary: NodeSummary, now_ms: int) -> object:
 class JobFeed(Feed):
     """One job, with all that `status` shows, and its history."""
 
-    def __init__(self, answers: Answers, timings: Timings, rdzv_id: str) -> None:
+    def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
         super().__init__(answers, timings)
         self._rdzv_id = rdzv_id
         self._turn: object = None
@@ -397,7 +398,7 @@ class Feeds:
     """All feeds of one server. Made by `running`."""
 
     def __init__(
-        self, answers: Answers, limits: Limits, timings: Timings, tasks: asyncio.TaskGroup
+        self, answers: Shown, limits: Limits, timings: Timings, tasks: asyncio.TaskGroup
     ) -> None:
         self._answers = answers
         self._tasks = tasks
@@ -411,7 +412,7 @@ class Feeds:
     @classmethod
     @asynccontextmanager
     async def running(
-        cls, answers: Answers, limits: Limits, timings: Timings
+        cls, answers: Shown, limits: Limits, timings: Timings
     ) -> AsyncIterator[Feeds]:
         """Let feeds be followed until the body ends."""
         with single_error():

@@ -17,7 +17,6 @@ from rdzv.errors import InvalidRequestError, LimitExceededError
 from rdzv.exposition import CONTENT_TYPE
 from rdzv.http_log import http_log
 from rdzv.server.access import Gate, checking_roles
-from rdzv.server.answers import Answers
 from rdzv.server.api import Api, answering_errors
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Listen
@@ -26,6 +25,7 @@ from rdzv.server.feeds import Feeds
 from rdzv.server.metrics import Metrics
 from rdzv.server.page import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.replica import Replica
+from rdzv.server.shown import Shown
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -77,7 +77,7 @@ async def serving_http(
         ]
     )
     app.on_response_prepare.append(harmless_headers)
-    answers = Answers(replica, clock, config.limits, facade)
+    answers = Shown(replica, clock, config.limits, facade)
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes())

@@ -1,4 +1,7 @@
-"""Decide, persist, publish: in that order, one command at a time for each job.
+"""Decide, persist, publish: in that order, one command after another for each job.
+
+Commands of one job that wait while it commits are decided one after another and share the next
+commit, which alone makes all of them true: a thousand nodes that speak at once cost a few commits.
 
 A commit of which nobody knows whether it happened leaves its job in doubt: the next to claim the
 job finds out, and no one is told anything before that. What is in memory is therefore always what
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -41,6 +45,33 @@ log = logging.getLogger("rdzv.jobs")
 
 T = TypeVar("T")
 
+AT_ONCE = 64
+"""So many commands are decided at once, and share a commit, at the most: in a job of ten thousand
+nodes that takes some 50 ms, in which nobody else is heard."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A command that waits to be decided, and who waits for its outcome."""
+
+    command: Command
+    guard: Guard | None
+    outcome: asyncio.Future[State | RendezvousError]
+
+    def answer(self, outcome: State | RendezvousError) -> None:
+        """Say what came of it; who was cancelled does not hear it."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was decided, and is not stored yet."""
+
+    command: Command
+    transition: Transition
+    asked: Asked | None = None
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -54,8 +85,8 @@ class Job:
     loaded: State | None = None
     """None until it is loaded. Always one whose durable half is stored."""
     revision: int = 0
-    doubt: tuple[Command, Transition] | None = None
-    """A step whose commit may or may not have happened."""
+    doubt: tuple[_Step, ...] = ()
+    """Steps whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
     """History that rides on the next commit."""
     noted: int = 0
@@ -88,6 +119,8 @@ class News:
     before: State
     after: State
     events: tuple[Event, ...]
+    last: bool = True
+    """Whether no later step was stored with it."""
 
 
 Guard = Callable[[State], None]
@@ -129,6 +162,8 @@ class Jobs:
         self._on_load = on_load
         self._judge = judge
         self._jobs: dict[str, Job] = {}
+        self._asked: dict[str, deque[Asked]] = {}
+        """By rdzv_id: what waits to be decided."""
         self._ended: dict[str, int] = {}
         """When each stored job that was loaded ended, so that none is read again to find out."""
         self._prune_timer = Timer(clock, lambda _: self.start_pruning())
@@ -149,41 +184,138 @@ class Jobs:
                 it may have, and is to be repeated.
 
         """
-        outcome = await asyncio.shield(self._tasks.start(self._outcome(rdzv_id, command, guard)))
-        if isinstance(outcome, RendezvousError):
-            raise outcome
-        return outcome
+        outcome: asyncio.Future[State | RendezvousError] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._ask_for(rdzv_id, Asked(command, guard, outcome))
+        decided = await outcome
+        if isinstance(decided, RendezvousError):
+            raise decided
+        return decided
 
-    async def _outcome(
-        self, rdzv_id: str, command: Command, guard: Guard | None = None
-    ) -> State | RendezvousError:
+    def _ask_for(self, rdzv_id: str, asked: Asked) -> None:
+        if (waiting := self._asked.get(rdzv_id)) is not None:
+            waiting.append(asked)
+        else:
+            self._asked[rdzv_id] = deque([asked])
+            self._tasks.start(self._decide_asked(rdzv_id))
+
+    async def _decide_asked(self, rdzv_id: str) -> None:
+        """Decide what waits, until nothing does; others may claim the job in between."""
+        waiting = self._asked[rdzv_id]
+        try:
+            while waiting:
+                await self._decide_next(rdzv_id, waiting)
+                # Not between two commands: thousands wait, and each turn of the loop is long then.
+                await asyncio.sleep(0)
+        finally:
+            del self._asked[rdzv_id]
+            for asked in waiting:
+                asked.outcome.cancel()
+
+    async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
+        """Decide the next of those that wait, with one commit, and answer them."""
+        batch: list[Asked] = []
         try:
             async with self.claim(rdzv_id) as job:
-                if guard is not None:
-                    guard(job.state)
-                return await self.step(job, command)
+                while waiting and len(batch) < AT_ONCE:
+                    batch.append(waiting.popleft())
+                await self._decide_all(job, batch)
         except RendezvousError as error:
-            return error
+            # It is everybody's if the job could not be claimed.
+            for asked in batch or [waiting.popleft()]:
+                asked.answer(error)
+        finally:
+            for asked in batch:
+                asked.outcome.cancel()
 
-    async def step(self, job: Job, command: Command) -> State:
-        """Do the work of `submit` for a job that the caller has claimed."""
+    async def _decide_all(self, job: Job, batch: Sequence[Asked]) -> None:
+        """Decide these in their order, and commit once."""
+        steps: list[_Step] = []
+        for asked in batch:
+            await self._add_step_if_sound(job, asked, steps)
+        await self._settle(job, steps)
+
+    async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[_Step]) -> None:
+        """Decide one more command; one that would break a guarantee is refused, and no other."""
+        try:
+            await self._add_step(job, asked, steps)
+        except InvariantError as error:
+            asked.answer(error)
+
+    async def _add_step(self, job: Job, asked: Asked, steps: list[_Step]) -> None:
+        """Decide one more command, upon those that are decided and not stored yet.
+
+        What is refused is answered at once. What this raises concerns the whole job, except for a
+        broken guarantee.
+        """
+        state = steps[-1].transition.state if steps else job.state
+        command = asked.command
         if isinstance(command, Join):
             command = replace(command, new_run=self._new_uid())
-        transition = self._decide(job.state, command)
-        first, rows = await self._judge(job.state, transition)
+        try:
+            if asked.guard is not None:
+                asked.guard(state)
+            transition = self._decide(state, command)
+        except RendezvousError as error:
+            asked.answer(error)
+            return
+        first, rows = await self._judge(state, transition)
         job.pending += rows
         if first is not None:
-            await self._take(job, first, self._decide(job.state, first))
-            transition = self._decide(job.state, command)
-        return await self._take(job, command, transition)
+            barred = _Step(first, self._decide(state, first))
+            await self._check(job, state, barred, steps)
+            steps.append(barred)
+            state = barred.transition.state
+            try:
+                transition = self._decide(state, command)
+            except RendezvousError as error:
+                asked.answer(error)
+                return
+        step = _Step(command, transition, asked)
+        await self._check(job, state, step, steps)
+        steps.append(step)
 
-    async def _take(self, job: Job, command: Command, transition: Transition) -> State:
-        if broken := violations(job.state, transition.state):
-            raise await self._reload_broken(job, command, broken)
-        if transition.state.membership is not job.state.membership:
-            await self._persist(job, command, transition)
-        self._publish(job, command, transition)
-        return transition.state
+    async def steps(
+        self, job: Job, choices: Sequence[Callable[[State], Command | None]]
+    ) -> list[RendezvousError]:
+        """Do the work of `submit` for a job that the caller has claimed, with one commit.
+
+        Each command is chosen in view of what came of those before it; None: nothing is to be done.
+        Returns what was refused.
+
+        Raises:
+            RendezvousError: nothing was done, or it is not known whether it was.
+
+        """
+        steps: list[_Step] = []
+        decided: list[Asked] = []
+        for choose in choices:
+            command = choose(steps[-1].transition.state if steps else job.state)
+            if command is not None:
+                asked = Asked(command, None, asyncio.get_running_loop().create_future())
+                decided.append(asked)
+                await self._add_step_if_sound(job, asked, steps)
+        await self._settle(job, steps)
+        outcomes = [asked.outcome.result() for asked in decided]
+        return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
+
+    async def _check(self, job: Job, before: State, step: _Step, decided: list[_Step]) -> None:
+        """Store what was decided before a step that breaks a guarantee, and refuse that one."""
+        broken = violations(before, step.transition.state, step.transition.events)
+        if broken:
+            earlier, decided[:] = tuple(decided), ()
+            await self._settle(job, earlier)
+            raise await self._reload_broken(job, step.command, broken)
+
+    async def _settle(self, job: Job, steps: Sequence[_Step]) -> None:
+        """Persist what was decided, and publish it in its order."""
+        if not steps:
+            return
+        stored = steps[-1].transition.state.membership is not job.state.membership
+        if stored:
+            await self._persist(job, steps)
+        self._publish(job, steps, stored=stored)
 
     def _decide(self, state: State, command: Command) -> Transition:
         now_ms = self._watch.listened_until_ms()
@@ -205,9 +337,10 @@ class Jobs:
         job.timer.arm(self._retry_ms())
         return _bug(job.rdzv_id, command, what)
 
-    async def _persist(self, job: Job, command: Command, transition: Transition) -> None:
-        membership = transition.state.membership
-        rows = (*job.pending, *self._rows(transition))
+    async def _persist(self, job: Job, steps: Sequence[_Step]) -> None:
+        membership = steps[-1].transition.state.membership
+        told = (row for step in steps for row in self._rows(step.transition))
+        rows = (*job.pending, *told)
         try:
             with self._meter.committing():
                 job.revision = await self._write(
@@ -215,7 +348,7 @@ class Jobs:
                 )
         except RendezvousConnectionError as error:
             if not error.definite:
-                job.doubt = (command, transition)
+                job.doubt = tuple(steps)
             raise
         job.pending = ()
 
@@ -228,18 +361,25 @@ class Jobs:
             await self._load(job)
             raise StoreRefusedError(f"{error}; try again") from error
 
-    def _publish(self, job: Job, command: Command, transition: Transition) -> None:
-        """Make a step that is stored the present, and tell everyone. Waits for nothing."""
-        before, after = job.state, transition.state
-        job.loaded = after
-        self._note_end(job)
-        job.timer.arm(transition.wake_at_ms)
-        rows = self._rows(transition)
-        if after.membership is before.membership:
-            self._postpone(job, rows)
-        self._say(rows, transition.events)
-        self._meter.stepped(before, after, transition.events, self._clock.now_ms())
-        self._tell(job, News(command, before, after, transition.events))
+    def _publish(self, job: Job, steps: Sequence[_Step], *, stored: bool) -> None:
+        """Make these steps the present, one after another, and tell everyone. Waits for nothing.
+
+        `stored`: they have been, so that none of their history waits for another commit.
+        """
+        for step in steps:
+            before, transition = job.state, step.transition
+            after = job.loaded = transition.state
+            self._note_end(job)
+            job.timer.arm(transition.wake_at_ms)
+            rows = self._rows(transition)
+            if not stored:
+                self._postpone(job, rows)
+            self._say(rows, transition.events)
+            self._meter.stepped(before, after, transition.events, self._clock.now_ms())
+            news = News(step.command, before, after, transition.events, last=step is steps[-1])
+            self._tell(job, news)
+            if step.asked is not None:
+                step.asked.answer(after)
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Write events that no step has led to: to the log, and with the next commit to history."""
@@ -295,8 +435,8 @@ class Jobs:
             async with job.lock:
                 if job.loaded is None:
                     await self._load(job)
-                if job.doubt is not None:
-                    await self._resolve(job, *job.doubt)
+                if job.doubt:
+                    await self._resolve(job, job.doubt)
                 yield job
         except (RendezvousConnectionError, InvariantError):
             # Its timer, if nobody else, comes back to it.
@@ -304,7 +444,7 @@ class Jobs:
             raise
         finally:
             job.claims -= 1
-            if job.idle:
+            if job.idle and not self._asked.get(rdzv_id):
                 job.timer.cancel()
                 del self._jobs[rdzv_id]
 
@@ -320,7 +460,7 @@ class Jobs:
 
     async def _load(self, job: Job) -> None:
         """Begin anew from what is stored; `on_load` brings everyone who was there up to date."""
-        job.loaded, job.doubt = None, None
+        job.loaded, job.doubt = None, ()
         stored = await self._ask(self._store.load(job.rdzv_id))
         now_ms = self._clock.now_ms()
         if stored is None:
@@ -333,15 +473,15 @@ class Jobs:
         job.timer.arm(now_ms)
         self._on_load(job)
 
-    async def _resolve(self, job: Job, command: Command, transition: Transition) -> None:
+    async def _resolve(self, job: Job, steps: Sequence[_Step]) -> None:
         """Find out whether a commit has happened, and go on from there."""
         stored = await self._ask(self._store.load(job.rdzv_id))
         revision = stored.revision if stored else 0
         if revision == job.revision:
-            job.doubt = None
-        elif stored and stored.membership == transition.state.membership:
-            job.revision, job.doubt, job.pending = revision, None, ()
-            self._publish(job, command, transition)
+            job.doubt = ()
+        elif stored and stored.membership == steps[-1].transition.state.membership:
+            job.revision, job.doubt, job.pending = revision, (), ()
+            self._publish(job, steps, stored=True)
         else:
             await self._load(job)
 
@@ -350,7 +490,10 @@ class Jobs:
             job.timer.arm_by(self._watch.settled_ms)
         else:
             # Nobody waits for the outcome: if it is an error, `claim` has armed the timer again.
-            self._tasks.start(self._outcome(job.rdzv_id, Tick()))
+            outcome: asyncio.Future[State | RendezvousError] = (
+                asyncio.get_running_loop().create_future()
+            )
+            self._ask_for(job.rdzv_id, Asked(Tick(), None, outcome))
 
     def _retry_ms(self) -> int:
         return self._clock.now_ms() + self._timings.store_retry_ms
@@ -472,7 +615,7 @@ class Jobs:
     @property
     def doubtful(self) -> tuple[str, ...]:
         """The jobs of which nobody knows whether their last commit has happened."""
-        return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt is not None)
+        return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def _flush(self, rows: tuple[Record, ...]) -> None:
         try:

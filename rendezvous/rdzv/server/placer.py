@@ -38,11 +38,11 @@ from rdzv.core.words import counted, duration
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousError,
-    RendezvousStateError,
     TooFewNodesError,
     UnknownNodeError,
 )
 from rdzv.server.clock import Clock, Timer
+from rdzv.server.documents import Document
 from rdzv.server.jobs import Jobs
 from rdzv.server.messages import (
     Draining,
@@ -98,6 +98,10 @@ class _Known:
         return "; ".join(map(str, self.failing))
 
 
+def _read_cordons(data: bytes) -> dict[str, Cordon]:
+    return msgspec.json.decode(data, type=dict[str, Cordon])
+
+
 class Placer:
     """Places the submitted jobs of one server. Made and woken by its driver."""
 
@@ -131,8 +135,7 @@ class Placer:
         self._known: dict[str, _Known] = {}
         self._wishes: dict[str, Drain] = {}
         """By node_id: that a node is about to leave all its jobs, as it has said itself."""
-        self._cordons: dict[str, Cordon] = {}
-        self._cordons_revision = 0
+        self._document = Document(jobs, CORDONS, _read_cordons)
         self._timer = Timer(clock, self._look)
         self._lock = asyncio.Lock()
         self._waits: Mapping[str, Wait] = {}
@@ -146,7 +149,7 @@ class Placer:
             RendezvousStateError: what is stored can not be read.
 
         """
-        await self._load_cordons()
+        await self._document.load()
         self._settled_at_ms = self._clock.now_ms() + self._settle_ms
         self._timer.arm_by(self._clock.now_ms())
 
@@ -535,20 +538,12 @@ class Placer:
         """Store what is changed, before anything follows from it."""
         async with self._lock:
             before = self._cordons
+            changed = change(before)
             try:
-                changed = change(self._cordons)
-                data = msgspec.json.encode(changed)
-                self._cordons_revision = await self._jobs.swap_document(
-                    CORDONS, data, self._cordons_revision
-                )
-            except TooFewNodesError:
-                raise
-            except RendezvousError:
-                await self._load_cordons()
+                await self._document.swap(changed, msgspec.json.encode(changed))
+            finally:
+                # If that has failed, of what was read anew.
                 self._tell_drains(before)
-                raise
-            self._cordons = changed
-            self._tell_drains(before)
         self.wake()
 
     def _tell_drains(self, before: Mapping[str, Cordon]) -> None:
@@ -559,17 +554,9 @@ class Placer:
             if drain != (old.drain if old is not None else None):
                 self._tell(node_id, self._told(drain))
 
-    async def _load_cordons(self) -> None:
-        stored = await self._jobs.load_document(CORDONS)
-        data, revision = stored if stored is not None else (b"{}", 0)
-        try:
-            cordons = msgspec.json.decode(data, type=dict[str, Cordon])
-        except msgspec.DecodeError as error:
-            raise RendezvousStateError(
-                f"the document {CORDONS} can not be read: {error}; it was left untouched. Restore "
-                "it from a backup"
-            ) from error
-        self._cordons, self._cordons_revision = cordons, revision
+    @property
+    def _cordons(self) -> dict[str, Cordon]:
+        return self._document.value
 
     # ---------------------------------------------------------------- what operators see
 

@@ -27,16 +27,20 @@ from rdzv.core.quarantine import (
     strikes_in,
 )
 from rdzv.core.rendezvous import Transition
-from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousStateError
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.server.clock import Clock, Timer
+from rdzv.server.documents import Document
 from rdzv.server.jobs import Jobs
 from rdzv.stores.base import Record as Row
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 
 log = logging.getLogger("rdzv.quarantine")
 
 QUARANTINE = "quarantine"
 """The document that remembers which nodes are quarantined, and what counts against others."""
+
+
+def _read(data: bytes) -> Record:
+    return msgspec.json.decode(data, type=Record)
 
 
 class Quarantine:
@@ -54,13 +58,11 @@ class Quarantine:
 
         `on_change` is called when a node is quarantined, or is not any more.
         """
-        self._jobs = jobs
         self._clock = clock
         self._tuning = tuning
         self._daemons = daemons
         self._on_change = on_change
-        self._record = Record()
-        self._revision = 0
+        self._document = Document(jobs, QUARANTINE, _read)
         self._lock = asyncio.Lock()
         self._timer = Timer(clock, self._expire)
 
@@ -72,17 +74,12 @@ class Quarantine:
             RendezvousStateError: what is stored can not be read.
 
         """
-        stored = await self._jobs.load_document(QUARANTINE)
-        data, revision = stored if stored is not None else (b"{}", 0)
-        try:
-            self._record = msgspec.json.decode(data, type=Record)
-        except msgspec.DecodeError as error:
-            raise RendezvousStateError(
-                f"the document {QUARANTINE} can not be read: {error}; it was left untouched. "
-                "Restore it from a backup"
-            ) from error
-        self._revision = revision
+        await self._document.load()
         self._changed()
+
+    @property
+    def _record(self) -> Record:
+        return self._document.value
 
     def stop(self) -> None:
         """Let no quarantine run out any more."""
@@ -161,19 +158,16 @@ class Quarantine:
 
     async def _write(self, record: Record) -> None:
         """Store what is decided, before anything follows from it."""
-        data = msgspec.json.encode(record)
         try:
-            self._revision = await self._jobs.swap_document(QUARANTINE, data, self._revision)
-        except RevisionConflictError as error:
-            await self.load()
-            raise StoreRefusedError(f"{error}; try again") from error
+            await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
-            await self.load()
+            # It was read anew.
+            self._changed()
             raise
         except RendezvousError as error:
             # Training goes on all the same; what is remembered is only not written down.
             log.error("the document %s can not be written: %s", QUARANTINE, error)
-        self._record = record
+            self._document.value = record
 
     def _changed(self) -> None:
         until = [held.until_ms for held in self.nodes.values()]

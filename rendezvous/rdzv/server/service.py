@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -40,12 +39,14 @@ from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
 from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
+from rdzv.server.grpc_log import quiet_grpc
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
 from rdzv.server.tokens import Token
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -72,7 +73,7 @@ SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
 def server_version() -> str:
     """Return the version of the installed program."""
-    return metadata.version("rdzv")
+    return VERSION
 
 
 async def _abort(context: AnyContext, error: RendezvousError) -> NoReturn:
@@ -639,6 +640,7 @@ async def serving(
 
     """
     gate = gate or Gate(replica, clock, config)
+    quiet_grpc()
     server = grpc.aio.server(
         interceptors=[Interceptor(gate)], options=_options(config.limits, config.timings)
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from rdzv.core.stacks import Report
-from rdzv.errors import RendezvousError
+from rdzv.server.documents import Document
 from rdzv.server.jobs import Jobs
 from rdzv.stores.base import DOCUMENT_BYTES
 
@@ -38,7 +38,6 @@ class _Place:
     """What is known of a place without its stacks."""
 
     name: str
-    revision: int = 0
     rdzv_id: str = ""
     """Empty: it is free."""
     run: str = ""
@@ -51,7 +50,7 @@ class Shelf:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self._places: dict[str, _Place] | None = None
+        self._documents = {name: _document(jobs, name) for name in PLACES}
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
@@ -105,32 +104,21 @@ class Shelf:
 
     async def _known(self) -> dict[str, _Place]:
         """Return what is in all places."""
-        if self._places is None:
-            places = {}
-            for name in PLACES:
-                stored = await self._jobs.load_document(name)
-                data, revision = stored if stored is not None else (b"{}", 0)
-                places[name] = _described(name, revision, _decoded(name, data))
-            self._places = places
-        return self._places
+        return {name: await document.known() for name, document in self._documents.items()}
 
     async def _write(self, place: _Place, report: Report | None) -> None:
-        data = _encoded(report)
-        places = self._places
-        assert places is not None, "places are known before one is chosen"
-        try:
-            revision = await self._jobs.swap_document(place.name, data, place.revision)
-        except RendezvousError:
-            # Perhaps it was written: what is there is read before anything else is.
-            self._places = None
-            raise
-        places[place.name] = _described(place.name, revision, report)
+        document = self._documents[place.name]
+        await document.swap(_described(place.name, report), _encoded(report))
 
 
-def _described(name: str, revision: int, report: Report | None) -> _Place:
+def _document(jobs: Jobs, name: str) -> Document[_Place]:
+    return Document(jobs, name, lambda data: _described(name, _decoded(name, data)))
+
+
+def _described(name: str, report: Report | None) -> _Place:
     if report is None:
-        return _Place(name, revision)
-    return _Place(name, revision, report.rdzv_id, report.run, report.round, report.at_ms)
+        return _Place(name)
+    return _Place(name, report.rdzv_id, report.run, report.round, report.at_ms)
 
 
 def _encoded(report: Report | None) -> bytes:

@@ -23,7 +23,6 @@ import msgspec
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
     UnauthenticatedError,
@@ -32,9 +31,9 @@ from rdzv.errors import (
 from rdzv.server.callers import Caller, Role, implied
 from rdzv.server.clock import Clock
 from rdzv.server.config import DAY_MS, MINUTE_MS
+from rdzv.server.documents import Document, unreadable
 from rdzv.server.jobs import Jobs
 from rdzv.server.tasks import Tasks
-from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 
 log = logging.getLogger("rdzv.tokens")
 
@@ -79,7 +78,8 @@ def new_text() -> str:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    # What HTTP has carried may be no text; no token is written so.
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def text_in(file: Path) -> str:
@@ -127,13 +127,11 @@ class Tokens:
         on_revoke: Callable[[frozenset[str]], None],
     ) -> None:
         """`most` may be there at once; `on_revoke` hears the ids of those that are revoked."""
-        self._jobs = jobs
         self._clock = clock
         self._tasks = tasks
         self._most = most
         self._on_revoke = on_revoke
-        self._tokens: dict[str, Token] = {}
-        self._revision = 0
+        self._document = Document(jobs, TOKENS, lambda data: {t.id: t for t in decode(data)})
         self._lock = asyncio.Lock()
         self._storing_use = False
 
@@ -145,14 +143,16 @@ class Tokens:
             RendezvousStateError: what is stored can not be read.
 
         """
-        stored = await self._jobs.load_document(TOKENS)
-        data, self._revision = stored if stored is not None else (b"{}", 0)
-        self._tokens = {token.id: token for token in decode(data)}
+        await self._document.load()
+
+    @property
+    def _tokens(self) -> dict[str, Token]:
+        return self._document.value
 
     @property
     def any(self) -> bool:
         """Whether there ever was one."""
-        return self._revision > 0
+        return self._document.revision > 0
 
     def listed(self) -> tuple[Token, ...]:
         """Return those that are remembered, the oldest first."""
@@ -250,20 +250,13 @@ class Tokens:
     async def _write(self, tokens: dict[str, Token]) -> None:
         """Store tokens, and only then go by them. If that fails, what is stored holds."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
-        try:
-            self._revision = await self._jobs.swap_document(TOKENS, data, self._revision)
-        except RevisionConflictError as error:
-            await self.load()
-            raise StoreRefusedError(f"{error}; try again") from error
-        except RendezvousConnectionError:
-            await self.load()
-            raise
+        known = self._tokens
+        await self._document.swap(tokens, data)
         # What was used meanwhile is known here alone.
-        self._tokens = {i: self._later(token) for i, token in tokens.items()}
-
-    def _later(self, token: Token) -> Token:
-        known = self._tokens.get(token.id)
-        return token if known is None else replace(token, used_ms=known.used_ms)
+        self._document.value = {
+            i: replace(token, used_ms=known[i].used_ms) if i in known else token
+            for i, token in tokens.items()
+        }
 
 
 def decode(data: bytes) -> tuple[Token, ...]:
@@ -276,10 +269,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
     try:
         document = msgspec.json.decode(data, type=_Document)
     except msgspec.DecodeError as error:
-        raise RendezvousStateError(
-            f"the document {TOKENS} can not be read: {error}; it was left untouched. "
-            "Restore it from a backup"
-        ) from error
+        raise unreadable(TOKENS, error) from error
     if document.format != 1:
         raise RendezvousStateError(
             f"the document {TOKENS} has format {document.format}, and this rdzvd reads format 1; "

@@ -223,10 +223,15 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
         # Also where the seat is another instance's: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
-        told.append(_about_its_seat(state.membership, node_id, now_ms))
+        told.append(_about_its_seat(state.membership, node_id, now_ms, _claimed_rank(belief)))
     if node_id in state.waiting:
         told.append(waiting(state, node_id, now_ms))
     return tuple(told)
+
+
+def _claimed_rank(belief: Belief) -> int | None:
+    claims = (getattr(command, "claim", None) for command in belief.commands)
+    return next((claim.group_rank for claim in claims if claim is not None), None)
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
@@ -244,14 +249,27 @@ def unknown(state: State, belief: Belief) -> bool:
     )
 
 
-def _about_its_seat(membership: Membership, node_id: str, now_ms: int) -> Line | RoundOver:
+def _about_its_seat(
+    membership: Membership, node_id: str, now_ms: int, claimed_rank: int | None = None
+) -> Line | RoundOver:
     """Tell a seated node its line while the round is live, and then that it has ended."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
         return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
-    group_rank = _group_ranks(_Participants(round_.participants))[node_id]
+    group_rank = _group_rank(round_.participants, node_id, claimed_rank)
     return _line(membership, round_, group_rank, tally_of(membership, now_ms))
+
+
+def _group_rank(
+    participants: tuple[Participant, ...], node_id: str, claimed_rank: int | None
+) -> int:
+    # While a round is adopted its participants change with each claim, which says where it is.
+    if claimed_rank is not None and claimed_rank < len(participants):
+        claimed = participants[claimed_rank]
+        if claimed.node_id == node_id:
+            return claimed_rank
+    return _group_ranks(_Participants(participants))[node_id]
 
 
 class _Participants:

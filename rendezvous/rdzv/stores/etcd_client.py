@@ -21,7 +21,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from rdzv.certificates import check_authorities, check_pair
-from rdzv.client import Endpoint, parse_endpoint
+from rdzv.endpoints import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError

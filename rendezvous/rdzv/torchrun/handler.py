@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from importlib import metadata
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -31,7 +30,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv import errors, meeting
-from rdzv.client import PROTOCOL_VERSION, Endpoint
+from rdzv.endpoints import Endpoint
+from rdzv.stream import PROTOCOL_VERSION
 from rdzv.torchrun import BACKEND
 from rdzv.torchrun.options import Options
 from rdzv.torchrun.part import Part, Phase
@@ -39,6 +39,7 @@ from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.stream import NodeStream
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.torchrun")
 
@@ -172,7 +173,7 @@ class RdzvHandler(RendezvousHandler):
             kind=pb.AGENT_KIND_FOREGROUND,
             address=self._offer.address,
             pid=os.getpid(),
-            agent_version=f"torchrun-{metadata.version('rdzv')}",
+            agent_version=f"torchrun-{VERSION}",
         )
         part = self._part
         stream = NodeStream(

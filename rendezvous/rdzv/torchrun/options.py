@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv.client import Endpoint, parse_endpoints
 from rdzv.core.model import ScaleUp, Settings
+from rdzv.endpoints import Endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_scale_up
 from rdzv.job_secret import read_secret

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Sequence
 from enum import Enum
 
-from rdzv.client import settings_message
 from rdzv.core.model import Settings
+from rdzv.stream import settings_message
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.torchrun")

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from rdzv.client import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, Endpoint, error_from_status
+from rdzv.endpoints import Endpoint
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
 )
+from rdzv.stream import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, error_from_status
 from rdzv.transport import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
