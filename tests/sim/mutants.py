@@ -386,8 +386,8 @@ MUTANTS = (
     Mutant(
         "places are given up while claims come in",
         RENDEZVOUS,
-        "                yield node_id, max(away.until_ms, quiet_ms)",
-        "                yield node_id, away.until_ms",
+        "max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)",
+        "first[1].until_ms",
         by=ADOPT_TESTS,
     ),
     Mutant(
@@ -959,8 +959,8 @@ MUTANTS = (
     Mutant(
         "who comes back hears nothing of its seat",
         TOLD,
-        "        told.append(_about_its_seat(state.membership, node_id, now_ms))",
-        "        pass",
+        "told.append(_about_its_seat(state.membership, node_id, now_ms, _claimed_rank(belief)))",
+        "pass",
     ),
     Mutant(
         "who comes back is not told that its seat was given up",
@@ -997,29 +997,29 @@ MUTANTS = (
     Mutant(
         "published before it is stored",
         JOBS,
-        "            await self._persist(job, command, transition)\n"
-        "        self._publish(job, command, transition)",
-        "            self._publish(job, command, transition)\n"
-        "            await self._persist(job, command, transition)",
+        "        if stored:\n            await self._persist(job, steps)\n"
+        "        self._publish(job, steps, stored=stored)",
+        "        self._publish(job, steps, stored=stored)\n"
+        "        if stored:\n            await self._persist(job, steps)",
     ),
     Mutant(
         "a doubtful commit is taken for none",
         JOBS,
-        "            if not error.definite:\n                job.doubt = (command, transition)",
+        "            if not error.definite:\n                job.doubt = tuple(steps)",
         "            pass",
     ),
     Mutant(
         "a doubtful commit is taken for done",
         JOBS,
-        "        if revision == job.revision:\n            job.doubt = None\n        elif",
-        "        if revision == job.revision:\n            job.doubt = None\n"
-        "            self._publish(job, command, transition)\n        elif",
+        "        if revision == job.revision:\n            job.doubt = ()\n        elif",
+        "        if revision == job.revision:\n            job.doubt = ()\n"
+        "            self._publish(job, steps, stored=True)\n        elif",
     ),
     Mutant(
         "a job's timer is not armed anew",
         JOBS,
-        "        job.timer.arm(transition.wake_at_ms)\n        rows",
-        "        rows",
+        "            job.timer.arm(transition.wake_at_ms)\n            rows",
+        "            rows",
     ),
     Mutant(
         "steps of one job overlap",
@@ -1248,7 +1248,7 @@ MUTANTS = (
     Mutant(
         "cordons are forgotten by the next server",
         PLACER,
-        "        await self._load_cordons()\n        self._settled_at_ms",
+        "        await self._document.load()\n        self._settled_at_ms",
         "        self._settled_at_ms",
     ),
     Mutant(
@@ -1275,8 +1275,8 @@ MUTANTS = (
     Mutant(
         "a quarantined node is let go of after the next round",
         JOBS,
-        "            transition = self._decide(job.state, command)\n        return await",
-        "        return await",
+        "                transition = self._decide(state, command)\n            except",
+        "                pass\n            except",
         by=QUARANTINE_TESTS,
     ),
     Mutant(
