@@ -7,14 +7,18 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rdzv.errors import RendezvousStateError
+from rdzv.server import service
 from rdzv.server.clock import MonotonicClock
 from rdzv.server.config import Config, Listen
 from rdzv.server.driver import Driver
+from rdzv.server.grpc_server import grpc_server
 from rdzv.server.replica import Replica
 from rdzv.server.service import serving
 from rdzv.stores.memory import MemoryStore
@@ -116,3 +120,19 @@ async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
             await stream.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert above_debug(caplog) == []
+
+
+async def test_a_server_of_grpc_that_ends_by_itself_ends_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[grpc.aio.Server] = []
+
+    def keeping(*args: Any) -> grpc.aio.Server:
+        made.append(grpc_server(*args))
+        return made[-1]
+
+    monkeypatch.setattr(service, "grpc_server", keeping)
+    with pytest.raises(RendezvousStateError, match="has ended by itself"):
+        async with asyncio.timeout(LONG_S), server():
+            await made[0].stop(0)
+            await asyncio.Event().wait()

@@ -30,6 +30,7 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
     UnknownJobError,
 )
 from rdzv.server import callers, wire
@@ -638,6 +639,7 @@ async def serving(
 
     Raises:
         InvalidRequestError: the address can not be listened on.
+        RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
 
     """
     gate = gate or Gate(replica, clock, config)
@@ -659,7 +661,10 @@ async def serving(
     await server.start()
     try:
         at = str(config.advertise or bound)
-        async with _telling_health(replica, health_servicer, at, config.exposed):
+        async with (
+            _insisting_on(server, at),
+            _telling_health(replica, health_servicer, at, config.exposed),
+        ):
             yield bound
     finally:
         replica.stand_by(
@@ -697,6 +702,29 @@ def _connections(limits: Limits) -> int:
     if files == resource.RLIM_INFINITY:
         return limits.connections
     return min(limits.connections, max(files - OTHER_FILES, files // 2))
+
+
+@asynccontextmanager
+async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
+    """End the body if gRPC's server ends: nobody could reach this process, and it lived on."""
+
+    # It ends when the server has stopped: cancelled, it would cancel the stop as well.
+    ended = asyncio.create_task(server.wait_for_termination())
+
+    async def wait() -> None:
+        await asyncio.shield(ended)
+        raise RendezvousStateError(
+            f"gRPC's server at {address} has ended by itself (the log says why, if gRPC did); "
+            "start this one again"
+        )
+
+    with single_error():
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(wait())
+            try:
+                yield
+            finally:
+                task.cancel()
 
 
 @asynccontextmanager
