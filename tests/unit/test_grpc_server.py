@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rdzv.errors import RendezvousStateError
 from rdzv.server import service
 from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen
+from rdzv.server.config import Config, Listen, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.grpc_server import grpc_server
 from rdzv.server.replica import Replica
@@ -46,9 +46,10 @@ def call(headers: dict[bytes, bytes]) -> bytes:
 
 
 @asynccontextmanager
-async def server() -> AsyncIterator[Listen]:
+async def server(timings: Timings | None = None) -> AsyncIterator[Listen]:
     clock = MonotonicClock()
-    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), store="memory")
+    listen = Listen("127.0.0.1", 0)
+    config = Config(listen, Path("/nowhere"), store="memory", timings=timings or Timings())
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)
@@ -95,7 +96,8 @@ async def test_a_path_that_is_no_utf8_is_unknown_and_ends_nothing(
 async def test_a_header_that_is_no_utf8_leaves_nothing_of_it_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with server() as at:
+    # Nobody answers pings here, and that is what ends such a call.
+    async with server(Timings(ping_interval_ms=200, ping_timeout_ms=200)) as at:
         for name, value in ((b"\xaamine", b""), (b"x", b"\xaamine")):
             assert await answer(at, call({**HEADERS, name: value}), b"grpc-status")
     assert above_debug(caplog) == []
