@@ -707,7 +707,6 @@ def _connections(limits: Limits) -> int:
 @asynccontextmanager
 async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
     """End the body if gRPC's server ends: nobody could reach this process, and it lived on."""
-
     # It ends when the server has stopped: cancelled, it would cancel the stop as well.
     ended = asyncio.create_task(server.wait_for_termination())
 
