@@ -611,6 +611,7 @@ async def test_more_workers_than_are_parked_are_forked_as_well(node: WarmNode) -
 
 async def test_parked_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
     zygote, pid, forks = await parked(node)
+    await until(lambda: state_of(pid) == "S")  # It has told which they are.
     os.kill(pid, signal.SIGSTOP)
     assert set(await start_pausing(node, 0, zygote)) == forks
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
@@ -640,6 +641,57 @@ async def test_a_parked_fork_that_hangs_is_replaced_by_a_cold_worker(node: WarmN
     assert not set(pids) & forks
     assert (await node.heard(WorkersStartedCold)).reason.startswith("its fork was not ready within")
     assert not any(map(state_of, forks))
+
+
+async def test_a_parked_fork_that_dies_when_it_is_needed_is_replaced_by_another(
+    node: WarmNode,
+) -> None:
+    zygote, _, forks = await parked(node)
+    for fork in forks:
+        os.kill(fork, signal.SIGSTOP)
+    node.link.start_workers(0, [pausing(node, zygote)])
+    # Once this is answered, the request before it has been obeyed.
+    node.link._keeps_zygote = False
+    node.link.keep_zygote(zygote)
+    await node.heard(RunnerRefused)
+    for fork in forks:
+        os.kill(fork, signal.SIGKILL)
+    await node.heard(WorkerStarted)
+    assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
+
+
+HELD_BEFORE_IT_TELLS = """
+import os, time
+from pathlib import Path
+zygote, go = os.getpid(), Path(__file__).with_name("go")
+def hold():
+    while os.getpid() == zygote and not go.exists():
+        time.sleep(0.01)
+os.register_at_fork(after_in_parent=hold)
+"""
+
+
+async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_nothing(
+    node: WarmNode,
+) -> None:
+    (node.folder / "held.py").write_text(HELD_BEFORE_IT_TELLS)
+    script = shutil.copy(CASES, node.folder)
+    zygote = node.zygote(sys.executable, "-u", script, "pause", "nothing", modules=["held"])
+    zygote = replace(zygote, parked=2)
+    pid = (await node.keep(zygote)).pid
+    forks = await two_parked(node, {pid})  # The runner does not know yet which they are.
+    node.link.start_workers(0, [node.spec("true")])
+    await node.heard(WorkerExited)
+    await node.stop(0)
+    assert not any(map(state_of, forks))
+    worker = node.spec(sys.executable, "-u", script, "pause", node.folder / "ready0")
+    node.link.start_workers(1, [replace(worker, zygote=zygote)])
+    node.link._keeps_zygote = False
+    node.link.keep_zygote(zygote)
+    await node.heard(RunnerRefused)
+    (node.folder / "go").touch()
+    await node.heard(WorkerStarted, round=1)
+    assert [event for event in node.events if isinstance(event, WorkersStartedCold)] == []
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -1026,6 +1026,8 @@ class _Fork:
     child: _Child | None = None
     told: bool = False
     """Whether it knows what to be, and its link is watched."""
+    ahead: bool = False
+    """Whether it was asked for to be parked, whatever it has become since."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -1732,7 +1734,7 @@ class Runner:
                     stack.enter_context(theirs)
                     fds.append(theirs.fileno())
                     birth = waiting.popleft()
-                    forks.append(_Fork(Channel(ours), birth))
+                    forks.append(_Fork(Channel(ours), birth, ahead=birth is None))
                     if birth is not None:
                         birth.fork, birth.give_up_at = forks[-1], time.monotonic() + FORK_TIMEOUT_S
                 self._forks_asked += 1
@@ -1777,7 +1779,23 @@ class Runner:
             if fork.child is None:
                 self._close_link(fork)
         births = [fork.birth for fork in forks if fork.birth is not None and fork.child is None]
-        self._give_up(births, reason)
+        self._replace_forks(births, reason)
+
+    def _replace_forks(self, births: Sequence[_Birth], reason: str) -> None:
+        """Have these forked anew whose fork was made ahead, and died; give up the others.
+
+        The end of a round kills every process that is not known, as a fork is before the zygote
+        has said its pid; and what waits for long may be killed by anybody.
+        """
+        given_up = []
+        for birth in births:
+            ended = isinstance(birth, _WorkerBirth) and birth.of.kill_at is not None
+            may_ask = self._zygote is not None and self._zygote.ready and not ended
+            if may_ask and birth in self._births and birth.fork is not None and birth.fork.ahead:
+                birth.fork, birth.give_up_at = None, time.monotonic() + FORK_TIMEOUT_S
+            else:
+                given_up.append(birth)
+        self._give_up(given_up, reason)
 
     def _adopt_one(self, fork: _Fork, pid: int) -> None:
         if pid in self._children or _parent_and_group(pid)[0] != os.getpid():
@@ -1877,15 +1895,18 @@ class Runner:
         if isinstance(birth, _HostBirth):
             if birth.runs:
                 self._report_store_host_exit(birth.spec.round, code)
-            elif birth in self._births:
+            elif birth.given_up and birth in self._births:
                 self._births.remove(birth)
-                self._start_host_instead(birth, birth.given_up or reason)
+                self._start_host_instead(birth, birth.given_up)
+            else:
+                fork.child = None
+                self._replace_forks([birth], reason)
         elif isinstance(birth, _WorkerBirth):
             if birth.runs:
                 self._report_exit(birth.of, birth.spec.local_rank, pid, code)
                 return
             birth.of.running.discard(pid)
-            self._give_up([birth], reason)
+            self._replace_forks([birth], reason)
         elif fork in self._parked:
             self._parked.remove(fork)
 

@@ -68,14 +68,6 @@ BARE = ("torch", "numpy")
 MAX_FDS = 253
 """The most descriptors that the kernel takes with one message."""
 
-COLLAPSE_WITHIN_S = 2.0
-"""How long may be spent on huge pages; the 216 MiB of torch take 0.7 s."""
-
-MAX_HUGE_PAGE_BYTES = 4 << 20
-"""Larger ones, as of ARM with pages of 64 KiB, would take more memory than there is."""
-
-_MADV_COLLAPSE = 25
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
@@ -233,38 +225,12 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     gc.collect()
     # So that no worker's collector writes to, and thereby copies, every page that they share.
     gc.freeze()
-    _collapse()
     return {
         "modules": list(modules),
         "threads": threads,
         "memory_kb": _memory_kb(),
         "seconds": time.monotonic() - since,
     }
-
-
-def _collapse() -> None:
-    """Have this memory in huge pages, where the kernel can (Linux 6.1) and has them.
-
-    A fork copies an entry for every page, and its end takes each back: with torch, 11 ms and 12 ms
-    for small pages, 2 ms and 4 ms for huge ones. What a fork writes is copied by small ones.
-    """
-    until = time.monotonic() + COLLAPSE_WITHIN_S
-    try:
-        size = int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_bytes())
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except (OSError, ValueError):
-        return
-    if size > MAX_HUGE_PAGE_BYTES:
-        return
-    for line in maps:
-        bounds, access, _, _, inode, *name = line.split(maxsplit=5)
-        if not access.startswith("rw-p") or inode != "0" or name not in ([], ["[heap]"]):
-            continue
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        for address in range(-(-start // size) * size, end - size + 1, size):
-            if time.monotonic() > until:
-                return
-            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_COLLAPSE)
 
 
 def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
