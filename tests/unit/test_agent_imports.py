@@ -14,6 +14,7 @@ NEVER = (
     *("sqlite3", "http", "email", "importlib.metadata", "multiprocessing", "click"),
     *("rdzv.client", "rdzv.etcd", "rdzv.stores.etcd_client", "rdzv.stores.sqlite", "rdzv.web"),
     *("rdzv.server.api", "rdzv.server.http", "rdzv.server.tls", "rdzv.server.metrics"),
+    *("rdzv.stores.backup", "grpc_reflection.v1alpha"),
     *("rdzv.agent.metrics", "rdzv.agent.daemon", "rdzv.agent.placements", "rdzv.agent.adoption"),
 )
 """What a job with a server of its own has no use for, however it is launched."""

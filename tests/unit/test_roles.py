@@ -16,6 +16,7 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
+from grpc_reflection.v1alpha import reflection
 from test_driver import FakeClock
 
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
@@ -145,8 +146,8 @@ def every_method() -> list[str]:
         for one in pb.DESCRIPTOR.services_by_name.values()
         for method in one.methods
     ]
-    health, reflection = service.health.SERVICE_NAME, service.reflection.SERVICE_NAME
-    return [*own, f"/{health}/Check", f"/{health}/Watch", f"/{reflection}/ServerReflectionInfo"]
+    health, asking = service.health.SERVICE_NAME, reflection.SERVICE_NAME
+    return [*own, f"/{health}/Check", f"/{health}/Watch", f"/{asking}/ServerReflectionInfo"]
 
 
 def test_every_call_has_a_row_and_no_row_is_of_nothing() -> None:

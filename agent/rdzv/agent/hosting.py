@@ -151,11 +151,11 @@ def _from_memory(listen: Listen) -> Config:
 
 @contextlib.asynccontextmanager
 async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
-    """Serve from memory, for as long as this node lives."""
+    """Serve from memory, for as long as this node lives; whoever calls knows what there is."""
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
     replica = Replica(clock, store.place, server_version())
     async with Driver.running(store, clock, config) as driver:
         replica.lead(driver)
-        async with serving(replica, clock, config) as bound:
+        async with serving(replica, clock, config, reflection=False) as bound:
             yield driver, bound

@@ -5,11 +5,15 @@ too few nodes came in time); 77 the server does not let this caller do that; 93 
 again without moving on, and is not to be queued again; 128+n ended by signal n; 130 Ctrl-C.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import gc
+
+gc.disable()  # What is imported is much, and it all stays: nobody is to look for garbage in it.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -28,6 +32,9 @@ from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.job_secret import read_secret
+
+gc.freeze()
+gc.enable()
 
 log = logging.getLogger("rdzv.agent")
 
@@ -99,7 +106,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Look for no garbage among what is imported, now or ever: it is much, and it all stays."""
+    """Look for no garbage among what is imported, now or ever, as above."""
     gc.disable()
     try:
         yield

@@ -38,7 +38,6 @@ from rdzv.server.clock import Clock, LoopWatch, Timer
 from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
 from rdzv.server.tasks import Tasks
-from rdzv.stores import backup
 from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
 
 log = logging.getLogger("rdzv.jobs")
@@ -674,6 +673,8 @@ class Jobs:
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
         """Yield all that the store holds, as the lines of a backup file."""
+        from rdzv.stores import backup
+
         now_ms = self._clock.now_ms()
         header = backup.Header(self._store.place, leadership, now_ms)
         async for line in backup.lines(self._store, header):

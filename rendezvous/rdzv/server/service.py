@@ -21,7 +21,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from rdzv.concurrency import single_error
 from rdzv.core.commands import Command, Restart, Scale, Stop
@@ -632,10 +631,13 @@ async def serving(
     facade: Facade | None = None,
     tls: Tls | None = None,
     gate: Gate | None = None,
+    *,
+    reflection: bool = True,
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
     At the end every stream is told to connect again, and open calls get a moment to end.
+    Without `reflection` nobody can ask what there is to call.
 
     Raises:
         InvalidRequestError: the address can not be listened on.
@@ -650,9 +652,8 @@ async def serving(
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection(
-        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    if reflection:
+        _enable_reflection(server)
     asks = config.tls is not None and config.tls.client_ca is not None
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
     if config.tls is not None and (listen := config.tls.token_listen) is not None:
@@ -724,6 +725,14 @@ async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[
                 yield
             finally:
                 task.cancel()
+
+
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    # Its import is worth the time only where somebody may ask.
+    from grpc_reflection.v1alpha import reflection
+
+    names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
 
 
 @asynccontextmanager
