@@ -229,6 +229,8 @@ def _hear_zygote(data: bytes) -> None:
             ours.send(data[:100_000])
             made._read_zygote(zygote)
     finally:
+        for fork in (*made._parked, *(each for forks in zygote.asked.values() for each in forks)):
+            made._close_link(fork)
         for one in (ours, theirs, agent):
             one.close()
         made._lose_agent()

@@ -147,7 +147,8 @@ def _load(name: str, text: str | None) -> dict[str, Any]:
 def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        # msgspec quotes a wrong value in its error, which half a surrogate is no text for.
         raise NotAdoptableError(f"its {name} can not be read: {error}") from error
 
 

@@ -638,10 +638,10 @@ class RunnerLink:
             while not self._exited.is_set():
                 if (message := self._channel.next_message()) is None:
                     break
-                event = _decode(message)
+                event, number = _decode(message), _number_of(message)
                 self._tell(event)
                 self._on_event(event)
-                self._last_event = _number_of(message) or self._last_event
+                self._last_event = number or self._last_event
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
@@ -760,7 +760,10 @@ def _start_runner(fd: int) -> subprocess.Popen[bytes]:
 
 def _number_of(message: Mapping[str, Any]) -> int:
     """Return the number of an event; 0 if it has none."""
-    return int(message.get("number") or 0)
+    number = message.get("number", 0)
+    if type(number) is not int:
+        raise MalformedFrameError(f"the runner numbers an event {number!r:.200}")
+    return number
 
 
 def _decode(message: Mapping[str, Any]) -> RunnerEvent:
