@@ -7,10 +7,12 @@ import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -18,7 +20,7 @@ from aiohttp import ClientError, ClientSession, TCPConnector, web
 from tls_files import Files, put
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.tls import Tls
+from rdzv.server.tls import Tls, quiet_handshakes
 from rdzv.transport import Credentials
 
 
@@ -228,3 +230,26 @@ async def test_http_may_leave_open_whether_a_caller_has_a_certificate(files: Fil
                 continue
             async with session.get(url, ssl=context) as held:
                 assert await held.content.readline() == b"x\n"
+
+
+def test_a_hello_whose_name_is_no_text_is_refused_without_a_traceback(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    quiet_handshakes.cache_clear()
+    quiet_handshakes()
+    said = ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client = context.wrap_bio(ssl.MemoryBIO(), said, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = ssl.MemoryBIO()
+    hello.write(said.read().replace(b"localhost", b"localh\xffst"))
+    server = Tls(files.server()).http.wrap_bio(hello, ssl.MemoryBIO(), server_side=True)
+    with pytest.raises(ssl.SSLError):
+        server.do_handshake()
+    assert heard == []
+    sys.unraisablehook(SimpleNamespace(exc_value=KeyError(), object=b""))  # type: ignore[arg-type]
+    assert len(heard) == 1, "others are told as ever"
+    quiet_handshakes.cache_clear()

@@ -8,10 +8,12 @@ stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context,
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import ssl
 import stat
+import sys
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -64,6 +66,7 @@ class Tls:
         self.http = _context(files)
         """For who connects by HTTP: each handshake goes on with the files as they then are."""
         self.http.sni_callback = self._choose
+        quiet_handshakes()
 
     @property
     def shown(self) -> Certificate:
@@ -168,3 +171,19 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
         context.load_verify_locations(cafile=files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED if files.http_requires else ssl.CERT_OPTIONAL
     return context
+
+
+@functools.cache
+def quiet_handshakes() -> None:
+    """Have Python write no traceback of a hello whose name is no text; the handshake fails anyway.
+
+    With `sni_callback` it decodes the name itself, and nobody but this hook hears what came of it.
+    """
+    former = sys.unraisablehook
+
+    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+        damaged = isinstance(unraisable.exc_value, UnicodeDecodeError)
+        if not (damaged and isinstance(unraisable.object, bytes)):
+            former(unraisable)
+
+    sys.unraisablehook = hear
