@@ -22,7 +22,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rdzv.concurrency import single_error
+from rdzv.concurrency import beside
 from rdzv.core.commands import Command, Restart, Scale, Stop
 from rdzv.errors import (
     InvalidRequestError,
@@ -718,13 +718,8 @@ async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[
             "start this one again"
         )
 
-    with single_error():
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(wait())
-            try:
-                yield
-            finally:
-                task.cancel()
+    async with beside(wait()):
+        yield
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:
@@ -757,13 +752,8 @@ async def _telling_health(
 
     await servicer.set("", _SERVING)
     replica.serve_as(address, tell, exposed)
-    with single_error():
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(follow())
-            try:
-                yield
-            finally:
-                task.cancel()
+    async with beside(follow()):
+        yield
 
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
