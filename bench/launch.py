@@ -43,6 +43,7 @@ from measure import (
     end_on_sigterm,
     figure,
     load,
+    names_of,
     say_conditions,
     say_progress,
 )
@@ -374,9 +375,7 @@ def arguments() -> argparse.Namespace:
     add("--out", type=Path, help="where the JSON lines are written as well")
     add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
     chosen = parser.parse_args()
-    wanted = [part for part in chosen.launchers.split(",") if part]
-    if unknown := set(wanted) - set(names):
-        parser.error(f"--launchers: no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    wanted = names_of(parser, "--launchers", chosen.launchers, names)
     if chosen.starts < 0 or chosen.idle < 0:
         parser.error("--starts and --idle: give 0 or more")
     chosen.contenders = [c for c in CONTENDERS if not wanted or c.name in wanted]

@@ -7,6 +7,7 @@ was measured in the same run hold.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -164,3 +165,13 @@ def figure(value: object) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{value:.3g}" if abs(value) < 1_000 else f"{value:,.0f}"
+
+
+def names_of(
+    parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]
+) -> list[str]:
+    """Return the names that an option gives, with commas; end the program if one is not known."""
+    wanted = [part for part in given.split(",") if part]
+    if unknown := set(wanted) - set(known):
+        parser.error(f"{option}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return wanted

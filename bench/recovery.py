@@ -49,6 +49,7 @@ from measure import (
     end_on_sigterm,
     figure,
     load,
+    names_of,
     say_conditions,
     say_progress,
 )
@@ -272,8 +273,8 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.runs < 1:
         parser.error(f"--runs {chosen.runs}: give at least 1")
-    chosen.cases = _of(parser, "--cases", chosen.cases, CASES)
-    launchers = _of(parser, "--launchers", chosen.launchers, names)
+    chosen.cases = names_of(parser, "--cases", chosen.cases, CASES)
+    launchers = names_of(parser, "--launchers", chosen.launchers, names)
     launchers = launchers or (list(QUICK) if chosen.runs == 1 else names)
     chosen.contenders = [c for c in CONTENDERS if c.name in launchers]
     try:
@@ -284,15 +285,6 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--nodes {chosen.nodes}: a job here has 2 to 16 nodes")
     chosen.nodes = chosen.nodes or ([3] if chosen.runs == 1 else [2, 3])
     return chosen
-
-
-def _of(
-    parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]
-) -> list[str]:
-    wanted = [part for part in given.split(",") if part]
-    if unknown := set(wanted) - set(known):
-        parser.error(f"{option}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return wanted
 
 
 @contextlib.contextmanager
