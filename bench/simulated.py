@@ -15,7 +15,6 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 
 from rdzv.agent import wire
 from rdzv.agent.core import begin, commands, events, step
@@ -23,6 +22,7 @@ from rdzv.agent.core.model import Job, Phase
 from rdzv.agent.server_link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer, Settings
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 _store_ports = itertools.cycle(range(20_000, 30_000))

@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from measure import Spread, emit, end_on_sigterm, load, say_conditions
@@ -44,6 +44,7 @@ from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.memory import MemoryStore
 from rdzv.stores.sqlite import SqliteStore
+from rdzv.structs import replace
 
 STORES = (
     "memory",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 _BLOCK = re.compile(
     r"-----BEGIN CERTIFICATE-----\s.*?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
@@ -34,7 +34,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 """Of some files: it changes when one of them does."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Certificate:
     """What one certificate says of its holder."""
 

@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
@@ -30,6 +29,7 @@ from rdzv.errors import (
     RendezvousError,
 )
 from rdzv.stream import CHANNEL_OPTIONS, STREAM_OPTIONS, Rota, error_from_status, settings_message
+from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials, Metadata
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
@@ -66,7 +66,7 @@ DEFAULT_TIMEOUT_S = 5.0
 # ------------------------------------------------------------------------------------ the values
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerFailure:
     """One worker that failed. Exactly one of `exit_code` and `signal` is known if it has exited."""
 
@@ -81,7 +81,7 @@ class WorkerFailure:
     traceback: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LastFailure:
     """The last worker failure of a run: its root cause, and what failed right beside it."""
 
@@ -90,7 +90,7 @@ class LastFailure:
     others: tuple[WorkerFailure, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeStatus:
     """One node of a job. `reason` says why it is not seated; None if it is, and stays.
 
@@ -109,7 +109,7 @@ class NodeStatus:
     drain_left_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RankProgress:
     """How far one worker is, as it has said itself so long ago. `rate` is in steps a second."""
 
@@ -119,7 +119,7 @@ class RankProgress:
     rate: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Straggler:
     """A worker that takes far longer for a step than the worker in the middle of its role."""
 
@@ -129,7 +129,7 @@ class Straggler:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Token:
     """A token, but for its text. `expires_in_ms` is None if it never expires, 0 if it has.
 
@@ -144,7 +144,7 @@ class Token:
     used_age_ms: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class DeclinedNode:
     """A node that could not run a submitted job, and is not chosen for it again."""
 
@@ -152,7 +152,7 @@ class DeclinedNode:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Submission:
     """How a job was submitted, and how far it is placed. `placed` are the nodes that are chosen.
 
@@ -177,7 +177,7 @@ class Submission:
     """The account that it asks to run as; None: the one that each node has for its submitter."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Budgets:
     """What the rounds of a run have ended by, and how often they may; None: any number.
 
@@ -195,7 +195,7 @@ class Budgets:
     restart_window_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobStatus:
     """What a job is doing, and why. `round` and `world_size` are those of the last complete one.
 
@@ -236,7 +236,7 @@ class JobStatus:
     """Whether those who join must know a secret."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobSummary:
     """One job in a list. `nodes` counts those that are seated now."""
 
@@ -257,7 +257,7 @@ class JobSummary:
     """Who hangs now, in words; None: nobody."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Gpu:
     """One GPU of a node."""
 
@@ -266,7 +266,7 @@ class Gpu:
     memory_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Resources:
     """What a node has for submitted jobs; it takes at most `capacity` of them at once."""
 
@@ -278,7 +278,7 @@ class Resources:
     topology: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeJob:
     """A job that a node is in, holds, or was chosen for."""
 
@@ -287,7 +287,7 @@ class NodeJob:
     state: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Node:
     """One node, across its jobs. `resources` is None if it takes no submitted jobs.
 
@@ -321,7 +321,7 @@ class Node:
     drained_by_operator: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Server:
     """One rdzvd. `leadership` is the number of the one that leads."""
 
@@ -335,7 +335,7 @@ class Server:
     """Why everyone who reaches it may do everything; of the one that answers."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogLines:
     """A piece of what one worker has written, or a `note` why something of its node is missing.
 
@@ -351,7 +351,7 @@ class LogLines:
     note: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StackFrame:
     """One call; `line` is None if it is not known."""
 
@@ -360,7 +360,7 @@ class StackFrame:
     line: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ThreadStack:
     """One thread of a worker: its frames, innermost first."""
 
@@ -369,7 +369,7 @@ class ThreadStack:
     frames: tuple[StackFrame, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerStack:
     """What one worker was doing. `state` is that of its process, as in /proc."""
 
@@ -383,7 +383,7 @@ class WorkerStack:
     note: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StackGroup:
     """Workers that were at the same place."""
 
@@ -391,7 +391,7 @@ class StackGroup:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SilentNode:
     """A node of which nothing is known."""
 
@@ -401,7 +401,7 @@ class SilentNode:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StackReport:
     """What the workers of one round were doing at one moment."""
 
@@ -417,7 +417,7 @@ class StackReport:
     silent: tuple[SilentNode, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Event:
     """One line of a job's history; `unix_ms` is the server's clock, for people."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError
 from rdzv.protocol import DEFAULT_PORT
+from rdzv.structs import struct
 
 __all__ = ["DEFAULT_PORT", "Endpoint", "parse_endpoint", "parse_endpoints"]
 
@@ -16,7 +16,7 @@ _BRACKETED = re.compile(r"\[(?P<host>[^\[\]]*)\](?::(?P<port>.*))?", re.DOTALL)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Endpoint:
     """Where a server listens; `host` has no brackets, `str()` puts them where they belong."""
 

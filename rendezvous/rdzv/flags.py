@@ -14,12 +14,12 @@ import argparse
 import copy
 import sys
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 from rdzv.version import VERSION
 
 CONF_KEYS = {
@@ -107,7 +107,7 @@ def parse(
         parser.error(str(error))
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Given:
     """A flag as it was given: its words, the first written out, and what they are."""
 

@@ -14,13 +14,14 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 FILE_BYTES = 1024 * 1024
 """A configuration is written by people; what is larger is something else."""
@@ -69,7 +70,7 @@ class Kind(StrEnum):
     """[[name]], each described by `Knob.each`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@struct(frozen=True, kw_only=True)
 class Knob:
     """One line that a configuration may have."""
 
@@ -135,7 +136,7 @@ class Knob:
         return "not set" if self.default is None else spelled(self.default, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Rule:
     """What several knobs have to agree on."""
 
@@ -145,7 +146,7 @@ class Rule:
     """Says what is wrong and what to do, or nothing: the empty text."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Knobs:
     """All that one configuration may hold."""
 
@@ -175,7 +176,7 @@ class Knobs:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Values:
     """A configuration that was found to be in order: each knob with its value and its source."""
 
@@ -220,7 +221,7 @@ class Values:
         return tuple(item for item in self.get(key, tuple) if isinstance(item, Values))
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Problem:
     """One thing that is wrong with a configuration."""
 
@@ -737,7 +738,7 @@ def _code(knob: Knob) -> str:
 # ------------------------------------------------------------------------------------ comparing
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Reload:
     """What a configuration that was read anew changes in a running program."""
 

@@ -9,7 +9,6 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import grpc
 
@@ -30,6 +29,7 @@ from rdzv.errors import (
     RendezvousError,
     SettingsMismatchError,
 )
+from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials, handshake_trouble
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -139,7 +139,7 @@ class Rota:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Backoff:
     """How long a node waits until it tries again to open its stream."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ import grpc
 from rdzv.certificates import Stamp, check_authorities, check_pair, read_certificate, stamp_of
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import is_loopback
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from rdzv.endpoints import Endpoint
@@ -41,7 +42,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,1024}")
 Metadata = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Credentials:
     """What a program trusts and shows when it connects. Nothing of it: a plain connection.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import replace
 
 from rdzv.core.model import Membership, Settings
 from rdzv.errors import RendezvousError
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.structs import replace
 
 MEMBERSHIP = Membership("job", "run", 1, Settings(1, 1), 0)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cluster import BIN, WORKERS, Cluster, cluster
 from made_up_gpus import environ_with_gpus
 
 from rdzv.client import ControlClient, parse_endpoints
+from rdzv.structs import as_dict
 
 REPORT = str(WORKERS / "report.py")
 
@@ -72,12 +72,12 @@ class Typist:
     def job(self, rdzv_id: str) -> dict[str, Any]:
         """Return what `status JOB -o json` says, without a process for each look."""
         with ControlClient(parse_endpoints(self.cluster.endpoint)) as client:
-            return asdict(client.status(rdzv_id))
+            return as_dict(client.status(rdzv_id))
 
     def nodes(self) -> dict[str, Any]:
         """Return what `nodes -o json` says, by name."""
         with ControlClient(parse_endpoints(self.cluster.endpoint)) as client:
-            return {node.node_id: asdict(node) for node in client.nodes()}
+            return {node.node_id: as_dict(node) for node in client.nodes()}
 
     def until_state(self, rdzv_id: str, state: str) -> None:
         self.cluster.wait_until(

@@ -10,7 +10,6 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rdzv import flags, job_options
 from rdzv.client import ControlClient, JobStatus, parse_endpoints
 from rdzv.core.model import JobSpec
 from rdzv.errors import RendezvousError
+from rdzv.structs import replace
 
 REPORT = str(WORKERS / "report.py")
 

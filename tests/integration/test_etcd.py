@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from rdzv.stores.etcd_client import (
     Modified,
     Put,
 )
+from rdzv.structs import replace
 
 DEADLINE_S = 100.0
 TTL_S = 2

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from rdzv.stores.base import DeposedError, RevisionConflictError, StoreRefusedEr
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.structs import replace
 
 DEADLINE_S = 100.0
 TOKEN_TTL_S = 2

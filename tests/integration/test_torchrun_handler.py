@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,6 +37,7 @@ from rdzv.errors import SettingsMismatchError
 from rdzv.server import wire
 from rdzv.server.config import Limits
 from rdzv.server.tls import Tls
+from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
 from rdzv.torchrun.handler import RdzvHandler

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rdzv.core.explain import view
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.rendezvous import vacant
 from rdzv.ctl import live
+from rdzv.structs import replace
 
 DEADLINE_MS = 90_000
 FLAGS = (

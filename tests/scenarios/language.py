@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rdzv.core import nodes
@@ -79,6 +79,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.nodes import NodesEvent, NodesTuning
 from rdzv.core.root_cause import describe_failure
+from rdzv.structs import field_names
 
 _COUNTER_BITS = 32
 _UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
@@ -214,18 +215,18 @@ _T = TypeVar("_T", Tuning, NodesTuning)
 def read_tuning(line: Line, kind: type[_T]) -> _T:
     """Take the server's own timings, named as in the code without their `_ms`."""
     given = {}
-    for knob in fields(kind):
-        word = knob.name.removesuffix("_ms")
+    for name in field_names(kind):
+        word = name.removesuffix("_ms")
         if word in line.pairs:
             value = line.pairs[word]
-            given[knob.name] = read_ms(value) if knob.name.endswith("_ms") else int(value)
+            given[name] = read_ms(value) if name.endswith("_ms") else int(value)
     return kind(**given)
 
 
 def forget_tuning(line: Line, kind: type[_T]) -> None:
     """Take away what `read_tuning` has read; two kinds of tuning share some words."""
-    for knob in fields(kind):
-        line.pairs.pop(knob.name.removesuffix("_ms"), None)
+    for name in field_names(kind):
+        line.pairs.pop(name.removesuffix("_ms"), None)
 
 
 # ------------------------------------------------------------------ commands

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rdzv.agent import wire
@@ -25,6 +24,7 @@ from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.stream import FINAL_REFUSALS, PROTOCOL_VERSION
+from rdzv.structs import struct
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
 
@@ -54,7 +54,7 @@ Workers = tuple[str, str, int]
 """Whose workers a node runs: the job, the run and the round."""
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class NodeSpec:
     """What one node is, as long as its history lasts."""
 

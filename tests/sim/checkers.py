@@ -7,11 +7,9 @@ workers run where. Nothing here decides anything; every check raises `SafetyErro
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -59,6 +57,7 @@ from rdzv.errors import RendezvousError
 from rdzv.server import placer
 from rdzv.server.jobs import News
 from rdzv.server.quarantine import QUARANTINE
+from rdzv.structs import replace, struct
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.scenarios.language import write_events
 from tests.unit.builders import BrokenPromiseError, check_calm, check_step
@@ -90,7 +89,7 @@ CALM_SHARE = 0.03
 """How many steps are also repeated, ticked early and crashed after; it costs ten steps."""
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Said:
     """A command that was decided, when, and by which server."""
 
@@ -291,7 +290,7 @@ class Judge:
                 host = room[node_id]
                 gpus = placement.gpus_needed(job.spec, host.resources)
                 taken = {**host.taken, (job.rdzv_id, job.run): gpus}
-                room[node_id] = dataclasses.replace(host, taken=taken)
+                room[node_id] = replace(host, taken=taken)
         if waiting:
             free = [h for h in room.values() if self._could_have(waiting[0], h, now=True)]
             if len(free) >= waiting[0].missing:
@@ -478,9 +477,9 @@ class Judge:
                     seats.discard(event.node_id)
                 case RoundEnded():
                     assert round_ is not None
-                    round_ = dataclasses.replace(round_, end=event.end)
+                    round_ = replace(round_, end=event.end)
                 case NodeLost() | NodeLeft() | NodeStuck() if round_ and event.node_id in seats:
-                    round_ = dataclasses.replace(round_, gone=(*round_.gone, event.node_id))
+                    round_ = replace(round_, gone=(*round_.gone, event.node_id))
                 case RoundSettled():
                     assert round_ is not None
                     self._count_end(mine, after, round_, event)

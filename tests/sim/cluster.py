@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.loop import Looks, Process
 from tests.sim.network import Connection, End
@@ -265,7 +265,7 @@ class Server:
         world, tasks = self.world, Tasks(_Group(self.process))  # type: ignore[arg-type]
         self.store = SimStore(world.disk, self)
         # Not by `running`, which stops in order: what is killed does nothing any more.
-        config = dataclasses.replace(CONFIG, quarantine=world.swarm.quarantine)
+        config = replace(CONFIG, quarantine=world.swarm.quarantine)
         self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
         self.driver.world, self.driver.server = world, self
         watch = self.driver._watch

@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from rdzv.structs import struct
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "rendezvous", "agent")
@@ -55,7 +56,7 @@ ROLE_TESTS = "tests/unit/test_roles.py"
 ADOPT_TESTS = "tests/unit/test_adopt.py"
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Mutant:
     """A planted bug."""
 
@@ -1510,7 +1511,7 @@ MUTANTS = (
 )
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Verdict:
     """What became of a mutant."""
 

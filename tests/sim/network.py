@@ -8,11 +8,11 @@ when the cut is mended, if anyone is still there to hear it. That holds for a co
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rdzv.errors import RendezvousError
+from rdzv.structs import struct
 from tests.sim.loop import Agenda
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UP, DOWN = "up", "down"
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class End:
     """The end of a connection, with the error that says why, if it was ended in order."""
 

@@ -8,6 +8,7 @@ as a scenario file where the bare core fails alike, else as a trace. Exit codes:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import logging
 import multiprocessing
@@ -16,12 +17,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from rdzv.structs import struct
 from tests.scenarios.interpreter import Stage
 from tests.scenarios.language import write_command, write_settings, write_state
 from tests.sim.checkers import LivenessError, SafetyError
-from tests.sim.fast import forget_tasks, thaw
 from tests.sim.swarm import BUDGET_TROUBLES, NODE_TROUBLES, OPERATOR_TROUBLES, SERVER_TROUBLES
 from tests.sim.world import World
 from tests.unit.builders import SETTINGS
@@ -40,7 +40,7 @@ An entry goes with the cure; what it would hide until then is seen again after t
 """
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Failure:
     """A history that failed."""
 
@@ -108,8 +108,7 @@ def run_many(
 def _be_quiet() -> None:
     """Servers in trouble say so in their log, and one that is killed leaves tasks behind."""
     logging.disable(logging.CRITICAL)
-    thaw("rdzv", "tests")
-    forget_tasks()
+    _forget_tasks()
     # What a history leaves behind is looked for between two of them, see `judge`.
     gc.collect()
     gc.freeze()
@@ -117,6 +116,12 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     # Python closes such tasks where they were left, and complains of those that would wait then.
     sys.unraisablehook = lambda unraisable: None
+
+
+def _forget_tasks() -> None:
+    """Keep asyncio from remembering every task; nobody asks this process for them."""
+    if (tasks := getattr(asyncio.tasks, "_all_tasks", None)) is not None:
+        tasks.add = lambda task: None
 
 
 # ------------------------------------------------------------------ one that failed

@@ -6,7 +6,7 @@ only happens where something else does not is found too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field
 from random import Random
 
 from rdzv.agent.core.model import Job
@@ -15,6 +15,7 @@ from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Gpu, Resources, gpus_needed
 from rdzv.core.quarantine import QuarantineTuning
+from rdzv.structs import field_names, replace, struct
 from tests.sim.agents import NodeSpec
 
 TROUBLES = 40
@@ -87,7 +88,7 @@ CHANCES = ("slow stop", "workers stuck", "start fails", "store host is late", "p
 """What may happen whenever it can, each with its own chance."""
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Trouble:
     """One thing that goes wrong, `gap_ms` after the one before."""
 
@@ -101,7 +102,7 @@ class Trouble:
         return f"{self.number}: {self.name} (after {self.gap_ms} ms)"
 
 
-@dataclass(frozen=True)
+@struct(frozen=True)
 class Swarm:
     """Sizes, settings and rates of one history."""
 
@@ -215,15 +216,15 @@ class Swarm:
     def describe(self) -> str:
         """Write it in a few lines: what a failure prints first."""
         lines = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("rates", "chances"):
+        for name in field_names(type(self)):
+            value = getattr(self, name)
+            if name in ("rates", "chances"):
                 value = ", ".join(f"{name} {rate:g}" for name, rate in value.items() if rate)
-            elif one.name == "specs":
-                value = ", ".join(_describe_spec(name, spec) for name, spec in value.items())
-            elif one.name == "nodes":
+            elif name == "specs":
+                value = ", ".join(_describe_spec(job, spec) for job, spec in value.items())
+            elif name == "nodes":
                 value = ", ".join(_describe_node(node) for node in value)
-            lines.append(f"{one.name}: {value}")
+            lines.append(f"{name}: {value}")
         return "\n".join(lines)
 
 

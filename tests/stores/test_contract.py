@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +54,7 @@ from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.memory import MemoryStore
 from rdzv.stores.sqlite import SqliteStore
+from rdzv.structs import replace
 
 HISTORY_ROWS = 20
 

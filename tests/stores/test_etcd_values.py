@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousStateError
 from rdzv.stores import codec
 from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdConfig
+from rdzv.structs import replace
 
 GOOD = EtcdConfig.parse("a:1")
 

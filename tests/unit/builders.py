@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rdzv.core.commands import (
@@ -38,6 +38,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.rendezvous import Transition, restore, step, vacant
 from rdzv.errors import RendezvousError
+from rdzv.structs import replace
 
 SETTINGS = Settings(min_nodes=2, max_nodes=3, last_call_timeout_ms=5_000)
 RUN = "run-1"

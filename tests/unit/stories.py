@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC
 
 from test_driver import join, settle
@@ -15,6 +15,7 @@ from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
 from rdzv.server import wire
+from rdzv.structs import replace
 
 
 @dataclass(frozen=True)

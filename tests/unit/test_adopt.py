@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.rendezvous import restarts_that_count
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
+from rdzv.structs import replace
 
 FORMER = "former-run"
 SIZES = (2, 1, 3)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pwd
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,7 @@ from rdzv.agent.submitted import Placed, Share, Surroundings, job_environ, worki
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
 from tests.unit.accounts import (
     ADA,
     SECRET,
@@ -433,7 +434,7 @@ def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
     found = folder.path.stat()
     assert (found.st_uid, found.st_mode & 0o777) == (ADA.uid, 0o700)
     assert identity_of_owner(folder.path) is not None
-    other = replace(ADA, uid=64_999)
+    other = dataclasses.replace(ADA, uid=64_999)
     with acting_as(other), pytest.raises(PermissionError):
         list(folder.path.iterdir())
     with acting_as(ADA), pytest.raises(PermissionError):

@@ -10,7 +10,6 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +38,7 @@ from rdzv.agent.runner_link import Hello, NotAdoptableError
 from rdzv.agent.server_link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 100.0

@@ -1,11 +1,10 @@
 """The environment of each worker is torchrun's, variable by variable."""
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv.agent.core.environ import substitute_local_rank, worker_environ
 from rdzv.agent.core.model import Assignment
+from rdzv.structs import replace
 
 LINE = Assignment(
     run="r1",

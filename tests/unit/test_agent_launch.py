@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from rdzv.client import Endpoint
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import StoreSocket, is_loopback, machine_id
+from rdzv.structs import replace
 
 JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
 

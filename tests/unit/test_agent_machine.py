@@ -4,8 +4,6 @@ Each story drives the pure core event by event. `Node` remembers what it was tol
 every event it checks what must hold whatever happens (see `broken_promises`).
 """
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv.agent.core import begin, events, step
@@ -33,6 +31,7 @@ from rdzv.agent.core.model import (
     Phase,
 )
 from rdzv.core.model import UNMOVED, Cause, LeaveCause, Moved, Result, Settings
+from rdzv.structs import replace
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
 JOB = Job("job-7", "n1", SETTINGS, local_world_size=2)

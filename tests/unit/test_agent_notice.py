@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from rdzv.agent.core.model import Leaving, Phase
 from rdzv.agent.draining import Event, NodeDrain
 from rdzv.agent.notice import NoticeFile
 from rdzv.core.model import LeaveCause, Result
+from rdzv.structs import replace
 from tests.unit.test_agent_machine import (
     CONNECTED,
     JOB,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rdzv.agent import numa
+from rdzv.agent.cuda import cuda_gpus
 from rdzv.agent.numa import (
     NumaBinding,
     bound_cpus,
-    cuda_gpus,
     format_cpu_list,
     parse_cpu_list,
     visible_gpu_pci_addresses,

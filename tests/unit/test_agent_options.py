@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -21,6 +20,7 @@ from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_conf, parse_nnodes, parse_streams
+from rdzv.structs import replace
 from rdzv.transport import PLAIN
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")

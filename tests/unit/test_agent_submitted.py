@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from rdzv.agent.submitted import (
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
 
 SPEC = JobSpec(args=("--nnodes=2:4", "--max-restarts=3", "train.py", "--lr=1"), chdir="/srv")
 PLACED = Placed("job-7", "r1", SPEC)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from rdzv.agent.launch import Launch
 from rdzv.agent.options import parse_launch
 from rdzv.agent.runner import WorkerSpec, ZygoteSpec
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
 
 
 def launch(*argv: str) -> Launch:

@@ -1,7 +1,5 @@
 """What the agent says is what the server understands, and the other way round."""
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv.agent import wire
@@ -33,6 +31,7 @@ from rdzv.core.model import (
 from rdzv.core.placement import Gpu, Resources
 from rdzv.server import wire as server_wire
 from rdzv.server.config import Limits
+from rdzv.structs import field_names, replace
 from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -342,7 +341,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
 
 # ------------------------------------------------------------------ what the server says
 
-ANNOUNCED = Assignment.__dataclass_fields__.keys() - {"tally", "heard_at_ms"}
+ANNOUNCED = set(field_names(Assignment)) - {"tally", "heard_at_ms"}
 TOLD = {
     "joined": (
         pb.ServerMessage(joined=pb.Joined(rdzv_id="job-7", run="r1", run_number=2)),

@@ -11,7 +11,6 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -40,6 +39,7 @@ from rdzv.server.page import FOLDER, POLICY
 from rdzv.server.replica import Replica
 from rdzv.server.shown import Shown
 from rdzv.server.streams import Stream
+from rdzv.structs import replace
 
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
 OPENAPI = Path(__file__).parents[2] / "docs" / "openapi.json"

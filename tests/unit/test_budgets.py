@@ -5,8 +5,6 @@ The stories are in `tests/scenarios/5_7_*`; here are the tables behind them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +23,7 @@ from rdzv.core.model import (
     Spent,
     Tuning,
 )
+from rdzv.structs import replace
 from tests.unit.builders import SETTINGS, Job, offer, report, running
 
 PARTICIPANT = Participant("n1", 1, offer("n1"), 0, 0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from rdzv import client
 from rdzv.core.model import JobSpec, Settings
 from rdzv.ctl import submit
 from rdzv.ctl.__main__ import rdzvctl
+from rdzv.structs import field_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rdzvctl.md").read_text()
 
@@ -64,6 +64,6 @@ def test_every_flag_that_is_refused_is_there(dest: str) -> None:
 def test_every_key_is_there(title: str, kinds: tuple[type, ...]) -> None:
     (part,) = re.findall(rf"^\*\*{title}\*\*.*?(?=^\*\*|\Z)", TEXT, re.MULTILINE | re.DOTALL)
     hidden = {"env"} | ({"submitter"} if JobSpec in kinds else set())
-    names = {field.name for kind in kinds for field in fields(kind)} - hidden
+    names = {name for kind in kinds for name in field_names(kind)} - hidden
     missing = {name for name in names if f"`{name}`" not in part}
     assert not missing

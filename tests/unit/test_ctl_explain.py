@@ -6,7 +6,6 @@ The golden files in `golden/explain` are what a person reads: after a change on 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from test_metrics import history
 from rdzv.client import Event
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.explain import FIRST, LAST, explain
+from rdzv.structs import replace
 
 GOLDEN = Path(__file__).with_name("golden") / "explain"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rdzv.ctl import as_text, as_text_nodes
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page
 from rdzv.errors import UnknownNodeError
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 GOLDEN = Path(__file__).parent / "golden" / "ctl"

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rdzv.client import ControlClient, JobStatus, parse_endpoint
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 GOLDEN = Path(__file__).parent / "golden" / "ctl"

@@ -9,7 +9,7 @@ import logging
 import typing
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,7 @@ from rdzv.server.messages import (
 from rdzv.server.streams import Stream
 from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 
 TUNING = Tuning()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from rdzv.core.explain import node_views, view, waiting_reason
 from rdzv.core.model import JobState, LeaveCause, NodeState, ScaleUp, Settings, State
+from rdzv.structs import replace
 from tests.unit.builders import SETTINGS, Job, report, running
 
 RESTARTS = replace(SETTINGS, max_restarts=3)

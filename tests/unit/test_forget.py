@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from test_driver import FakeClock, Server, join, read, server, settle
@@ -31,6 +30,7 @@ from rdzv.server.jobs import _refuse_to_forget, outlived
 from rdzv.server.messages import Line
 from rdzv.stores.base import Record, RevisionConflictError, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 
 HOUR_MS = Timings().prune_every_ms
 NOW_MS = 100 * DAY_MS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rdzv.errors import DeniedError, InvalidRequestError
 from rdzv.job_secret import read_secret
 from rdzv.server import wire
 from rdzv.server.config import Limits
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 SPEAKER = wire.Speaker("n1", 7)

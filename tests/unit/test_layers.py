@@ -49,13 +49,13 @@ RULES = (
     Rule(
         "the thing that decides does no I/O and reads no clock",
         "core/**/*.py",
-        only=of("rdzv.errors", "rdzv.core"),
+        only=of("rdzv.errors", "rdzv.core", "rdzv.structs"),
         stdlib=False,
     ),
     Rule(
         "the agent's core decides with the words of the rendezvous, and nothing else",
         "agent/core/**/*.py",
-        only=of("rdzv.errors", "rdzv.core", "rdzv.agent.core"),
+        only=of("rdzv.errors", "rdzv.core", "rdzv.structs", "rdzv.agent.core"),
         stdlib=False,
     ),
     Rule(
@@ -109,6 +109,11 @@ RULES = (
         only=of(),
     ),
     Rule(
+        "the CUDA driver is asked by a program that is started by path",
+        "agent/cuda.py",
+        only=of(),
+    ),
+    Rule(
         "the zygote runs in the job's interpreter, which may have nothing of rdzv",
         "agent/zygote*/**/*.py",
         only=of(),
@@ -122,7 +127,7 @@ RULES = (
         "what strangers have pickled is read by a machine that can call nothing",
         "c10d/unpickle.py",
         never=of("pickle", "pickletools", "importlib", "copyreg", "builtins", "marshal"),
-        only=of("rdzv.errors"),
+        only=of("rdzv.errors", "rdzv.structs"),
         stdlib=False,
     ),
     Rule(
@@ -171,12 +176,12 @@ RULES = (
     Rule(
         "a command line names servers, and is read without gRPC",
         "endpoints.py",
-        only=of("rdzv.errors", "rdzv.protocol"),
+        only=of("rdzv.errors", "rdzv.protocol", "rdzv.structs"),
     ),
     Rule(
         "configurations are described without knowing any program",
         "knobs.py",
-        only=of("rdzv.errors"),
+        only=of("rdzv.errors", "rdzv.structs"),
     ),
 )
 

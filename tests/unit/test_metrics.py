@@ -9,7 +9,6 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.meter import Figures
 from rdzv.server.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.streams import Stream
+from rdzv.structs import replace
 
 GOLDEN = Path(__file__).with_name("golden") / "metrics"
 EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)

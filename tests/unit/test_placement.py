@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,7 @@ from rdzv.core.placement import (
     nearest_miss,
     plan,
 )
+from rdzv.structs import replace
 from tests.unit.builders import Job as CoreJob
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
@@ -33,6 +31,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.streams import Stream
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from tests.unit.test_driver import FakeClock, FlakyStore, Server, read, server, settle
 
 HAS = Resources(cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
 from rdzv.server.streams import Stream
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from tests.unit.builders import Job
 from tests.unit.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.test_placer import QUIET_MS, daemons, live, submission

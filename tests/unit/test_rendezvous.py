@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rdzv.core.commands import Resume, Succeed, Tick
@@ -29,6 +27,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.rendezvous import MAX_DEPARTURES, MAX_EARLIER_RUNS, ended_run, restore, step
 from rdzv.errors import NodeSupersededError, RendezvousClosedError, SettingsMismatchError
+from rdzv.structs import replace
 from tests.unit.builders import SETTINGS, Job, join, report, running
 
 # ------------------------------------------------------------------ 1. barrier

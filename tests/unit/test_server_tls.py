@@ -10,7 +10,6 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from tls_files import Files, put
 
 from rdzv.errors import InvalidRequestError
 from rdzv.server.tls import Tls, quiet_handshakes
+from rdzv.structs import replace
 from rdzv.transport import Credentials
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -30,6 +29,7 @@ from rdzv.core.commands import (
 from rdzv.core.model import LeaveCause, Moved, Settings, State
 from rdzv.core.rendezvous import step
 from rdzv.errors import RendezvousError
+from rdzv.structs import replace
 from tests.unit.builders import Job, check_calm, check_step, join, report, running
 
 pytestmark = pytest.mark.slow

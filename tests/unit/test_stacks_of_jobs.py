@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from test_driver import FakeClock, FlakyStore, Server, read, server, settle
@@ -23,6 +22,7 @@ from rdzv.server.config import Limits
 from rdzv.server.messages import Stacks, TakeStacks
 from rdzv.server.streams import Stream
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 
 ANSWER_MS = 10_000
 

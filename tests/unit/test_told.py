@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from builders import Job, join, offer
 
 from rdzv.core.commands import Resume
@@ -12,6 +10,7 @@ from rdzv.core.model import Claim, Settings
 from rdzv.core.rendezvous import step
 from rdzv.server import told
 from rdzv.server.messages import Joined, Line, RoundOver
+from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
 

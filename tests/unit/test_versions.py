@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server import config, log_relay, wire
 from rdzv.stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
+from rdzv.structs import as_dict
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).with_name("protocol")
@@ -44,52 +44,52 @@ def meaning(message: Message) -> Any:
         if body == "read_log":
             return _read_request(agent_wire.read_request(message.read_log))
         if body == "take_stacks":
-            return asdict(agent_wire.stacks_asked(message.take_stacks))
+            return as_dict(agent_wire.stacks_asked(message.take_stacks))
         if body == "placed":
-            return _plain(asdict(agent_wire.placed(message.placed)))
+            return _plain(as_dict(agent_wire.placed(message.placed)))
         event = agent_wire.event(message, now_ms=0)
-        said = asdict(event) if event else _fields(getattr(message, str(body)))
+        said = as_dict(event) if event else _fields(getattr(message, str(body)))
         return _plain({"leadership": message.leadership, "body": body, "said": said})
     assert isinstance(message, pb.NodeMessage)
     match message.WhichOneof("body"):
         case "hello":
             beliefs = [wire.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
-            hello = asdict(wire.hello_of(message.hello, LIMITS))
+            hello = as_dict(wire.hello_of(message.hello, LIMITS))
             return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
         case "away":
             return {"away_ms": wire.away_ms_of(message.away, LIMITS)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
         case "log_piece":
-            piece = asdict(wire.log_piece_of(message.log_piece, LIMITS))
+            piece = as_dict(wire.log_piece_of(message.log_piece, LIMITS))
             return {**piece, "data": piece["data"].hex()}
         case "progress":
-            return _plain(asdict(wire.progress_of(message.progress, LIMITS)))
+            return _plain(as_dict(wire.progress_of(message.progress, LIMITS)))
         case "hung":
-            return _plain(asdict(wire.hung_of(message.hung, LIMITS)))
+            return _plain(as_dict(wire.hung_of(message.hung, LIMITS)))
         case "stacks":
-            return _plain(asdict(wire.stacks_of(message.stacks, LIMITS)))
+            return _plain(as_dict(wire.stacks_of(message.stacks, LIMITS)))
         case "health":
             failing = wire.failing_of(message.health, LIMITS)
-            return {"failing": [asdict(check) for check in failing]}
+            return {"failing": [as_dict(check) for check in failing]}
         case "draining":
-            return asdict(wire.draining_of(message.draining, LIMITS))
+            return as_dict(wire.draining_of(message.draining, LIMITS))
         case "holdings":
             held = wire.holdings_of(message.holdings, LIMITS)
-            return {"holdings": [asdict(holding) for holding in held]}
+            return {"holdings": [as_dict(holding) for holding in held]}
         case _:
             rdzv_id, command = wire.command_of(message, SPEAKER, LIMITS)
-            return _plain({"rdzv_id": rdzv_id, type(command).__name__: asdict(command)})
+            return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
 
 
 def _read_request(request: Any) -> dict[str, Any]:
     at = [[*place, offset] for place, offset in request.positions.items()]
-    return {**asdict(request), "positions": at}
+    return {**as_dict(request), "positions": at}
 
 
 def _belief(belief: Any) -> dict[str, Any]:
-    said = [{type(command).__name__: asdict(command)} for command in belief.commands]
-    return {**asdict(belief), "commands": said}
+    said = [{type(command).__name__: as_dict(command)} for command in belief.commands]
+    return {**as_dict(belief), "commands": said}
 
 
 def _fields(message: Message) -> dict[str, Any]:

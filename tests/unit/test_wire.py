@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 
 import pytest
 
@@ -45,6 +44,7 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.stores.base import Record
+from rdzv.structs import field_names, replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 LIMITS = Limits()
@@ -608,21 +608,21 @@ VIEW = JobView(
 
 def test_status_carries_every_field_of_the_view() -> None:
     status = wire.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
-    names = {*(f.name for f in fields(JobView)), "progress", "stragglers"} - {"jobs_before"}
+    names = {*field_names(JobView), "progress", "stragglers"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
-    assert {f.name for f in fields(NodeView)} == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
-    for field in fields(JobView):
-        if field.name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):
-            assert getattr(status, field.name) == getattr(VIEW, field.name)
+    assert set(field_names(NodeView)) == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
+    for name in field_names(JobView):
+        if name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):
+            assert getattr(status, name) == getattr(VIEW, name)
     assert [(n.node_id, n.state, n.HasField("group_rank")) for n in status.nodes] == [
         ("n1", "seated", True),
         ("n2", "spare", False),
     ]
     assert status.last_failure.failures[0].failure.age_ms == 1_000
-    assert {f.name for f in fields(BudgetsView)} == set(pb.Budgets.DESCRIPTOR.fields_by_name)
-    for field in fields(BudgetsView):
-        assert getattr(status.budgets, field.name) == getattr(VIEW.budgets, field.name)
+    assert set(field_names(BudgetsView)) == set(pb.Budgets.DESCRIPTOR.fields_by_name)
+    for name in field_names(BudgetsView):
+        assert getattr(status.budgets, name) == getattr(VIEW.budgets, name)
 
 
 def test_a_budget_that_is_none_is_not_told() -> None:

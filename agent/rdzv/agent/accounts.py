@@ -16,12 +16,12 @@ import resource
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rdzv.agent.runner import Identity, acting_as
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 __all__ = [
     "EVERYONE",
@@ -51,7 +51,7 @@ LIMITS = tuple(
 """What can be limited, as in limits.conf(5) and `LimitNOFILE=` of systemd."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Account:
     """An account of this node that a job runs as."""
 
@@ -67,7 +67,7 @@ class Account:
         return names | {"HOME": self.home, "SHELL": self.shell}
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SubmitterRule:
     """Which accounts one submitter may have."""
 

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv.agent.kept import (
@@ -31,13 +30,14 @@ from rdzv.agent.kept import (
 )
 from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
 from rdzv.agent.strays import kill_strays, mark_of
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Instance:
     """One instance of a node: which it is, and what the server has given to it."""
 
@@ -49,7 +49,7 @@ class Instance:
     adopted them dies before any server has answered it."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Orphan:
     """A runner that was adopted, and what it has kept."""
 

@@ -13,7 +13,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv.agent.accounts import (
@@ -38,6 +37,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN, check_printable
 from rdzv.knobs import Kind, Knob, Knobs, Rule, Values, load
 from rdzv.server.config import Listen
+from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
@@ -660,7 +660,7 @@ KNOBS = Knobs(
 # ---------------------------------------------------------------------- the whole
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Config:
     """What one rdzv-agent is configured with."""
 

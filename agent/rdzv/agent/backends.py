@@ -15,12 +15,12 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rdzv.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     # gRPC is not imported before the command line is known to be right.
@@ -36,7 +36,7 @@ DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
 _KNOWN = "rdzv, c10d, etcd, static"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Meeting:
     """Where this node meets the others."""
 
@@ -67,7 +67,7 @@ class Meeting:
         return PLAIN if self.files is None else Credentials.parse(self.files, environ)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Wish:
     """What a command line says of where to meet. Empty and None: nothing."""
 

@@ -17,7 +17,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rdzv import systemd
@@ -39,6 +38,7 @@ from rdzv.agent.submitted import Surroundings
 from rdzv.concurrency import single_error
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import ConfigurationError, compare
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
 

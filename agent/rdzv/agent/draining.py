@@ -8,15 +8,15 @@ the server, so that nothing more is placed here. Of both, the earlier deadline c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rdzv.agent.core import events
+from rdzv.structs import struct
 
 FORMER = 1
 """The number of a drain that a former agent was told of: no server's is as low."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Notice:
     """That the node is to be empty at `due_ms` of the agent's clock."""
 

@@ -12,7 +12,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec
 
@@ -56,6 +55,7 @@ from rdzv.core.words import duration
 from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import StoreSocket, is_loopback, machine_id
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")

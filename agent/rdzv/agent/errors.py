@@ -11,12 +11,12 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
 from rdzv.agent.accounts import Identity, acting_as
 from rdzv.agent.core.model import NodeFailure
+from rdzv.structs import struct
 
 MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 4 << 20
 NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors.record writes it)"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerError:
     """What is known of why a worker failed."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 
 from rdzv.agent.core.model import Assignment, Outcome
+from rdzv.structs import replace, struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Stop:
     """How the agent told a worker to end."""
 
@@ -17,7 +18,7 @@ class Stop:
     """Between the signal and SIGKILL."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerFate:
     """One worker, from its start to its end."""
 
@@ -34,7 +35,7 @@ class WorkerFate:
     """It was told to end by the agent; that it then failed is no failure."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LocalRound:
     """The workers of one round on this node."""
 
@@ -80,7 +81,7 @@ class LocalRound:
         return replace(self, workers=(*before, changed, *self.workers[local_rank + 1 :]))
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeOutcome(Outcome):
     """How a job ended for this node, with what became of its last workers."""
 

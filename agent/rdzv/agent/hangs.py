@@ -20,6 +20,7 @@ from rdzv.agent.core.hangs import UNINTERRUPTIBLE, Look, Vigil, timeout_ms
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.stacks import process_state
 from rdzv.core.hangs import HangTimeout, HungWorker
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -30,7 +31,7 @@ SAY_AGAIN_MS = 20_000
 """How often the server is told again of workers that still hang: it may have lost its memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class HungReport:
     """All workers of a round on this node that hang; none: none does any more."""
 

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.replica import Replica
 from rdzv.server.service import server_version, serving
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig

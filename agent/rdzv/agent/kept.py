@@ -8,7 +8,7 @@ older one had kept: what is new has a default, and what is not known any more is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from rdzv.agent.core.model import AgentState
 from rdzv.agent.logs import WorkerOutput
 from rdzv.agent.runner_link import NotAdoptableError
 from rdzv.core.model import JobSpec, Offer
+from rdzv.structs import struct
 
 FORMAT = 2
 """Raised whenever an older agent would misread what this one has kept."""
@@ -32,7 +33,7 @@ STATE = "state"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class KeptPlacement:
     """What does not change while a node holds a job."""
 
@@ -54,7 +55,7 @@ class KeptPlacement:
     """The first whose agents do with it what is meant."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class KeptStop:
     """How the workers were told to end, and when, by the clock of the agent's core."""
 
@@ -64,7 +65,7 @@ class KeptStop:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class KeptOutput:
     """Where a worker writes."""
 
@@ -73,7 +74,7 @@ class KeptOutput:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class KeptState:
     """What changes, as the driver knows it; times are by this machine's monotonic clock."""
 
@@ -86,7 +87,7 @@ class KeptState:
     progress_folder: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Keeping:
     """What a driver needs so that its job outlives the agent."""
 

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from rdzv.core.hangs import HangTimeout
 from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.meeting import address_towards, leads_beyond_loopback
+from rdzv.structs import struct
 
 PROBE_TIMEOUT_S = 10.0
 """How long the job's interpreter, or the name service, may take to answer a question."""
@@ -37,7 +38,7 @@ NO_HANDLER = "null"
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Output:
     """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
 
@@ -57,7 +58,7 @@ class Output:
     """Who decides all this instead: an entry point of the group `torchrun.logs_specs`."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class EventSink:
     """Where torchelastic's events of this node go."""
 
@@ -67,7 +68,7 @@ class EventSink:
     """The rendezvous back-end that the events name."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Launch:
     """One job on this node: what to run, and how."""
 

@@ -26,6 +26,7 @@ from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import Written, WrittenRound
 from rdzv.agent.side_thread import settle
 from rdzv.agent.watches import Watches
+from rdzv.structs import struct
 
 MAX_REQUESTS = 64
 """Requests that are answered at once; the server has a lower limit of its own."""
@@ -42,7 +43,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ReadRequest:
     """What of a job's logs is wanted; None: see `rdzv.proto`."""
 
@@ -61,7 +62,7 @@ class ReadRequest:
     """Where to go on in the files of `round`, by LOCAL_RANK and whether it is stderr."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Piece:
     """What is sent of a log; see `LogPiece` in `rdzv.proto`."""
 

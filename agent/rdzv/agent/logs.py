@@ -15,16 +15,17 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from rdzv.agent.accounts import Identity, acting_as
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import NO_FILES, Output
 from rdzv.agent.tee import Stream, route
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerFiles:
     """The files of one worker of one round."""
 
@@ -33,7 +34,7 @@ class WorkerFiles:
     error: Path
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerOutput:
     """Where the output of one worker goes."""
 
@@ -48,7 +49,7 @@ class WorkerOutput:
     """What of its environment depends on this."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundOutput:
     """Where the output of a round's workers goes."""
 
@@ -58,7 +59,7 @@ class RoundOutput:
     """The files for what --duplicate-stdout-filters and its like pick out."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WrittenRound:
     """Where the workers of one round write."""
 

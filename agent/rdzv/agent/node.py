@@ -9,7 +9,6 @@ import os
 import signal
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
@@ -25,6 +24,7 @@ from rdzv.concurrency import single_error
 from rdzv.endpoints import Endpoint
 from rdzv.server.config import Listen
 from rdzv.stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
+from rdzv.structs import replace
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION

@@ -19,7 +19,6 @@ Like torch, this binds CPUs and not memory: the kernel places a page near who fi
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import re
@@ -28,17 +27,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import rdzv
 from rdzv.agent import runner_link
 from rdzv.agent.accounts import Account, started_as
 from rdzv.agent.errors import describe_exit
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
+_CUDA = Path(__file__).with_name("cuda.py")
 SYSFS = Path("/sys")
 CUDA_LIBRARY = "libcuda.so.1"
 
@@ -136,7 +135,7 @@ class _UnbindableError(Exception):
     """Why a worker can not be bound, and what helps."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Machine:
     """What the kernel tells of CPUs, NUMA nodes and PCI devices; raises `_UnbindableError`."""
 
@@ -227,7 +226,7 @@ def _as_in_sysfs(address: str) -> str:
 # ---------------------------------------------------------------------- who is where
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Place:
     """A worker's NUMA node, and its place among those that share it."""
 
@@ -368,16 +367,11 @@ async def _ask_cuda(
     environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
     """Return the GPUs that CUDA shows, and if it shows none, why."""
-    roots = [str(Path(folder).parent) for folder in rdzv.__path__]
-    question = (
-        "import sys; sys.path += sys.argv[2:]; "
-        f"from {__name__} import print_cuda_gpus; print_cuda_gpus(sys.argv[1])"
-    )
     try:
         with started_as(account) as how:
             process = await asyncio.create_subprocess_exec(
                 # Isolated (-I -S), because PYTHONPATH and the like are the job's.
-                *(sys.executable, "-I", "-S", "-c", question, library, *roots),
+                *(sys.executable, "-I", "-S", str(_CUDA), library),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -424,56 +418,6 @@ def _cuda_failed(how: str) -> InvalidRequestError:
         f"--numa-binding: the CUDA driver {how}; see whether nvidia-smi works on this node, or "
         f"{_NO_GPUS}"
     )
-
-
-def print_cuda_gpus(library: str) -> None:
-    """Print what CUDA shows to this process, for `visible_gpu_pci_addresses`."""
-    answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # Whatever the driver prints is no part of the answer.
-        try:
-            answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
-        except OSError as error:
-            answer["why_none"] = f"the CUDA driver can not be loaded ({error})"
-        except (_CudaError, AttributeError) as error:
-            answer["failure"] = f"{library}: {error}"
-        out.write(f"{json.dumps(answer)}\n")
-
-
-_CUDA_ERROR_NO_DEVICE = 100
-_MAX_ADDRESS_BYTES = 32
-
-
-class _CudaError(Exception):
-    """The CUDA driver answered with an error."""
-
-
-def cuda_gpus(driver: Any) -> list[str]:
-    """Return the PCI addresses of the GPUs that the CUDA driver API shows to this process.
-
-    No context is made: no GPU memory is taken, and a GPU in exclusive use may be asked about.
-    """
-
-    def call(name: str, *args: object) -> int:
-        code = int(getattr(driver, name)(*args))
-        if code not in (0, _CUDA_ERROR_NO_DEVICE):
-            text = ctypes.c_char_p()
-            driver.cuGetErrorString(code, ctypes.byref(text))
-            raise _CudaError(f"{name}: {(text.value or b'unknown').decode()} (error {code})")
-        return code
-
-    if call("cuInit", 0) == _CUDA_ERROR_NO_DEVICE:
-        return []
-    count = ctypes.c_int()
-    call("cuDeviceGetCount", ctypes.byref(count))
-    addresses: list[str] = []
-    for index in range(count.value):
-        device = ctypes.c_int()
-        call("cuDeviceGet", ctypes.byref(device), index)
-        address = ctypes.create_string_buffer(_MAX_ADDRESS_BYTES)
-        call("cuDeviceGetPCIBusId", address, _MAX_ADDRESS_BYTES, device)
-        addresses.append(address.value.decode())
-    return addresses
 
 
 _PCI_VENDORS_OF_GPUS = ("0x10de", "0x1002")

@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rdzv.agent.accounts import Accounts
 from rdzv.agent.adoption import Heritage, Orphan
@@ -46,6 +46,7 @@ from rdzv.agent.submitted import (
 )
 from rdzv.core.placement import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -74,7 +75,7 @@ class _Held:
         return self.placed.rdzv_id
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Occupancy:
     """How this node's places and GPUs are used: for a job that runs, or for one that ends."""
 

@@ -23,6 +23,7 @@ from rdzv.agent import runner_link
 from rdzv.agent.side_thread import in_thread
 from rdzv.agent.watches import Watches
 from rdzv.core.words import duration
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -40,7 +41,7 @@ Give = Callable[[int, str], None]
 """Hears how many milliseconds are left, and why."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Preemption:
     """Where word of a preemption comes from."""
 

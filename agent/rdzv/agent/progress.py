@@ -25,6 +25,7 @@ from pathlib import Path
 from rdzv.agent.accounts import Identity, acting_as, write_anew
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.watches import Watches
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -63,7 +64,7 @@ def read_step(content: bytes) -> int | None:
     return int(digits)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Pace:
     """The steps of one worker, and when they were seen: enough of them to tell its rate."""
 
@@ -97,7 +98,7 @@ class Pace:
         return (last - first) * 1000 / max(last_ms - first_ms, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RankProgress:
     """How far one worker is."""
 
@@ -109,7 +110,7 @@ class RankProgress:
     """Steps a second; 0 if it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Report:
     """How far the workers of one round on this node are; only those that have said anything."""
 

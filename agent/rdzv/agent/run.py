@@ -18,7 +18,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +31,7 @@ from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.job_secret import read_secret
+from rdzv.structs import replace
 
 gc.freeze()
 gc.enable()

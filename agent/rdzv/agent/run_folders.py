@@ -20,13 +20,13 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.agent.accounts import Identity, acting_as, identity_of_owner, open_untrusted
 from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -176,7 +176,7 @@ class RunFolders:
             _remove_tree(path)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Found:
     path: Path
     size_bytes: int

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rdzv.agent.runner import (
     boottime_ms,
     sweep_descendants,
 )
+from rdzv.structs import struct
 
 __all__ = [
     "FoundRunner",
@@ -73,7 +74,7 @@ class NotAdoptableError(Exception):
     """A runner can not be taken over; it is left to its end. Says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Hello:
     """What a runner says to the agent that would adopt it."""
 
@@ -214,7 +215,7 @@ def _read_hello(said: Mapping[str, Any]) -> Hello:
         raise NotAdoptableError(f"it says {said!r:.200}: {error!r}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerStarted:
     """A worker of the round runs."""
 
@@ -223,7 +224,7 @@ class WorkerStarted:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersStartFailed:
     """A worker could not be started. The round's others are being killed; `WorkersGone` follows."""
 
@@ -232,7 +233,7 @@ class WorkersStartFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerExited:
     """A worker has exited: with an exit code, or by a signal."""
 
@@ -244,14 +245,14 @@ class WorkerExited:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersGone:
     """After a stop or a failed start: no process of the round is left but its store host."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersStuck:
     """These have been sent SIGKILL and are still there. If they go, `WorkersGone` follows."""
 
@@ -259,7 +260,7 @@ class WorkersStuck:
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersFenced:
     """The fence came at `at_ms` of `boottime_ms`: the round is being killed; `WorkersGone` follows.
 
@@ -270,7 +271,7 @@ class WorkersFenced:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersStartedCold:
     """These were to be forked from the zygote, and are started without it, for this reason."""
 
@@ -279,7 +280,7 @@ class WorkersStartedCold:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ZygoteReady:
     """Workers can be forked from now on."""
 
@@ -290,7 +291,7 @@ class ZygoteReady:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ZygoteLost:
     """There is no zygote now; another is tried after `retry_s`, or none if that is None."""
 
@@ -298,14 +299,14 @@ class ZygoteLost:
     retry_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StoreHostReady:
     """The round's store serves."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StoreHostExited:
     """The round's store host has exited; with 127 if it could not be started."""
 
@@ -314,21 +315,21 @@ class StoreHostExited:
     signal: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ServeFailed:
     """The runner can not outlive this process, and ends with it."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunnerRefused:
     """The runner was asked for what it can not do, and has done nothing."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunnerExited:
     """The runner is gone, and with it its workers; the last event. Negative: killed by a signal.
 

@@ -19,7 +19,6 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol, TypeAlias, cast
 
@@ -52,6 +51,7 @@ from rdzv.stream import (
     Backoff,
     error_from_status,
 )
+from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -127,7 +127,7 @@ class PlacementPort(Protocol):
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Identity:
     """Who speaks on the stream."""
 

@@ -19,11 +19,11 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from rdzv.agent.accounts import Identity, acting_as
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -33,7 +33,7 @@ MAX_ENTRIES = 20_000
 """How much of a folder is looked at: nearest first, which is where new files are."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Sight:
     """What there is at a path, in three numbers; all 0 if there is nothing."""
 

@@ -17,12 +17,12 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rdzv.agent.runner_link import spare, spare_no_more
 from rdzv.core.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -49,7 +49,7 @@ MAX_OUTPUT_BYTES = 8 << 20
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StacksAsked:
     """Whose stacks are wanted; see `TakeStacks` in `rdzv.proto`."""
 
@@ -60,7 +60,7 @@ class StacksAsked:
     timeout_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Target:
     """A worker that is to be looked at."""
 

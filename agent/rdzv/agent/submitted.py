@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rdzv import flags
@@ -22,6 +21,7 @@ from rdzv.core.model import JobSpec
 from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_nproc
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -34,7 +34,7 @@ Key = tuple[str, str]
 """A run of a job: rdzv_id and run."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Placed:
     """A submitted job that the server has chosen this node for."""
 
@@ -48,7 +48,7 @@ class Placed:
         return self.rdzv_id, self.run
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Holding:
     """A submitted job of which something may still be left on this node."""
 
@@ -57,7 +57,7 @@ class Holding:
     gpus: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Surroundings:
     """What this node gives to every submitted job."""
 
@@ -70,7 +70,7 @@ class Surroundings:
     progress_dir: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Share:
     """What of this node one submitted job gets."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 
 from rdzv.agent.core.model import NodeFailure
 from rdzv.agent.errors import describe_exit, signal_name
 from rdzv.agent.fates import NodeOutcome, Stop, WorkerFate
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
+from rdzv.structs import field_names
 
 
 def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
@@ -37,7 +37,7 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
 
 
 def _lost_connection(failure: NodeFailure) -> bool:
-    known = {field.name: getattr(failure, field.name) for field in fields(NodeFailure)}
+    known = {name: getattr(failure, name) for name in field_names(NodeFailure)}
     return is_connection_error(Failure(**known, at_ms=0))
 
 

@@ -44,6 +44,7 @@ from string import Template
 
 from rdzv.agent.watches import Watches
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 __all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_ranks", "route"]
 
@@ -67,7 +68,7 @@ class Stream(IntEnum):
 # ---------------------------------------------------------------------- what a user asks for
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Route:
     """Where one stream of one worker goes."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from rdzv.agent.core import commands, events
@@ -12,6 +11,7 @@ from rdzv.agent.core.model import AgentState, Assignment, Outcome
 from rdzv.agent.event_log import EventLog
 from rdzv.agent.fates import LocalRound, NodeOutcome, Stop
 from rdzv.agent.launch import Launch
+from rdzv.structs import field_names
 
 
 class Witness:
@@ -95,7 +95,7 @@ class Witness:
     def outcome(self, outcome: Outcome) -> NodeOutcome:
         """Add what became of the last workers to how it ended, and record it."""
         workers = () if self._round is None else self._round.workers
-        known = {field.name: getattr(outcome, field.name) for field in fields(Outcome)}
+        known = {name: getattr(outcome, name) for name in field_names(Outcome)}
         ending = NodeOutcome(**known, workers=workers)
         self._event_log.ended(self._round, ending, self._now_ms())
         return ending

@@ -12,8 +12,9 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from rdzv.structs import struct
 
 KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,7 +31,7 @@ LARGEST_FILE_BYTES = 16 << 20
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Xid:
     """One error."""
 

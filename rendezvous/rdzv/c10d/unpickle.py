@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rdzv.errors import RendezvousStateError
+from rdzv.structs import struct
 
 MOST_BYTES = 2 * 1024 * 1024
 """Of one value in the store; 4,096 nodes take 508 KB."""
@@ -33,7 +34,7 @@ _NO_STATE = b"Y2FuaW1hZGFt"
 """What torch writes before the first state, since to read a key that is not there would block."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@struct(frozen=True, order=True)
 class Node:
     """A node as torch names it: one start of torchrun."""
 
@@ -45,7 +46,7 @@ class Node:
         return f"{self.addr}_{self.pid}_{self.local_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class State:
     """The state that the nodes of one job share. Points in time are kept as they are written."""
 

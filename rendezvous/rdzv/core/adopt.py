@@ -12,7 +12,6 @@ The highest round wins, for it was complete only when those before it had ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 from operator import is_not
 
@@ -29,6 +28,7 @@ from rdzv.core.model import (
     is_stand_in,
     stand_in,
 )
+from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:

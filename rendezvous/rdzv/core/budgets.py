@@ -12,10 +12,9 @@ counts on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.core.model import Cause, Membership, Moved, Round, RoundEnd, Settings, Spent, Tuning
 from rdzv.core.words import counted
+from rdzv.structs import struct
 
 PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
 """Causes that `max_preemptions` counts."""
@@ -23,7 +22,7 @@ PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
 _MAX_DOUBLINGS = 32
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Exceeded:
     """Why a run has failed that may not spend more; what it has ended by last is said beside."""
 

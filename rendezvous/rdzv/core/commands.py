@@ -6,12 +6,11 @@ heard, and may be repeated without effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.core.model import UNMOVED, Claim, JobSpec, LeaveCause, Moved, Offer, Settings
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class FailureReport:
     """One failed worker as its node reports it: with an age, not a time."""
 
@@ -25,7 +24,7 @@ class FailureReport:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Join:
     """Ask for a place in the next round.
 
@@ -52,7 +51,7 @@ class Join:
     secret: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Resume:
     """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
 
@@ -69,7 +68,7 @@ class Resume:
     secret: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Fail:
     """Report failed workers of `round`; the node has begun to stop the others."""
 
@@ -80,7 +79,7 @@ class Fail:
     failures: tuple[FailureReport, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Succeed:
     """Report that all workers of `round` on the node exited 0."""
 
@@ -90,7 +89,7 @@ class Succeed:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Leave:
     """Leave the job; the seat is kept until a repetition names the round in `left_round`.
 
@@ -107,7 +106,7 @@ class Leave:
     """All workers exited 0 after they were told that the node is about to leave."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ReportStuck:
     """Report workers of `round` that survive SIGKILL."""
 
@@ -118,7 +117,7 @@ class ReportStuck:
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ReportStoreHost:
     """Report that the c10d store of `round` died or was not ready in time."""
 
@@ -129,7 +128,7 @@ class ReportStoreHost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class MarkAway:
     """The node's stream has ended; the nodes core will give it up at `until_ms`."""
 
@@ -139,7 +138,7 @@ class MarkAway:
     firm: bool
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class MarkBack:
     """The node is connected again."""
 
@@ -147,7 +146,7 @@ class MarkBack:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class MarkLost:
     """The nodes core has given the node up."""
 
@@ -156,7 +155,7 @@ class MarkLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Stop:
     """An operator ends this run; every node of it stops its workers and leaves."""
 
@@ -164,7 +163,7 @@ class Stop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Restart:
     """An operator has this round end and another form. No restart is spent."""
 
@@ -173,7 +172,7 @@ class Restart:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Scale:
     """An operator gives this run other bounds than it was launched with.
 
@@ -187,7 +186,7 @@ class Scale:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Submit:
     """Begin a run whose nodes the server chooses. `run` is the uid that it is to have."""
 
@@ -197,7 +196,7 @@ class Submit:
     submitted_by: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Place:
     """Choose these nodes for a submitted run; they are to join it."""
 
@@ -205,7 +204,7 @@ class Place:
     node_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Withdraw:
     """Take back that these nodes were chosen. Who holds a seat keeps it, and its placement."""
 
@@ -214,7 +213,7 @@ class Withdraw:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Bar:
     """Name all nodes that no submitted job may keep, each with the reason.
 
@@ -224,7 +223,7 @@ class Bar:
     barred: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Decline:
     """A node that was chosen can not take up the job; it is not chosen again in this run.
 
@@ -237,7 +236,7 @@ class Decline:
     passing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class GiveUp:
     """Close a submitted run that no node can run."""
 
@@ -245,7 +244,7 @@ class GiveUp:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Tick:
     """Let time pass; does nothing before the state's own `wake_at_ms`."""
 

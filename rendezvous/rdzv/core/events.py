@@ -5,12 +5,11 @@ Logs, metrics, the event history and what nodes are told all come from these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunBegan:
     """A run of the job began with its first join."""
 
@@ -19,7 +18,7 @@ class RunBegan:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeJoined:
     """A node was admitted; it waits for the next round."""
 
@@ -29,7 +28,7 @@ class NodeJoined:
     local_world_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeStopped:
     """No worker of the ended round is left on the node, and it waits for the next."""
 
@@ -37,7 +36,7 @@ class NodeStopped:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeSucceeded:
     """All workers of the node exited 0; it waits at the exit barrier."""
 
@@ -45,7 +44,7 @@ class NodeSucceeded:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeLeaving:
     """A node said that it leaves; its workers are being stopped."""
 
@@ -53,7 +52,7 @@ class NodeLeaving:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeLeft:
     """A node left of its own accord, its workers are gone."""
 
@@ -61,7 +60,7 @@ class NodeLeft:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeWentAway:
     """A node's stream ended; its place is kept for now."""
 
@@ -69,7 +68,7 @@ class NodeWentAway:
     for_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeCameBack:
     """A node that was away is connected again."""
 
@@ -77,7 +76,7 @@ class NodeCameBack:
     after_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeLost:
     """A node was given up."""
 
@@ -85,7 +84,7 @@ class NodeLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeStuck:
     """Workers of a node survive SIGKILL; its seat was given away."""
 
@@ -94,7 +93,7 @@ class NodeStuck:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerFailed:
     """A worker failed."""
 
@@ -102,7 +101,7 @@ class WorkerFailed:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LastCallBegan:
     """`min_nodes` are at hand: the round completes after last_call_timeout, or when full."""
 
@@ -110,21 +109,21 @@ class LastCallBegan:
     for_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundCompleted:
     """A round is complete: participants, ranks and meeting place are fixed."""
 
     round: Round
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundAdopted:
     """A round that this server did not know goes on; its nodes claim their places in it."""
 
     round: Round
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeAdopted:
     """A node claimed its place in an adopted round."""
 
@@ -133,7 +132,7 @@ class NodeAdopted:
     group_rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundEnded:
     """A round is over; its participants stop their workers."""
 
@@ -141,7 +140,7 @@ class RoundEnded:
     end: RoundEnd
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundSettled:
     """Everyone has stopped; the end of the round is charged to this cause."""
 
@@ -154,7 +153,7 @@ class RoundSettled:
     """Of a worker failure: the first of those that are shown, if any was reported."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobScaled:
     """An operator gave the run other bounds."""
 
@@ -163,14 +162,14 @@ class JobScaled:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodesPlaced:
     """The server has chosen these nodes for a submitted run."""
 
     node_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodesWithdrawn:
     """These nodes are not to take part in a submitted run any more; none has a seat in it."""
 
@@ -178,7 +177,7 @@ class NodesWithdrawn:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeDeclined:
     """A node can not run a submitted job, and is not chosen for it again."""
 
@@ -186,7 +185,7 @@ class NodeDeclined:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeDrained:
     """A node was told, or wishes itself, to leave all its jobs; its workers have so long."""
 
@@ -195,21 +194,21 @@ class NodeDrained:
     within_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeUndrained:
     """An operator has lifted the drain of a node."""
 
     node_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobQueued:
     """A submitted job waits again until it is placed; restarts spent stay spent."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersHang:
     """A node says that workers of it hang; nothing is stopped yet."""
 
@@ -218,7 +217,7 @@ class WorkersHang:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StacksTaken:
     """All workers were looked at, for some hang; they are kept."""
 
@@ -226,14 +225,14 @@ class StacksTaken:
     summary: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class HangOver:
     """Nobody hangs any more, and the round goes on."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RankStraggles:
     """A worker takes far longer for a step than the others of its role, and has for a while."""
 
@@ -244,7 +243,7 @@ class RankStraggles:
     median_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RankCaughtUp:
     """A worker does not straggle any more."""
 
@@ -253,7 +252,7 @@ class RankCaughtUp:
     node_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunEnded:
     """The run is closed and forms no more rounds."""
 

@@ -6,7 +6,6 @@ All of it is derived from the state at the time of asking; nothing is stored bes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rdzv.core.budgets import backoff_ms
@@ -41,6 +40,7 @@ from rdzv.core.rendezvous import (
 )
 from rdzv.core.submitted import awaited
 from rdzv.core.words import counted, duration, listed
+from rdzv.structs import replace, struct
 
 _JOB_STATE_OF_RESULT = {
     Result.SUCCEEDED: JobState.SUCCEEDED,
@@ -55,7 +55,7 @@ _MOST_TOLD = 4
 """How many of the nodes that are about to leave are named with their job."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeView:
     """One node as `status` shows it."""
 
@@ -72,7 +72,7 @@ class NodeView:
     """How much longer its workers have, if it is about to leave; None: it stays."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class BudgetsView:
     """What a run has spent beside its restarts, and what it may; None: any number."""
 
@@ -86,7 +86,7 @@ class BudgetsView:
     restart_window_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobView:
     """One job as `status` shows it."""
 

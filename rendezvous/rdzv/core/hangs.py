@@ -7,21 +7,21 @@ was reported first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from rdzv.core.stacks import Report, as_traceback, odd_one_out, ranks_text
+from rdzv.structs import struct
 
 MAX_MESSAGE_CHARS = 1_000
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class HangTimeout:
     """How long a worker may say nothing of its progress; None: it is learned from its own steps."""
 
     ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class HungWorker:
     """A worker that hangs, as its node says."""
 
@@ -32,7 +32,7 @@ class HungWorker:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Verdict:
     """Whose failure the end of the round is, and how it is told."""
 

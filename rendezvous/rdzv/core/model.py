@@ -12,8 +12,10 @@ anchored to Unix time at its start, so that a durable time can be shown to peopl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
+
+from rdzv.structs import struct
 
 
 class ScaleUp(StrEnum):
@@ -77,7 +79,7 @@ class NodeState(StrEnum):
     LEFT = "left"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Settings:
     """What all nodes of a job agree on, as launched. Names and defaults are torchrun's."""
 
@@ -105,7 +107,7 @@ class Settings:
     """After so many restarts in a row that did not move the job on, it has failed; 0: never."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Tuning:
     """The server's own timings; the same for every job of one server."""
 
@@ -134,7 +136,7 @@ class Tuning:
     """Failures within this time of the earliest are shown together."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Offer:
     """What one node brings to a job; it may differ from node to node."""
 
@@ -151,7 +153,7 @@ class Offer:
     shutdown_timeout_ms: int = 30_000
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Claim:
     """What a node says of the last round that was announced to it.
 
@@ -176,7 +178,7 @@ class Claim:
     """None: nothing was spent, or its server was one that did not tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Participant:
     """A node's place in one round. Its GROUP_RANK is its index in `Round.participants`."""
 
@@ -188,7 +190,7 @@ class Participant:
     role_world_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Failure:
     """One worker that failed, at the server's time."""
 
@@ -204,7 +206,7 @@ class Failure:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundEnd:
     """How a round ended. The charge is settled when every participant has stopped."""
 
@@ -217,7 +219,7 @@ class RoundEnd:
     settled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Round:
     """A complete round: who took part, with which ranks, where they met."""
 
@@ -245,7 +247,7 @@ class Round:
         return self.end is None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Departure:
     """A node that was lost, or left."""
 
@@ -258,7 +260,7 @@ class Departure:
     role: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Moved:
     """How far a node has seen the workers of a round come; nothing, where they have not said."""
 
@@ -272,7 +274,7 @@ UNMOVED = Moved()
 """Of a round whose workers have said nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Spent:
     """What the rounds of a run have ended by, beside the restarts, which are kept by their time."""
 
@@ -293,7 +295,7 @@ MAX_RESTART_AGES = 64
 of these."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Tally:
     """What a run had spent when a round was announced, beside the number of its restarts.
 
@@ -306,7 +308,7 @@ class Tally:
     first; none without a window, for then all count."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Ended:
     """How a run was closed."""
 
@@ -320,7 +322,7 @@ class Ended:
     """It failed again and again without moving on: the same launch would do no better."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class EndedRun:
     """What is remembered of an earlier run: enough to tell a latecomer how it ended."""
 
@@ -328,7 +330,7 @@ class EndedRun:
     ended: Ended
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobSpec:
     """What a submitted job runs, and what it needs of each node."""
 
@@ -352,7 +354,7 @@ class JobSpec:
     """The account that it asks to run as; empty: the one that each node has for its submitter."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Declined:
     """A node that could not run the job, and is not chosen again in this run."""
 
@@ -360,7 +362,7 @@ class Declined:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Submission:
     """A run whose nodes the server chooses. Rules are in `core/placement.py`."""
 
@@ -374,7 +376,7 @@ class Submission:
     """Oldest first; bounded, since the job is given up when there are too many."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Membership:
     """The durable half of a job. Nothing that follows from it is announced before it is stored."""
 
@@ -430,7 +432,7 @@ class Membership:
         return self.bounds[1]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Seat:
     """A participant whose workers may still run, or that waits at the exit barrier."""
 
@@ -441,7 +443,7 @@ class Seat:
     """Why it leaves, once it has said so; it keeps its seat until its workers are gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Waiting:
     """A node without workers that wants a place in the next round."""
 
@@ -450,7 +452,7 @@ class Waiting:
     since_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Away:
     """The node's stream has ended; its place is kept for now."""
 
@@ -461,7 +463,7 @@ class Away:
     """Its return is announced or was never heard to fail: nothing shortens the wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Stuck:
     """Workers that survive SIGKILL: the seat is given away, the node is not seated."""
 
@@ -471,7 +473,7 @@ class Stuck:
     since_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Superseded:
     """Workers of a round that another has followed elsewhere; told to stop, they have no seat."""
 
@@ -495,7 +497,7 @@ def is_stand_in(node_id: str) -> bool:
     return node_id.startswith(_STAND_IN)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class State:
     """One job as a server sees it: the durable membership and what is learned anew.
 

@@ -29,10 +29,11 @@ when a server starts without memory of the one before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from enum import StrEnum
 
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
+from rdzv.structs import replace, struct
 
 _COUNTER_BITS = 32
 
@@ -55,7 +56,7 @@ class AgentKind(StrEnum):
     DAEMON = "daemon"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodesTuning:
     """The timings of the nodes core."""
 
@@ -106,7 +107,7 @@ class NodesTuning:
         return min(lease_ms // 2, (lease_ms - self.interval_for(lease_ms)) * 4 // 5)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeRecord:
     """What the server knows of one node."""
 
@@ -140,7 +141,7 @@ class NodeRecord:
         return max(self.heard_ms + self.lease_ms, self.excused_until_ms)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Nodes:
     """All nodes of one server."""
 
@@ -158,7 +159,7 @@ class Nodes:
 # ------------------------------------------------------------------ commands
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Connect:
     """Open a stream. `incarnation` is what this instance was given before, 0 if nothing."""
 
@@ -172,14 +173,14 @@ class Connect:
     fence_after_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Hear:
     """These nodes have said something since the last `Hear`."""
 
     node_ids: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Disconnect:
     """A stream has ended. An end that is no news (a newer stream is open) changes nothing."""
 
@@ -189,7 +190,7 @@ class Disconnect:
     """The server could not hear just now: what came and went was an attempt to reach it."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class PlanAway:
     """The agent goes away on purpose and is back within `deadline_ms` from now."""
 
@@ -198,7 +199,7 @@ class PlanAway:
     deadline_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Expect:
     """After a take-over: this incarnation holds a seat, and has not been heard yet."""
 
@@ -206,12 +207,12 @@ class Expect:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Pause:
     """The server itself could not hear for a while."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Tick:
     """Let time pass."""
 
@@ -222,7 +223,7 @@ NodesCommand = Connect | Hear | Disconnect | PlanAway | Expect | Pause | Tick
 # ------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeConnected:
     """A stream is open. `replaced` is the incarnation that another instance had before."""
 
@@ -234,7 +235,7 @@ class NodeConnected:
     """A stream of the same instance that has not been seen to end, and is to be closed."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LeaseGrown:
     """A node that was heard has a longer lease from now on."""
 
@@ -243,7 +244,7 @@ class LeaseGrown:
     lease_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeAway:
     """A node's stream ended; it is given up at `until_ms`."""
 
@@ -253,7 +254,7 @@ class NodeAway:
     firm: bool
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeLost:
     """A node was given up. Its stream, if it is still open, is to be closed."""
 
@@ -266,7 +267,7 @@ class NodeLost:
 NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodesTransition:
     """The next state, what happened, and when to tick at the latest."""
 

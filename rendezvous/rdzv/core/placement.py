@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rdzv.core.model import JobSpec, ScaleUp, State, is_stand_in
 from rdzv.core.rendezvous import some_succeeded
 from rdzv.core.submitted import MAX_DECLINED
 from rdzv.core.words import counted, listed
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Gpu:
     """One GPU of a node."""
 
@@ -35,7 +36,7 @@ class Gpu:
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Resources:
     """What a node has for submitted jobs."""
 
@@ -49,7 +50,7 @@ class Resources:
     """Label of its place in the network; a job's nodes are chosen from one place if possible."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class FailingCheck:
     """What is wrong with a node: one of its checks, and what it has found."""
 
@@ -60,7 +61,7 @@ class FailingCheck:
         return f"{self.name} {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Host:
     """A node that takes submitted jobs."""
 
@@ -84,7 +85,7 @@ class Host:
         return max(self.resources.capacity - len(self.taken), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Demand:
     """A submitted job that has not ended."""
 
@@ -122,7 +123,7 @@ class Demand:
         return max(len(self.going) - len(self.idle), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Wait:
     """Why a job has no nodes yet, or not enough of them."""
 
@@ -131,7 +132,7 @@ class Wait:
     """How many jobs that wait are served before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Plan:
     """What is to be decided now, by rdzv_id."""
 

@@ -16,12 +16,13 @@ Pure: what is held is a value, stored by whoever holds it; `judge` returns the n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 
 from rdzv.core.events import Event, NodeStuck, RoundSettled
 from rdzv.core.model import Cause, Failure
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.core.words import duration, listed
+from rdzv.structs import replace, struct
 
 MAX_STRIKES = 1_000
 """How many strikes of all nodes are remembered; the oldest are forgotten first."""
@@ -31,7 +32,7 @@ REASON_CHARS = 200
 """What is kept of the words of a failure: a line of a terminal or two."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class QuarantineTuning:
     """When a node is quarantined, and for how long; the same for all nodes of one server."""
 
@@ -44,7 +45,7 @@ class QuarantineTuning:
     """How many are quarantined at a time; 0: a quarter of the daemons that are known."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Strike:
     """A round that ended by the fault of one node."""
 
@@ -56,7 +57,7 @@ class Strike:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Quarantined:
     """A node that nothing is placed on until then, and why."""
 
@@ -65,7 +66,7 @@ class Quarantined:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Record:
     """All that is remembered; it is stored as it is."""
 
@@ -81,7 +82,7 @@ class Record:
         return {n: held for n, held in self.nodes.items() if now_ms < held.until_ms}
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Verdict:
     """What follows from a strike."""
 

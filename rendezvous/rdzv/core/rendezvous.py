@@ -10,7 +10,7 @@ any command. The package's docstring tells the story of a job.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import TypeVar
 
@@ -116,6 +116,7 @@ from rdzv.errors import (
     SettingsMismatchError,
     UnknownNodeError,
 )
+from rdzv.structs import field_names, replace, struct
 
 MAX_DEPARTURES = 64
 """How many losses and leaves a job remembers."""
@@ -125,7 +126,7 @@ MAX_EARLIER_RUNS = 16
 """How many earlier runs a job remembers the end of."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Transition:
     """The next state, what happened, and when to tick at the latest."""
 
@@ -476,7 +477,7 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
     theirs, ours = command.settings, membership.settings
     differences = [
         f"{name} is {_shown(name, here)} here and {_shown(name, there)} in the job"
-        for name in Settings.__dataclass_fields__
+        for name in field_names(Settings)
         if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
     return SettingsMismatchError(

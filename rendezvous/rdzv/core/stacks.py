@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rdzv.core.words import listed
+from rdzv.structs import struct
 
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
 """States of a process, as in /proc, in which it does nothing by itself."""
@@ -34,7 +34,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|^
 _COLLECTIVE = re.compile(r"(^|/)torch/(distributed|nn/parallel)/")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Frame:
     """One call. `line` is 0 if it is not known."""
 
@@ -48,7 +48,7 @@ class Frame:
         return _LIBRARY.search(self.file) is None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Thread:
     """One thread of a worker."""
 
@@ -59,7 +59,7 @@ class Thread:
     """Innermost first."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerStack:
     """What one worker was doing at one moment."""
 
@@ -96,7 +96,7 @@ class WorkerStack:
         return any(_COLLECTIVE.search(frame.file) for frame in self.place)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Group:
     """Workers that are at the same place."""
 
@@ -108,7 +108,7 @@ class Group:
     waits_for_others: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SilentNode:
     """A node that has not said what its workers do."""
 
@@ -118,7 +118,7 @@ class SilentNode:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Report:
     """What the workers of one round were doing at one moment."""
 

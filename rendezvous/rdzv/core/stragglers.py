@@ -6,8 +6,10 @@ Pure: from how fast each worker is now, and which were slow before, to which str
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import median_low
+
+from rdzv.structs import struct
 
 SLOW = 2.0
 """A worker is slow that takes more than so many times the median of its group for a step, ..."""
@@ -16,7 +18,7 @@ CAUGHT_UP = 1.5
 and go at one and the same pace."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Sample:
     """How fast one worker is now."""
 
@@ -27,7 +29,7 @@ class Sample:
     """Seconds for a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Straggler:
     """A worker that has been slow for long enough."""
 
@@ -39,7 +41,7 @@ class Straggler:
     """Since when it is slow."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Pace:
     """What is known of the workers of one round."""
 

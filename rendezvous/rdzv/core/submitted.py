@@ -8,9 +8,9 @@ missing: it goes back to the queue.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from rdzv.core.model import Declined, State, Submission
+from rdzv.structs import replace
 
 MAX_DECLINED = 16
 """After so many nodes that could not run a job, it is the job that is wrong."""

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -22,6 +21,7 @@ from rdzv.errors import (
     UnauthenticatedError,
     UnknownNodeError,
 )
+from rdzv.structs import struct
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _drop_output() -> None:
 # ------------------------------------------------------------------------------------ options
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Connection:
     """What was said before the name of the command; None where nothing was."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from rdzv.client import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
 from rdzv.core.model import JobSpec, Settings
+from rdzv.structs import as_dict
 
 VERSION = 1
 """Of all documents together."""
@@ -25,53 +25,53 @@ INDENT = 2
 
 def status(job: JobStatus, indent: int | None = INDENT) -> str:
     """Return the document of one job: the fields of `JobStatus`, by their names."""
-    return _document(asdict(job), indent)
+    return _document(as_dict(job), indent)
 
 
 def jobs(summaries: Sequence[JobSummary], indent: int | None = INDENT) -> str:
     """Return the document of a list of jobs."""
-    return _document({"jobs": [asdict(job) for job in summaries]}, indent)
+    return _document({"jobs": [as_dict(job) for job in summaries]}, indent)
 
 
 def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) -> str:
     """Return the document of a job's history, oldest first."""
-    fields = {"rdzv_id": rdzv_id, "events": [asdict(event) for event in history]}
+    fields = {"rdzv_id": rdzv_id, "events": [as_dict(event) for event in history]}
     return _document(fields, indent)
 
 
 def stacks(report: StackReport) -> str:
     """Return the document of what workers were doing: the fields of `StackReport`, by name."""
-    return _document(asdict(report))
+    return _document(as_dict(report))
 
 
 def audit(history: Sequence[Event]) -> str:
     """Return the document of who has changed what, oldest first."""
-    return _document({"events": [asdict(event) for event in history]})
+    return _document({"events": [as_dict(event) for event in history]})
 
 
 def tokens(found: Sequence[Token]) -> str:
     """Return the document of tokens, without their texts."""
-    return _document({"tokens": [asdict(token) for token in found]})
+    return _document({"tokens": [as_dict(token) for token in found]})
 
 
 def token_made(token: Token, text: str) -> str:
     """Return the document of a new token, with its text."""
-    return _document({**asdict(token), "text": text})
+    return _document({**as_dict(token), "text": text})
 
 
 def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
     """Return the document of the servers that share a store."""
-    return _document({"servers": [asdict(server) for server in found]}, indent)
+    return _document({"servers": [as_dict(server) for server in found]}, indent)
 
 
 def nodes(found: Sequence[Node], indent: int | None = INDENT) -> str:
     """Return the document of the nodes of all jobs."""
-    return _document({"nodes": [asdict(node) for node in found]}, indent)
+    return _document({"nodes": [as_dict(node) for node in found]}, indent)
 
 
 def node(found: Node, indent: int | None = INDENT) -> str:
     """Return the document of one node: the fields of `Node`, by their names."""
-    return _document(asdict(found), indent)
+    return _document(as_dict(found), indent)
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
@@ -80,10 +80,10 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
     Nor is who submits it: that is for the server to say.
     """
     hidden = ("env", "submitter")
-    fields = {key: value for key, value in asdict(spec).items() if key not in hidden}
+    fields = {key: value for key, value in as_dict(spec).items() if key not in hidden}
     fields["labels"] = dict(spec.labels)
     fields["env_names"] = [name for name, _ in spec.env]
-    return _document({"rdzv_id": rdzv_id, "settings": asdict(settings), "spec": fields})
+    return _document({"rdzv_id": rdzv_id, "settings": as_dict(settings), "spec": fields})
 
 
 def one_line(document: str) -> str:

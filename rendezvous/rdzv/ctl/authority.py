@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rdzv.ctl.backup import new_file
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 CLOCKS_APART = timedelta(minutes=5)
 """How long before it was made a certificate is valid: other machines' clocks may be behind."""
@@ -36,7 +36,7 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 _Key = ec.EllipticCurvePrivateKey
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Made:
     """The two files of a holder."""
 
@@ -44,7 +44,7 @@ class Made:
     key: Path
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Shown:
     """What a certificate says."""
 

@@ -11,7 +11,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rdzv.client import ControlClient, JobStatus, Node
 from rdzv.core.words import duration
@@ -23,6 +22,7 @@ from rdzv.errors import (
     UnknownJobError,
     UnknownNodeError,
 )
+from rdzv.structs import struct
 
 LOOK_EVERY_S = 1.0
 """How often it is looked whether a node is empty, or may be drained now."""
@@ -98,7 +98,7 @@ def _say_once(text: str, told: str, say: Callable[[str], None]) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Rolling:
     """One roll through all nodes with a label."""
 

@@ -11,12 +11,13 @@ import argparse
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
 from rdzv.flags import Given
+from rdzv.structs import struct
 
 MAX_BYTES = 1 << 20
 """A job has at most 128 KiB of arguments and as much of environment."""
@@ -25,7 +26,7 @@ _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeou
 """Flags that say what the caller wants to see; and `env`, which is a table here."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class JobFile:
     """What a file says of a job."""
 

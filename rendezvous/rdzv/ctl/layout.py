@@ -12,11 +12,12 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from typing import TextIO
 
 import click
+
+from rdzv.structs import struct
 
 _GAP = "  "
 _LABEL_WIDTH = 15
@@ -26,7 +27,7 @@ _SHORTEST = 40
 """Columns that are expendable make room for so much of a free text that is cut, if not told."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Cell:
     """A text and its style: the name of a colour, `bold`, `dim`, or nothing."""
 
@@ -34,7 +35,7 @@ class Cell:
     style: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Page:
     """What lines are laid out for. `width` is None where nothing is wrapped: a pipe, a file."""
 
@@ -195,7 +196,7 @@ def harmless(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Column:
     """One column of a table."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rdzv.client import Event, JobStatus
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Page
+from rdzv.structs import replace
 
 FOOTER = "Ctrl-C ends this view, not the job"
 

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 
 from rdzv.ctl.life import Round, Run, following
+from rdzv.structs import struct
 
 _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
     STOPPING = "stopping"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Span:
     """What a job did for a while."""
 

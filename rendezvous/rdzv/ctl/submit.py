@@ -11,7 +11,6 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from rdzv.ctl import job_file
 from rdzv.errors import InvalidRequestError
 from rdzv.flags import Given, Option
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
+from rdzv.structs import struct
 
 ENV_VARIABLES = 1_000
 ENV_BYTES = 128 * 1024
@@ -52,7 +52,7 @@ REFUSED = {
 """Flags that a submitted job can not have, by their dest: why not, and the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Caller:
     """Where the command is given: what is taken from there if the line does not say it."""
 
@@ -65,7 +65,7 @@ class Caller:
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Request:
     """What is to be submitted, and what the caller wants to see of it."""
 

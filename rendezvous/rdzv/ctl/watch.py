@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import click
@@ -22,6 +21,7 @@ from rdzv.client import ControlClient, Event, JobStatus
 from rdzv.ctl import as_json, as_text, live
 from rdzv.ctl.layout import harmless, page_for
 from rdzv.errors import RendezvousError
+from rdzv.structs import struct
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """What `wait` exits with; a state that is none of these is no end."""
@@ -42,7 +42,7 @@ _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Seen:
     status: JobStatus
     at_s: float

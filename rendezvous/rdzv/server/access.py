@@ -11,7 +11,6 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,6 +34,7 @@ from rdzv.server.meter import Meter
 from rdzv.server.replica import Replica
 from rdzv.server.roles import Row, Whose
 from rdzv.stores.base import Record
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -241,7 +241,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return caller
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Unreadable:
     """What stands for a request that is no message."""
 

@@ -11,11 +11,11 @@ import functools
 import re
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import StrEnum
 
 from rdzv.certificates import read_certificate
 from rdzv.errors import InvalidRequestError, UnauthenticatedError
+from rdzv.structs import struct
 
 
 class Role(StrEnum):
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
 """Names appear in logs, in events, and as names of accounts."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Caller:
     """One caller, with all that its roles imply."""
 

@@ -19,6 +19,7 @@ from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.stores.base import HISTORY_ROWS
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
@@ -248,7 +249,7 @@ def alter(held: Limits | Timings, name: str, value: int) -> None:
     object.__setattr__(held, name, value)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Listen:
     """An address to listen on."""
 
@@ -336,7 +337,7 @@ def default_data_dir() -> Path:
     return Path(state_home).expanduser() / "rdzv"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class TlsFiles:
     """What the server shows to those who connect, and what it asks of them; all in PEM."""
 
@@ -372,7 +373,7 @@ class TlsFiles:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Config:
     """Everything that one rdzvd was started with."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from rdzv.server.config import (
     check_otlp,
     default_data_dir,
 )
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
@@ -52,7 +52,7 @@ _PARTS = {
 """By name, the parts of a `Config` whose fields knobs turn, at their defaults."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Bound:
     """A knob that turns one field, or several alike: `part.field`."""
 

@@ -31,7 +31,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 
 from rdzv.concurrency import single_error
@@ -109,6 +108,7 @@ from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
 from rdzv.server.tokens import Token, Tokens
 from rdzv.stores.base import Record, Store
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.driver")
 

@@ -17,7 +17,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 from rdzv import client
@@ -38,6 +37,7 @@ from rdzv.server.config import Limits, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.messages import NodeSummary
 from rdzv.server.shown import Shown
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.feeds")
 

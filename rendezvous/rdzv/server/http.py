@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -26,6 +25,7 @@ from rdzv.server.metrics import Metrics
 from rdzv.server.page import harmless_headers, page_routes, refusing_strangers
 from rdzv.server.replica import Replica
 from rdzv.server.shown import Shown
+from rdzv.structs import struct
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Serving:
     """What is served."""
 

@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rdzv.core import rendezvous
@@ -39,6 +39,7 @@ from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.jobs")
 
@@ -64,7 +65,7 @@ class Asked:
             self.outcome.set_result(outcome)
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Step:
     """A step that was decided, and is not stored yet."""
 
@@ -111,7 +112,7 @@ class Job:
         return not membership.run or membership.ended is not None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class News:
     """A step that is stored, and of which everyone may now hear."""
 

@@ -5,19 +5,18 @@ Values only. `wire` makes them from protobuf and back; `told` says who is owed w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.core.commands import Command
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import Ended, JobSpec, RoundEnd, Tally
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.stacks import WorkerStack
+from rdzv.structs import struct
 
 # ------------------------------------------------------------------ what nodes say
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Hello:
     """Who opens a stream. What it believes about its jobs follows as `Belief`s."""
 
@@ -42,7 +41,7 @@ class Hello:
     """Set if it is about to leave all its jobs."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Draining:
     """That a node is about to leave all its jobs; with `own` because it wishes so itself."""
 
@@ -53,7 +52,7 @@ class Draining:
     own: bool
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Holding:
     """A submitted job of which something may still be left on the node."""
 
@@ -62,14 +61,14 @@ class Holding:
     gpus: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Holdings:
     """All the submitted jobs of which something may still be left on the node."""
 
     held: tuple[Holding, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Belief:
     """What a node believes about one job, and the commands that say so to its rendezvous."""
 
@@ -82,7 +81,7 @@ class Belief:
     commands: tuple[Command, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RankProgress:
     """How far one worker is."""
 
@@ -94,7 +93,7 @@ class RankProgress:
     """Steps a second over the last while; 0 if it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Progress:
     """How far the workers of one round on a node are; only those that have said anything."""
 
@@ -104,7 +103,7 @@ class Progress:
     ranks: tuple[RankProgress, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogPiece:
     """A piece of what a worker has written. Without data: what follows is of `round`."""
 
@@ -121,7 +120,7 @@ class LogPiece:
     """Why something, or with `last` anything more, does not come."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Hung:
     """All workers of one round on a node that hang; none: none does any more."""
 
@@ -131,7 +130,7 @@ class Hung:
     workers: tuple[HungWorker, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Stacks:
     """What some workers of a node are doing."""
 
@@ -146,7 +145,7 @@ class Stacks:
 # ------------------------------------------------------------------ what nodes are told
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Welcome:
     """The stream is open."""
 
@@ -155,7 +154,7 @@ class Welcome:
     lease_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Lease:
     """The lease has grown."""
 
@@ -163,14 +162,14 @@ class Lease:
     lease_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Heard:
     """The heartbeat of this number was heard."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Joined:
     """The node is admitted to this run of the job."""
 
@@ -179,7 +178,7 @@ class Joined:
     run_number: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Line:
     """A round is complete: the node's own line of it."""
 
@@ -200,7 +199,7 @@ class Line:
     tally: Tally | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundOver:
     """The round is over: its workers are to be stopped."""
 
@@ -210,7 +209,7 @@ class RoundOver:
     end: RoundEnd
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Closed:
     """The run is over and forms no more rounds."""
 
@@ -219,7 +218,7 @@ class Closed:
     ended: Ended
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Refused:
     """What the node asked for is refused, and nothing was changed by it."""
 
@@ -228,7 +227,7 @@ class Refused:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Waiting:
     """Why the node has no workers to run."""
 
@@ -236,7 +235,7 @@ class Waiting:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogPosition:
     """How far the log of one worker has been read. To a node, its own name is not said."""
 
@@ -247,7 +246,7 @@ class LogPosition:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ReadLog:
     """What the node's workers have written is wanted. None: see `rdzv.proto`."""
 
@@ -264,7 +263,7 @@ class ReadLog:
     positions: tuple[LogPosition, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogCredit:
     """The node may send so many more bytes for a request, or none any more."""
 
@@ -273,7 +272,7 @@ class LogCredit:
     cancel: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Placed:
     """The node is to take part in a submitted job."""
 
@@ -282,7 +281,7 @@ class Placed:
     spec: JobSpec
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Withdrawn:
     """The node is not to take part in a submitted job any more."""
 
@@ -291,12 +290,12 @@ class Withdrawn:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LookAgain:
     """An operator has looked at the node: it runs its checks now."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class TakeStacks:
     """What the node's workers of a round are doing is wanted."""
 
@@ -307,7 +306,7 @@ class TakeStacks:
     timeout_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class DrainNode:
     """The node is to leave all its jobs; repeated with what is left of its time."""
 
@@ -316,7 +315,7 @@ class DrainNode:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class UndrainNode:
     """The node may stay."""
 
@@ -344,7 +343,7 @@ Told = (
 # ------------------------------------------------------------------ what operators ask
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogsWanted:
     """Which of a job's logs are wanted. None: all RANKs, the last round."""
 
@@ -362,7 +361,7 @@ class LogsWanted:
 # ------------------------------------------------------------------ what operators see
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class LogLines:
     """A piece of what one worker has written, or a note why something does not come."""
 
@@ -377,7 +376,7 @@ class LogLines:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeJob:
     """A job that a node is in, holds, or was chosen for."""
 
@@ -387,7 +386,7 @@ class NodeJob:
     """placed, holding, or its state within the job."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeSummary:
     """One node, across its jobs."""
 
@@ -420,7 +419,7 @@ class NodeSummary:
     drained_by_operator: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ServerView:
     """One rdzvd of those that share a store."""
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from rdzv.core.events import Event
 from rdzv.core.model import State
 from rdzv.server.messages import RankProgress
 from rdzv.stores.base import Record
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Room:
     """What the nodes have for submitted jobs, and what is left of it."""
 
@@ -29,7 +30,7 @@ class Room:
     """Nodes that leave all their jobs, by how far they are: draining, drained."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Figures:
     """What a server that leads holds at one moment."""
 

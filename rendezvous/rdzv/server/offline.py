@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv.core import rendezvous
@@ -22,12 +21,13 @@ from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
 from rdzv.stores.sqlite import SqliteStore, Survey
 from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data
+from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
 """How long a restore waits to lead: longer than a leader that has died is kept by default."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Found:
     """What a check has found: what is there, and what is wrong with it, for people."""
 

@@ -7,11 +7,10 @@ document at the default limits.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from rdzv import client
@@ -19,13 +18,14 @@ from rdzv.core.model import JobState, NodeState
 from rdzv.ctl import as_json
 from rdzv.errors import ERRORS, InvalidRequestError
 from rdzv.server.config import Limits
+from rdzv.structs import field_names, struct
 
 PREFIX = "/api/v1"
 
 Schema = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Number:
     """A parameter that is a whole number. Without a default it need not be given."""
 
@@ -63,7 +63,7 @@ class Number:
         return {"type": "integer", "minimum": self.least, "maximum": self.most, **default}
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Flag:
     """A parameter that is true or false."""
 
@@ -83,7 +83,7 @@ class Flag:
         return {"type": "boolean", "default": False}
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Name:
     """A parameter that names a job. It may have any characters, percent-encoded."""
 
@@ -103,7 +103,7 @@ class Name:
 Parameter = Number | Flag | Name
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Operation:
     """One thing that can be asked for. `schema` is None where the answer is no JSON."""
 
@@ -341,10 +341,10 @@ def _ref(kind: type, schemas: dict[str, Schema]) -> Schema:
         hints = typing.get_type_hints(kind)
         properties = {}
         schemas[kind.__name__] = {}
-        for one in dataclasses.fields(kind):
-            properties[one.name] = _schema(hints[one.name], schemas)
-            if (states := _KNOWN_STATES.get((kind, one.name))) is not None:
-                properties[one.name] = {"type": "string", "enum": list(states)}
+        for name in field_names(kind):
+            properties[name] = _schema(hints[name], schemas)
+            if (states := _KNOWN_STATES.get((kind, name))) is not None:
+                properties[name] = {"type": "string", "enum": list(states)}
         schemas[kind.__name__] = {
             "type": "object",
             "description": (kind.__doc__ or "").strip().splitlines()[0],
@@ -371,5 +371,4 @@ def _schema(hint: Any, schemas: dict[str, Schema]) -> Schema:
         return _array(_schema(inner[0], schemas))
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(inner[1], schemas)}
-    assert dataclasses.is_dataclass(hint) and isinstance(hint, type), hint
     return _ref(hint, schemas)

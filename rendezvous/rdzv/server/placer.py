@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 
 import msgspec
 
@@ -57,6 +57,7 @@ from rdzv.server.messages import (
 from rdzv.server.meter import Room
 from rdzv.server.quarantine import Quarantine
 from rdzv.server.tasks import Tasks
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.placer")
 
@@ -80,7 +81,7 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
         return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Known:
     """What a node has said of itself."""
 

@@ -6,11 +6,12 @@ again to a server that has started anew. No more is kept than one entry a worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Progress, RankProgress
+from rdzv.structs import replace
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
 from rdzv.core.model import State
 from rdzv.errors import DeniedError
 from rdzv.server.callers import Caller, Role
+from rdzv.structs import struct
 
 
 class Whose(StrEnum):
@@ -24,7 +24,7 @@ class Whose(StrEnum):
     """The node of the caller's name; for `submit`, an rdzvrun of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Row:
     """Which roles open a call (any of them), and to whose things."""
 

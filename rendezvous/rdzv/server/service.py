@@ -14,7 +14,6 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -45,6 +44,7 @@ from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refuse
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
 from rdzv.server.tokens import Token
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -18,6 +17,7 @@ from rdzv.core.stacks import Report
 from rdzv.server.documents import Document
 from rdzv.server.jobs import Jobs
 from rdzv.stores.base import DOCUMENT_BYTES
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.stacks")
 
@@ -33,7 +33,7 @@ class _Document(msgspec.Struct, frozen=True):
     report: Report | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Place:
     """What is known of a place without its stacks."""
 

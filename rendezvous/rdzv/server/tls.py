@@ -15,7 +15,6 @@ import ssl
 import stat
 import sys
 import threading
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import grpc
@@ -23,6 +22,7 @@ import grpc
 from rdzv.certificates import Certificate, Stamp, stamp_of
 from rdzv.errors import InvalidRequestError
 from rdzv.server.config import TlsFiles
+from rdzv.structs import struct
 
 EXPIRY_WARNING = timedelta(days=14)
 
@@ -33,7 +33,7 @@ READS = 3
 log = logging.getLogger("rdzv.server")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Loaded:
     """One state of the files, as it is shown to whoever connects."""
 

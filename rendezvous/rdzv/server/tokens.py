@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +33,7 @@ from rdzv.server.config import DAY_MS, MINUTE_MS
 from rdzv.server.documents import Document, unreadable
 from rdzv.server.jobs import Jobs
 from rdzv.server.tasks import Tasks
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.tokens")
 
@@ -49,7 +49,7 @@ EXPIRED_KEPT_MS = 30 * DAY_MS
 _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Token:
     """A token as it is stored."""
 
@@ -66,7 +66,7 @@ class Token:
         return self.expires_ms is None or now_ms < self.expires_ms
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class _Document:
     format: int = 1
     tokens: tuple[Token, ...] = ()

@@ -24,6 +24,7 @@ from rdzv.ctl.spans import Span, about, spans_of, went_wrong
 from rdzv.errors import RendezvousError
 from rdzv.server.meter import Meter
 from rdzv.stores.base import Record
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.traces")
 
@@ -48,7 +49,7 @@ _NOT_TOLD = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
 Attribute = str | int | Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class TraceSpan:
     """One span, ready to be sent. Its name is the only one of its kind in its trace."""
 

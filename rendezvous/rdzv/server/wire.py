@@ -10,7 +10,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
@@ -94,6 +93,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.tokens import Token
 from rdzv.stores.base import Record
+from rdzv.structs import field_names, replace, struct
 from rdzv.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -130,7 +130,7 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Speaker:
     """Who says something on a stream."""
 
@@ -963,7 +963,7 @@ _Flat = (
 )
 
 _FIELDS = {
-    kind: tuple(field.name for field in fields(kind) if field.name != "tally")
+    kind: tuple(name for name in field_names(kind) if name != "tally")
     for kind in (*get_args(_Flat), LogPosition)
 }
 """Looked up once for each kind, not for each message: a round is told to thousands of nodes. What
@@ -1069,23 +1069,23 @@ def job_status(
         )
         for one in stragglers
     )
-    for field in fields(view):
-        content = getattr(view, field.name)
-        if field.name == "nodes":
+    for name in field_names(type(view)):
+        content = getattr(view, name)
+        if name == "nodes":
             status.nodes.extend(_copied(pb.NodeStatus(), node) for node in content)
-        elif field.name == "last_failure":
+        elif name == "last_failure":
             if content:
                 status.last_failure.CopyFrom(_root_cause(content, now_ms) or pb.RootCause())
-        elif field.name == "submission":
+        elif name == "submission":
             if content is not None:
                 status.submission.CopyFrom(_submission(content, view.jobs_before, now_ms))
-        elif field.name == "jobs_before":
+        elif name == "jobs_before":
             pass
-        elif field.name == "budgets":
+        elif name == "budgets":
             if content is not None:
                 status.budgets.CopyFrom(_copied(pb.Budgets(), content))
         elif content is not None:
-            setattr(status, field.name, content)
+            setattr(status, name, content)
     return status
 
 

@@ -12,7 +12,6 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import BinaryIO, Protocol, runtime_checkable
 
 import msgspec
@@ -26,6 +25,7 @@ from rdzv.errors import (
 )
 from rdzv.stores import codec
 from rdzv.stores.base import Record, Store, Stored, check_document
+from rdzv.structs import struct
 
 FORMAT = 2
 """Raised whenever an older rdzvd would misread a file, or silently drop part of it."""
@@ -86,7 +86,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
     documents: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Summary:
     """What a whole and unchanged file holds."""
 

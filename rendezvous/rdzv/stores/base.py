@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from rdzv.core.model import Membership
@@ -19,6 +18,7 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
+from rdzv.structs import struct
 
 HISTORY_ROWS = 10_000
 """Rows of history kept for each job: months of a calm job, at about 200 bytes a row."""
@@ -47,7 +47,7 @@ class RevisionConflictError(RendezvousError):
     grpc_status = "ABORTED"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Stored:
     """A membership as it was read, and the revision that the next write must name."""
 
@@ -55,7 +55,7 @@ class Stored:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Record:
     """One row of a job's history: an event in the words of the log."""
 

@@ -18,13 +18,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 
 import msgspec
 
 from rdzv.concurrency import single_error
 from rdzv.errors import RendezvousConnectionError
 from rdzv.stores.etcd_client import Created, EtcdClient, Get, KeyValue, Put
+from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")
 
@@ -43,7 +43,7 @@ RESIGN_S = 1.0
 REPLICAS_PER_PAGE = 100
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Fence:
     """The leader key as one term created it; what every write of that term is compared with."""
 
@@ -51,7 +51,7 @@ class Fence:
     create_revision: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Leader:
     """Who leads. Times are by the leader's own clock, for people."""
 
@@ -61,7 +61,7 @@ class Leader:
     """Its number; 0 until it has taken over the store."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Replica:
     """One rdzvd that takes part, whether or not it leads."""
 

@@ -25,6 +25,7 @@ from rdzv.endpoints import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.etcd")
 
@@ -87,7 +88,7 @@ def first_line(file: Path) -> str:
     return line
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class EtcdConfig:
     """How etcd is reached, and where in it rdzv keeps its data."""
 
@@ -220,7 +221,7 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
 # ------------------------------------------------------------------------------------ values
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class KeyValue:
     """One key as it was read. `lease` is 0 if nothing limits its life."""
 
@@ -231,7 +232,7 @@ class KeyValue:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Created:
     """Holds if the key was created at this revision; 0: if it is not there."""
 
@@ -239,7 +240,7 @@ class Created:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Modified:
     """Holds if the key was last written at this revision; 0: if it is not there."""
 
@@ -247,14 +248,14 @@ class Modified:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Get:
     """Read one key."""
 
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Put:
     """Write one key. `lease` limits its life; None leaves the lease that it has."""
 
@@ -263,7 +264,7 @@ class Put:
     lease: int | None = 0
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Delete:
     """Delete one key, or all from it to below `end`."""
 
@@ -274,7 +275,7 @@ class Delete:
 Operation = Get | Put | Delete
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class TxnResult:
     """What a transaction did. `found` has one entry for each `Get` that was executed."""
 
@@ -284,7 +285,7 @@ class TxnResult:
     found: tuple[KeyValue | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Change:
     """What happened to a watched key: `kv` as it is now, None if it was deleted."""
 

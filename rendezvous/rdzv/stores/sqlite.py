@@ -42,6 +42,7 @@ from rdzv.stores.sqlite_file import (
     looking,
     prepare,
 )
+from rdzv.structs import struct
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -62,7 +63,7 @@ _MOST_PROBLEMS = 20
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Survey:
     """What an operator asks of a file."""
 

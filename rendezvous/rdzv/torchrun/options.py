@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from rdzv.endpoints import Endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
 from rdzv.job_options import parse_scale_up
 from rdzv.job_secret import read_secret
+from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials
 
 log = logging.getLogger("rdzv.torchrun")
@@ -45,7 +46,7 @@ KNOWN_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Options:
     """One torchrun's part in a job, as launched."""
 

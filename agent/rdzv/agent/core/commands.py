@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.agent.core.model import Assignment, Leaving, Outcome, WorkerFailure
 from rdzv.core.model import UNMOVED, Moved
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SayJoin:
     """Ask for a place in the next round; the driver adds the offer, with a fresh store port."""
 
@@ -20,7 +19,7 @@ class SayJoin:
     moved: Moved = UNMOVED
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SayFailed:
     """Report failed workers."""
 
@@ -29,7 +28,7 @@ class SayFailed:
     failures: tuple[WorkerFailure, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SaySucceeded:
     """Report that all workers exited 0."""
 
@@ -37,7 +36,7 @@ class SaySucceeded:
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SayLeave:
     """Say that the node leaves; with `left_round`, that its workers are gone."""
 
@@ -46,7 +45,7 @@ class SayLeave:
     left_round: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SayStuck:
     """Report workers that survive SIGKILL."""
 
@@ -55,7 +54,7 @@ class SayStuck:
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class SayStoreHostFailed:
     """Report that the round's store is not served."""
 
@@ -64,14 +63,14 @@ class SayStoreHostFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StartWorkers:
     """Start the local worker group, and the round's store host if this node serves it."""
 
     assignment: Assignment
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StopWorkers:
     """End every process of the round: the signal, then SIGKILL after `grace_ms`.
 
@@ -83,7 +82,7 @@ class StopWorkers:
     signum: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NotifyWorkers:
     """Tell the workers of the round that the node leaves in `left_ms`, in the job's notice file.
 
@@ -96,21 +95,21 @@ class NotifyWorkers:
     signum: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class TakeBackNotice:
     """Have no notice file any more: whoever has not read it yet is not to."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StopStoreHost:
     """End the round's store host."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Exit:
     """It is over for this node: tell the user, and exit."""
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rdzv.agent.core.model import Assignment, NodeFailure
 from rdzv.core.model import UNMOVED, Cause, Moved, Result
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ServerConnected:
     """The server has welcomed this node and heard what it believes."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class ServerLost:
     """The stream to the server ended, or could not be opened."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Joined:
     """The server has admitted this node to a run of the job."""
 
@@ -28,14 +27,14 @@ class Joined:
     run_number: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundCompleted:
     """A round that this node takes part in is complete."""
 
     assignment: Assignment
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RoundEnded:
     """A round is over."""
 
@@ -46,7 +45,7 @@ class RoundEnded:
     broken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Unhealthy:
     """The node was looked at after the round had ended by its failure, and is not well."""
 
@@ -54,7 +53,7 @@ class Unhealthy:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunClosed:
     """The run is closed and forms no more rounds."""
 
@@ -66,7 +65,7 @@ class RunClosed:
     no_progress: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Refused:
     """The server refuses what this node wants, for good."""
 
@@ -74,7 +73,7 @@ class Refused:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerExited:
     """A worker has exited; `age_ms` ago it failed, if it did."""
 
@@ -88,7 +87,7 @@ class WorkerExited:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StartFailed:
     """The workers of a round could not be started."""
 
@@ -96,7 +95,7 @@ class StartFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersGone:
     """No process of the round is left on the node, but for its store host."""
 
@@ -104,7 +103,7 @@ class WorkersGone:
     moved: Moved = UNMOVED
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkersStuck:
     """Processes of the round survive SIGKILL."""
 
@@ -112,7 +111,7 @@ class WorkersStuck:
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Fenced:
     """The server was not proven to hear this node for `fence_after_ms`: its workers are killed.
 
@@ -123,14 +122,14 @@ class Fenced:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StoreHostReady:
     """The c10d store of the round is served."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class StoreHostExited:
     """The store host of the round has exited."""
 
@@ -138,14 +137,14 @@ class StoreHostExited:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class RunnerLost:
     """This node can not start workers any more; those it had, and all they left, are gone."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Signalled:
     """The agent was told to end by a signal."""
 
@@ -153,7 +152,7 @@ class Signalled:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Withdrawn:
     """The server takes back that it has chosen this node for the run."""
 
@@ -161,7 +160,7 @@ class Withdrawn:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NoticeGiven:
     """The node is to be empty in `left_ms`: its workers are told, and it leaves when they exit.
 
@@ -172,12 +171,12 @@ class NoticeGiven:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NoticeLifted:
     """The node may stay after all. Workers that have been told can not be told otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Ticked:
     """Time has passed."""
 

@@ -7,9 +7,8 @@ a worker silent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from rdzv.core.hangs import HangTimeout
+from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000
 """What is learned is never less: a worker may well pause for a moment that it has not shown yet."""
@@ -25,7 +24,7 @@ AUTO_LONGEST_MS = 30 * 60_000
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Look:
     """What is seen of a worker at one moment."""
 
@@ -37,7 +36,7 @@ class Look:
     """How often it has been switched away from so far: one that sleeps on does not change it."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Vigil:
     """What is known of one worker in one round."""
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rdzv.agent.core.commands import (
     Command,
@@ -58,6 +58,7 @@ from rdzv.agent.core.model import (
     WorkerFailure,
 )
 from rdzv.core.model import UNMOVED, LeaveCause, Result
+from rdzv.structs import replace, struct
 
 EXIT_SUCCESS = 0
 EXIT_FAILED = 1
@@ -88,7 +89,7 @@ _DENIED = ("DeniedError", "UnauthenticatedError")
 """Refusals of who calls, and not of what is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Transition:
     """The next state, what to do, in order, and when to tick at the latest."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings, Tally
+from rdzv.structs import struct
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Job:
     """What the decisions about a job need to know of its launch."""
 
@@ -42,7 +43,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Assignment:
     """This node's line of a complete round: all it needs to start its workers."""
 
@@ -69,7 +70,7 @@ class Assignment:
         return self.use_agent_store and self.group_rank == 0
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class WorkerFailure:
     """One of this node's workers that failed, at the agent's own time."""
 
@@ -83,7 +84,7 @@ class WorkerFailure:
     at_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class NodeFailure:
     """A failed worker of any node, as the server tells of it."""
 
@@ -98,7 +99,7 @@ class NodeFailure:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Leaving:
     """Why the node leaves the job, and what its agent exits with."""
 
@@ -109,7 +110,7 @@ class Leaving:
     """All workers exited 0 after they were given notice: they may have left, or have been done."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Notice:
     """That the node is about to leave, as its workers were told."""
 
@@ -123,7 +124,7 @@ class Notice:
     """When the last of the workers exited, if all did with 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class Outcome:
     """How it ended for this node: what to exit with, and what to tell the user."""
 
@@ -134,7 +135,7 @@ class Outcome:
     """The job's result, where it is known."""
 
 
-@dataclass(frozen=True, slots=True)
+@struct(frozen=True)
 class AgentState:
     """One job on one node."""
 

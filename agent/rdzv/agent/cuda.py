@@ -1,0 +1,66 @@
+"""Asks the CUDA driver for its GPUs, as a process of its own: `python -I -S cuda.py LIBRARY`.
+
+There it reads the environment of the job, and its threads, its device files and its crashes are
+nobody else's. It is run by path, with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+_CUDA_ERROR_NO_DEVICE = 100
+_MAX_ADDRESS_BYTES = 32
+
+
+class _CudaError(Exception):
+    """The CUDA driver answered with an error."""
+
+
+def cuda_gpus(driver: Any) -> list[str]:
+    """Return the PCI addresses of the GPUs that the CUDA driver API shows to this process.
+
+    No context is made: no GPU memory is taken, and a GPU in exclusive use may be asked about.
+    """
+
+    def call(name: str, *args: object) -> int:
+        code = int(getattr(driver, name)(*args))
+        if code not in (0, _CUDA_ERROR_NO_DEVICE):
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            raise _CudaError(f"{name}: {(text.value or b'unknown').decode()} (error {code})")
+        return code
+
+    if call("cuInit", 0) == _CUDA_ERROR_NO_DEVICE:
+        return []
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    addresses: list[str] = []
+    for index in range(count.value):
+        device = ctypes.c_int()
+        call("cuDeviceGet", ctypes.byref(device), index)
+        address = ctypes.create_string_buffer(_MAX_ADDRESS_BYTES)
+        call("cuDeviceGetPCIBusId", address, _MAX_ADDRESS_BYTES, device)
+        addresses.append(address.value.decode())
+    return addresses
+
+
+def print_cuda_gpus(library: str) -> None:
+    """Print what CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
+    answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # Whatever the driver prints is no part of the answer.
+        try:
+            answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
+        except OSError as error:
+            answer["why_none"] = f"the CUDA driver can not be loaded ({error})"
+        except (_CudaError, AttributeError) as error:
+            answer["failure"] = f"{library}: {error}"
+        out.write(f"{json.dumps(answer)}\n")
+
+
+if __name__ == "__main__":
+    print_cuda_gpus(sys.argv[1])

@@ -1,0 +1,101 @@
+"""Structs: values that never change, and are equal where all that they hold is equal.
+
+    @struct(frozen=True)
+    class Seat:
+        rank: int
+        labels: Mapping[str, str] = field(default_factory=dict)
+
+A type checker takes `struct` for `dataclasses.dataclass` and `replace` for `dataclasses.replace`,
+and checks what is done with them as well. At run time this is a `msgspec.Struct`. There are some
+350 of them: a dataclass takes 0.4 ms to make, since it compiles six functions, and all of them took
+a third of the time in which rdzvrun starts its workers. A struct takes 0.01 ms; and each of its
+instances is made, compared and replaced several times as fast.
+
+A field may have a default, or a factory of one; `repr=False` if it holds a secret; `compare=False`
+if equal ones may differ in it. What changes is a dataclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct, StructMeta
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as struct
+    from dataclasses import replace
+else:
+    from msgspec.structs import replace
+
+    def struct(
+        *, frozen: bool = False, order: bool = False, kw_only: bool = False
+    ) -> Callable[[type], type]:
+        """Make a class a struct; `frozen` must be said, for a type checker hears it."""
+        if not frozen:
+            raise TypeError("a struct never changes: say frozen=True, or make it a dataclass")
+        return lambda cls: _struct(cls, order=order, kw_only=kw_only)
+
+
+__all__ = ["as_dict", "field_names", "replace", "struct"]
+
+
+def field_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a struct's fields, in order."""
+    assert isinstance(kind, StructMeta), kind
+    return kind.__struct_fields__
+
+
+def as_dict(value: Any) -> Any:
+    """Return a struct, and all structs in it, as dicts; containers are copied, as by `asdict`."""
+    if isinstance(value, Struct):
+        return {name: as_dict(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list | tuple):
+        return type(value)(as_dict(one) for one in value)
+    if isinstance(value, dict):
+        return {as_dict(key): as_dict(one) for key, one in value.items()}
+    return value
+
+
+def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
+    if isinstance(cls, StructMeta):  # Its base is a struct, so it was made as one.
+        return cls
+    named = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
+    fields = {n: v for n, v in named.items() if isinstance(v, Field)}
+    named |= {name: _field(content) for name, content in fields.items()}
+    if hidden := [name for name, content in fields.items() if not content.repr]:
+        named["__repr__"] = _repr_without(hidden)
+    if ignored := [name for name, content in fields.items() if not content.compare]:
+        named["__eq__"], named["__hash__"] = _comparison_without(ignored)
+    bases = (Struct, *(base for base in cls.__bases__ if base is not object))
+    return StructMeta(cls.__name__, bases, named, frozen=True, order=order, kw_only=kw_only)
+
+
+def _field(content: Field[Any]) -> Any:
+    """Return what a dataclass says of a field in msgspec's words."""
+    if content.default_factory is not MISSING:
+        return msgspec.field(default_factory=content.default_factory)
+    return msgspec.field() if content.default is MISSING else msgspec.field(default=content.default)
+
+
+def _repr_without(hidden: Sequence[str]) -> Callable[[Struct], str]:
+    def shown(one: Struct) -> str:
+        told = (name for name in one.__struct_fields__ if name not in hidden)
+        fields = (f"{name}={getattr(one, name)!r}" for name in told)
+        return f"{type(one).__qualname__}({', '.join(fields)})"
+
+    return shown
+
+
+def _comparison_without(ignored: Sequence[str]) -> tuple[Callable[..., Any], Callable[..., int]]:
+    def compared(one: Struct) -> tuple[object, ...]:
+        return tuple(getattr(one, name) for name in one.__struct_fields__ if name not in ignored)
+
+    def equal(one: Struct, other: object) -> Any:
+        if type(other) is not type(one):
+            return NotImplemented
+        return compared(one) == compared(other)
+
+    return equal, lambda one: hash(compared(one))
