@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -132,6 +133,12 @@ async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
         assert caplog.messages[-1] == (
             f"the last traces are dropped: {collector.url}/v1/traces does not take them"
         )
+        # Its threads, which roll dice for their next attempt, are not to outlive the test.
+        collector.answers.set()
+        for thread in threading.enumerate():
+            if thread.name == "otlp-close":
+                await asyncio.to_thread(thread.join, 100)
+                assert not thread.is_alive()
 
 
 async def test_a_variable_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
