@@ -61,6 +61,8 @@ def as_dict(value: Any) -> Any:
 
 def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
     if isinstance(cls, StructMeta):  # Its base is a struct, so it was made as one.
+        if any(isinstance(default, Field) for default in cls.__struct_defaults__):
+            raise TypeError(f"{cls.__qualname__} extends a struct: it may have plain defaults only")
         return cls
     named = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
     fields = {n: v for n, v in named.items() if isinstance(v, Field)}

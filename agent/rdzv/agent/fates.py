@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import field
 
 from rdzv.agent.core.model import Assignment, Outcome
 from rdzv.structs import replace, struct
@@ -85,4 +84,4 @@ class LocalRound:
 class NodeOutcome(Outcome):
     """How a job ended for this node, with what became of its last workers."""
 
-    workers: tuple[WorkerFate, ...] = field(default=())
+    workers: tuple[WorkerFate, ...] = ()

@@ -8,7 +8,6 @@ older one had kept: what is new has a default, and what is not known any more is
 from __future__ import annotations
 
 import json
-from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +81,7 @@ class KeptState:
     offer: Offer
     joined: bool = False
     stop: KeptStop | None = None
-    outputs: tuple[KeptOutput, ...] = field(default=())
+    outputs: tuple[KeptOutput, ...] = ()
     """Those of the last round, by LOCAL_RANK."""
     progress_folder: str | None = None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
 from rdzv import client
@@ -116,7 +115,7 @@ class Operation:
     media_type: str = "application/json"
     of: str = ""
     """What a name in the path is of: job, node."""
-    refuses: tuple[int, ...] = field(default=())
+    refuses: tuple[int, ...] = ()
     """Statuses beside those that all have."""
 
 

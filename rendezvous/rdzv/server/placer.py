@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import field
 
 import msgspec
 
@@ -87,7 +86,7 @@ class _Known:
 
     version: str
     resources: Resources | None
-    holdings: tuple[Holding, ...] = field(default=())
+    holdings: tuple[Holding, ...] = ()
     metrics: str = ""
     """Where its agent answers /metrics; empty: nowhere."""
     failing: tuple[FailingCheck, ...] = ()
