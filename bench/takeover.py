@@ -44,7 +44,8 @@ from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
 from processes import BIN, Rdzvd
 from simulated import SimulatedNode, simulated, until
 
-from rdzv.client import ControlClient, Endpoint, Server
+from rdzv.answers import Server
+from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import RendezvousError
 from rdzv.stream import BACKOFF
 

@@ -1,6 +1,6 @@
 """What a node's stream to rdzvd needs, whichever agent opens it: options, attempts, what failed.
 
-No value that is only shown to people is here: those are in `rdzv.client`.
+No value that is only shown to people is here: those are in `rdzv.answers`.
 """
 
 from __future__ import annotations

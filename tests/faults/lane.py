@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from rdzv.client import ControlClient, Event, JobStatus, parse_endpoints
+from rdzv.answers import Event, JobStatus
+from rdzv.client import ControlClient, parse_endpoints
 from rdzv.errors import RendezvousError
 from tests.faults import history, sources
 from tests.faults.errors import StuckError

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rdzv.client import Event
+from rdzv.answers import Event
 from tests.faults.history import (
     Announced,
     Place,

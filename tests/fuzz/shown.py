@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from rdzv import client
+from rdzv import answers
 from rdzv.ctl import as_text, as_text_access, as_text_nodes, explain, live, trace
 from rdzv.ctl import stacks as stacks_text
 from rdzv.ctl.layout import Page
@@ -31,7 +31,7 @@ _WIDE = Page(width=None, colour=False, now_s=1_000.0)
 
 
 def _status(message: Any) -> Iterator[str]:
-    job = client.job_status_of(message)
+    job = answers.job_status_of(message)
     for page in (_NARROW, _WIDE):
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
@@ -41,28 +41,28 @@ def _status(message: Any) -> Iterator[str]:
 
 
 def _jobs(message: Any) -> Iterator[str]:
-    yield as_text.jobs("h:1", [client.job_summary_of(one) for one in message.jobs], _NARROW)
+    yield as_text.jobs("h:1", [answers.job_summary_of(one) for one in message.jobs], _NARROW)
 
 
 def _events(message: Any) -> Iterator[str]:
-    found = [client.event_of(one) for one in message.events]
+    found = [answers.event_of(one) for one in message.events]
     yield as_text.events("j", found, _NARROW)
     yield as_text_access.audit(found, _NARROW)
 
 
 def _nodes(message: Any) -> Iterator[str]:
-    found = [client.node_of(one) for one in message.nodes]
+    found = [answers.node_of(one) for one in message.nodes]
     yield as_text_nodes.nodes("h:1", found, _NARROW)
     yield from (as_text_nodes.node(one, _NARROW) for one in found)
 
 
 def _stacks(message: Any) -> Iterator[str]:
     for raw in (False, True):
-        yield stacks_text.text(client.stack_report_of(message), _NARROW, raw=raw)
+        yield stacks_text.text(answers.stack_report_of(message), _NARROW, raw=raw)
 
 
 def _servers(message: Any) -> Iterator[str]:
-    yield as_text.servers([client.server_of(one) for one in message.servers], _NARROW)
+    yield as_text.servers([answers.server_of(one) for one in message.servers], _NARROW)
 
 
 _SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {
@@ -106,7 +106,7 @@ def _take(steps: Input) -> None:
         except DecodeError:
             continue
         if kind == _LINE:
-            printer.take(client.log_lines_of(message))
+            printer.take(answers.log_lines_of(message))
             continue
         for text in _SHOWN[kind](message):
             check_text(f"what is shown of {kind}", text)

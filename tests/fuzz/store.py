@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from rdzv.answers import job_status_of
 from rdzv.c10d.facade import _Answer, _decoded
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.c10d.watch import Watch
-from rdzv.client import job_status_of
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
 from rdzv.server import wire

@@ -16,7 +16,8 @@ from typing import Any
 
 from ports import free_port
 
-from rdzv.client import ControlClient, JobStatus, parse_endpoints
+from rdzv.answers import JobStatus
+from rdzv.client import ControlClient, parse_endpoints
 from rdzv.errors import RendezvousError
 from rdzv.transport import PLAIN
 

@@ -11,7 +11,8 @@ from cluster import BIN, Cluster
 from etcd_cluster import EtcdCluster
 from ports import free_ports
 
-from rdzv.client import ControlClient, Server, parse_endpoint
+from rdzv.answers import Server
+from rdzv.client import ControlClient, parse_endpoint
 from rdzv.errors import RendezvousConnectionError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, cluster
 
-from rdzv.client import JobStatus
+from rdzv.answers import JobStatus
 from rdzv.errors import RendezvousError
 
 LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0")

@@ -18,7 +18,8 @@ from cluster import BIN, WORKERS, Cluster, Node, alive, cluster
 from made_up_gpus import environ_with_gpus
 
 from rdzv import flags, job_options
-from rdzv.client import ControlClient, JobStatus, parse_endpoints
+from rdzv.answers import JobStatus
+from rdzv.client import ControlClient, parse_endpoints
 from rdzv.core.model import JobSpec
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, Node, alive, cluster
 
-from rdzv.client import ControlClient, Event, parse_endpoint
+from rdzv.answers import Event
+from rdzv.client import ControlClient, parse_endpoint
 
 
 @pytest.fixture(name="c")

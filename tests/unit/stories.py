@@ -10,7 +10,7 @@ from test_driver import join, settle
 from test_metrics import Scraped, history, scraped
 from test_small_scope import SETTINGS
 
-from rdzv.client import Event, JobStatus, _event, _job_status
+from rdzv.answers import Event, JobStatus, event_of, job_status_of
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
@@ -40,8 +40,8 @@ async def told(
         view = await s.driver.status(rdzv_id)
         rows = await s.driver.history(rdzv_id, limit)
         progress = s.driver.progress(rdzv_id)
-    status = _job_status(wire.job_status(view, now_ms, progress))
-    return Told(status, tuple(_event(wire.event_row(row)) for row in rows), now_ms)
+    status = job_status_of(wire.job_status(view, now_ms, progress))
+    return Told(status, tuple(event_of(wire.event_row(row)) for row in rows), now_ms)
 
 
 async def crashing(s: Scraped, rounds: int = 20) -> None:

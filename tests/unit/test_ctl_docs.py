@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv import client
+from rdzv import answers
 from rdzv.core.model import JobSpec, Settings
 from rdzv.ctl import submit
 from rdzv.ctl.__main__ import rdzvctl
@@ -39,23 +39,33 @@ def test_every_flag_that_is_refused_is_there(dest: str) -> None:
         (
             "A job",
             (
-                *(client.JobStatus, client.NodeStatus, client.LastFailure, client.WorkerFailure),
                 *(
-                    client.RankProgress,
-                    client.Straggler,
-                    client.Submission,
-                    client.DeclinedNode,
-                    client.Budgets,
+                    answers.JobStatus,
+                    answers.NodeStatus,
+                    answers.LastFailure,
+                    answers.WorkerFailure,
+                ),
+                *(
+                    answers.RankProgress,
+                    answers.Straggler,
+                    answers.Submission,
+                    answers.DeclinedNode,
+                    answers.Budgets,
                 ),
             ),
         ),
-        ("A job's line", (client.JobSummary,)),
-        ("A node", (client.Node, client.Resources, client.Gpu, client.NodeJob)),
+        ("A job's line", (answers.JobSummary,)),
+        ("A node", (answers.Node, answers.Resources, answers.Gpu, answers.NodeJob)),
         (
             "Stacks",
             (
-                *(client.StackReport, client.StackGroup, client.WorkerStack, client.ThreadStack),
-                *(client.StackFrame, client.SilentNode),
+                *(
+                    answers.StackReport,
+                    answers.StackGroup,
+                    answers.WorkerStack,
+                    answers.ThreadStack,
+                ),
+                *(answers.StackFrame, answers.SilentNode),
             ),
         ),
         ("What would be submitted", (Settings, JobSpec)),

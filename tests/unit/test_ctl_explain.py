@@ -13,7 +13,7 @@ from stories import STORIES, crashing, many_nodes, told
 from test_ctl import control, server  # noqa: F401
 from test_metrics import history
 
-from rdzv.client import Event
+from rdzv.answers import Event
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.explain import FIRST, LAST, explain
 from rdzv.structs import replace

@@ -7,7 +7,7 @@ import typing
 import pytest
 from test_driver import every_event
 
-from rdzv.client import Event
+from rdzv.answers import Event
 from rdzv.core import events
 from rdzv.core.model import Cause
 from rdzv.ctl import life

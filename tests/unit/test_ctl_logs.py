@@ -15,7 +15,8 @@ import pytest
 from fake_control import FakeControl, serving
 
 from rdzv import client as client_module
-from rdzv.client import ControlClient, LogLines, parse_endpoint
+from rdzv.answers import LogLines
+from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import logs
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.logs import Printer

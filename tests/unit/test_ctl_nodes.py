@@ -19,7 +19,8 @@ from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
 import rdzv.ctl.__main__
-from rdzv.client import ControlClient, Server, parse_endpoint
+from rdzv.answers import Server
+from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text, as_text_nodes
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page

@@ -20,7 +20,8 @@ from fake_control import FakeControl, serving
 from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
 
 import rdzv.client
-from rdzv.client import ControlClient, JobStatus, parse_endpoint
+from rdzv.answers import JobStatus
+from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page

@@ -82,7 +82,7 @@ RULES = (
         never=of("rdzv.v1"),
         but=of(
             *("server/service.py", "server/wire.py", "server/__main__.py"),
-            *("client.py", "stream.py", "tallies.py"),
+            *("answers.py", "client.py", "stream.py", "tallies.py"),
             # The agent's driver and node only pass on what its wire has made.
             *("agent/wire.py", "agent/server_link.py", "agent/driver.py", "agent/node.py"),
             *("torchrun/*.py", "torchrun.py"),

@@ -13,7 +13,8 @@ from control_samples import running as running_sample
 from fake_control import FakeControl, serving
 from test_driver import FakeClock, Server, read, running, server, settle
 
-from rdzv.client import ControlClient, JobStatus, RankProgress, parse_endpoint
+from rdzv.answers import JobStatus, RankProgress
+from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
 from rdzv.core.explain import JobView
 from rdzv.core.model import LeaveCause

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 from fake_control import FakeControl
 
-from rdzv.client import Event
+from rdzv.answers import Event
 from rdzv.v1 import rdzv_pb2 as pb
 
 NOON_S = 1_700_049_600.0

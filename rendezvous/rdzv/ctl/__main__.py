@@ -27,7 +27,8 @@ from rdzv.version import VERSION
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from rdzv.client import ControlClient, Event
+    from rdzv.answers import Event
+    from rdzv.client import ControlClient
     from rdzv.transport import Credentials
 
 _PROGRAM = "rdzvctl"

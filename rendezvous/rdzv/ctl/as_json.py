@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from rdzv.client import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
+from rdzv.answers import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
 from rdzv.core.model import JobSpec, Settings
 from rdzv.structs import as_dict
 

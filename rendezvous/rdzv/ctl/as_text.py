@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rdzv.client import (
+from rdzv.answers import (
     OWN_BACKEND,
     Event,
     JobStatus,

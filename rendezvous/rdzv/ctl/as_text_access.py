@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rdzv.client import Event, Token
+from rdzv.answers import Event, Token
 from rdzv.core.words import duration
 from rdzv.ctl.layout import Cell, Page
 from rdzv.errors import InvalidRequestError

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rdzv.client import Gpu, Node
+from rdzv.answers import Gpu, Node
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Page, harmless
 

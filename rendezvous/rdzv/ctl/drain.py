@@ -12,7 +12,8 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from rdzv.client import ControlClient, JobStatus, Node
+from rdzv.answers import JobStatus, Node
+from rdzv.client import ControlClient
 from rdzv.core.words import duration
 from rdzv.ctl.layout import harmless
 from rdzv.errors import (

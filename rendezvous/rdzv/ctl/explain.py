@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rdzv.client import Event, JobStatus, NodeStatus
+from rdzv.answers import Event, JobStatus, NodeStatus
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Page
 from rdzv.ctl.life import Round, Run, following, name_present, runs_of, words

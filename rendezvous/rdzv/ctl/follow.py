@@ -7,7 +7,8 @@ import threading
 
 import click
 
-from rdzv.client import ControlClient, JobStatus
+from rdzv.answers import JobStatus
+from rdzv.client import ControlClient
 from rdzv.ctl.layout import harmless
 from rdzv.ctl.logs import show
 from rdzv.ctl.watch import EXIT_CODES, exit_code, watching

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rdzv.client import Event, JobStatus
+from rdzv.answers import Event, JobStatus
 
 _NODE = r"(?P<node>\S+)"
 _ROUND = r"round (?P<round>\d+)"

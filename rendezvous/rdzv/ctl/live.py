@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from rdzv.client import Event, JobStatus
+from rdzv.answers import Event, JobStatus
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Page

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import click
 
-from rdzv.client import LogLines
+from rdzv.answers import LogLines
 from rdzv.ctl.layout import harmless
 from rdzv.errors import InvalidRequestError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rdzv.client import StackReport, WorkerStack
+from rdzv.answers import StackReport, WorkerStack
 from rdzv.core.stacks import ranks_text
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Page

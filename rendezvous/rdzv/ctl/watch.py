@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 
 import click
 
-from rdzv.client import ControlClient, Event, JobStatus
+from rdzv.answers import Event, JobStatus
+from rdzv.client import ControlClient
 from rdzv.ctl import as_json, as_text, live
 from rdzv.ctl.layout import harmless, page_for
 from rdzv.errors import RendezvousError

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from rdzv.client import LogLines
+from rdzv.answers import LogLines
 from rdzv.ctl import as_json
 from rdzv.ctl.logs import Printer
 from rdzv.errors import (

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from rdzv import client
+from rdzv import answers
 from rdzv.concurrency import single_error
 from rdzv.core.explain import JobView
 from rdzv.ctl import as_json
@@ -204,7 +204,7 @@ class Feed:
         raise NotImplementedError
 
 
-def _ageless_job(summary: client.JobSummary) -> object:
+def _ageless_job(summary: answers.JobSummary) -> object:
     return replace(summary, state_age_ms=0)
 
 
@@ -244,7 +244,7 @@ class FleetFeed(Feed):
 
     async def _tell_all_jobs(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
         self._watched = {view.rdzv_id for view in self._answers.all_watched()}
-        rows, seen = list[client.JobSummary](), set[str]()
+        rows, seen = list[answers.JobSummary](), set[str]()
         async for view in self._answers.views():
             if view.rdzv_id not in seen:
                 seen.add(view.rdzv_id)
@@ -275,7 +275,7 @@ class FleetFeed(Feed):
         await self._put(old, "jobs", as_json.jobs, [row for row in rows if self._is_news(row)])
         self._tell_gone(old, "jobs", self._jobs, self._jobs.keys() - gone)
 
-    def _is_news(self, row: client.JobSummary) -> bool:
+    def _is_news(self, row: answers.JobSummary) -> bool:
         content = _ageless_job(row)
         if self._jobs.get(row.rdzv_id) == content:
             return False
@@ -292,7 +292,7 @@ class FleetFeed(Feed):
         self._tell_gone(old, "nodes", self._nodes, contents.keys())
         self._nodes = contents
 
-    async def _shown(self, summaries: Sequence[NodeSummary]) -> list[client.Node]:
+    async def _shown(self, summaries: Sequence[NodeSummary]) -> list[answers.Node]:
         found = []
         for part in _parts(summaries, SLICE):
             found += [self._answers.node_of(summary) for summary in part]

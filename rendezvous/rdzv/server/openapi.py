@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from rdzv import client
+from rdzv import answers
 from rdzv.core.model import JobState, NodeState
 from rdzv.ctl import as_json
 from rdzv.errors import ERRORS, InvalidRequestError
@@ -215,17 +215,17 @@ def document(limits: Limits) -> Schema:
     """Return the OpenAPI document."""
     schemas: dict[str, Schema] = {}
     for name, fields in (
-        ("Jobs", {"jobs": _array(_ref(client.JobSummary, schemas))}),
+        ("Jobs", {"jobs": _array(_ref(answers.JobSummary, schemas))}),
         (
             "Events",
-            {"rdzv_id": {"type": "string"}, "events": _array(_ref(client.Event, schemas))},
+            {"rdzv_id": {"type": "string"}, "events": _array(_ref(answers.Event, schemas))},
         ),
-        ("Nodes", {"nodes": _array(_ref(client.Node, schemas))}),
-        ("Servers", {"servers": _array(_ref(client.Server, schemas))}),
+        ("Nodes", {"nodes": _array(_ref(answers.Node, schemas))}),
+        ("Servers", {"servers": _array(_ref(answers.Server, schemas))}),
     ):
         schemas[name] = _document(fields)
-    _ref(client.JobStatus, schemas)
-    _ref(client.StackReport, schemas)
+    _ref(answers.JobStatus, schemas)
+    _ref(answers.StackReport, schemas)
     for name in ("JobStatus", "Node", "StackReport"):
         # What stands alone is a document; within another it has no version of its own.
         if name == "Node":
@@ -327,10 +327,10 @@ def _array(items: Schema) -> Schema:
 
 
 _KNOWN_STATES = {
-    (client.JobStatus, "state"): tuple(str(state) for state in JobState),
-    (client.JobSummary, "state"): tuple(str(state) for state in JobState),
-    (client.NodeStatus, "state"): tuple(str(state) for state in NodeState),
-    (client.Node, "state"): ("connected", "away", "gone"),
+    (answers.JobStatus, "state"): tuple(str(state) for state in JobState),
+    (answers.JobSummary, "state"): tuple(str(state) for state in JobState),
+    (answers.NodeStatus, "state"): tuple(str(state) for state in NodeState),
+    (answers.Node, "state"): ("connected", "away", "gone"),
 }
 
 

@@ -1,7 +1,7 @@
 """What is asked by HTTP of jobs, nodes and servers, answered as rdzvctl has it.
 
-The values are those of `rdzv.client`, by way of the messages that rdzvctl gets: so what is answered
-by HTTP can not differ from what rdzvctl shows.
+The values are those of `rdzv.answers`, by way of the messages that rdzvctl gets: so what is
+answered by HTTP can not differ from what rdzvctl shows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from rdzv import client
+from rdzv import answers
 from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
 from rdzv.server import wire
@@ -21,34 +21,34 @@ from rdzv.server.messages import LogsWanted, NodeSummary
 class Shown(Answers):
     """Answers for one server, as values of the client."""
 
-    async def status(self, asked: str) -> client.JobStatus:
+    async def status(self, asked: str) -> answers.JobStatus:
         """Show one job; raises as `view`."""
         return self.status_of(await self.view(asked))
 
-    def status_of(self, view: JobView) -> client.JobStatus:
+    def status_of(self, view: JobView) -> answers.JobStatus:
         """Show a job of which the server has this view."""
         progress = self.replica.driver.progress(view.rdzv_id)
         stragglers = self.replica.driver.stragglers(view.rdzv_id)
         status = wire.job_status(view, self.clock.now_ms(), progress, stragglers)
-        return client.job_status_of(status)
+        return answers.job_status_of(status)
 
-    def summary_of(self, view: JobView) -> client.JobSummary:
+    def summary_of(self, view: JobView) -> answers.JobSummary:
         """Show a job as one line."""
         hangs = self.replica.driver.hangs(view.rdzv_id)
-        return client.job_summary_of(wire.job_summary(view, hangs))
+        return answers.job_summary_of(wire.job_summary(view, hangs))
 
-    async def jobs(self) -> list[client.JobSummary]:
+    async def jobs(self) -> list[answers.JobSummary]:
         """Show every job as one line, by name."""
         async with aclosing(self.views()) as views:
             found = [self.summary_of(view) async for view in views]
         return sorted(found, key=lambda job: job.rdzv_id)
 
-    async def events(self, asked: str, limit: int) -> list[client.Event]:
+    async def events(self, asked: str, limit: int) -> list[answers.Event]:
         """Show a job's newest events, oldest first; 0: as many as the server sees fit."""
         rows = await self.history(asked, wire.history_limit(limit, self.limits))
-        return [client.event_of(wire.event_row(row)) for row in rows]
+        return [answers.event_of(wire.event_row(row)) for row in rows]
 
-    async def kept_stacks(self, asked: str, number: int | None) -> client.StackReport:
+    async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
         """Show what a job's workers did when a round of it hung, the last one or this one.
 
         Raises:
@@ -61,7 +61,7 @@ class Shown(Answers):
         now_ms = self.clock.now_ms()
         # It may be a megabyte, for which no node is to wait.
         return await asyncio.to_thread(
-            lambda: client.stack_report_of(wire.stack_report(report, now_ms))
+            lambda: answers.stack_report_of(wire.stack_report(report, now_ms))
         )
 
     def summaries(self) -> list[NodeSummary]:
@@ -69,11 +69,11 @@ class Shown(Answers):
         return list(self.replica.driver.nodes())
 
     @staticmethod
-    def node_of(summary: NodeSummary) -> client.Node:
+    def node_of(summary: NodeSummary) -> answers.Node:
         """Show a node of which the server has this summary."""
-        return client.node_of(wire.node_summary(summary))
+        return answers.node_of(wire.node_summary(summary))
 
-    async def nodes(self) -> list[client.Node]:
+    async def nodes(self) -> list[answers.Node]:
         """Show every node."""
         found = []
         for number, summary in enumerate(self.summaries(), 1):
@@ -82,7 +82,7 @@ class Shown(Answers):
                 await asyncio.sleep(0)
         return found
 
-    async def node(self, asked: str) -> client.Node:
+    async def node(self, asked: str) -> answers.Node:
         """Show one node.
 
         Raises:
@@ -98,16 +98,16 @@ class Shown(Answers):
             f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
         )
 
-    async def servers(self) -> list[client.Server]:
+    async def servers(self) -> list[answers.Server]:
         """Show every rdzvd that shares this one's store; also one that stands by answers."""
-        return [client.server_of(wire.server(view)) for view in await self.replica.servers()]
+        return [answers.server_of(wire.server(view)) for view in await self.replica.servers()]
 
-    async def logs(self, asked: str, wanted: LogsWanted) -> AsyncIterator[client.LogLines]:
+    async def logs(self, asked: str, wanted: LogsWanted) -> AsyncIterator[answers.LogLines]:
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""
         try:
             rdzv_id = wire.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield client.log_lines_of(wire.log_lines(lines))
+                    yield answers.log_lines_of(wire.log_lines(lines))
         except (UnknownJobError, InvalidRequestError) as error:
             raise self.why_no_logs(asked, error) from error

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rdzv import client
+from rdzv import answers
 from rdzv.core.words import LISTED
 from rdzv.ctl.life import Round, Run, note
 from rdzv.ctl.spans import Span, about, spans_of, went_wrong
@@ -190,7 +190,7 @@ class Traces(Meter):
 
 
 def _note(run: Run, row: Record) -> None:
-    note(run, client.Event(row.unix_ms, row.run, row.name, row.text))
+    note(run, answers.Event(row.unix_ms, row.run, row.name, row.text))
     del run.happenings[HAPPENINGS:], run.failures[HAPPENINGS:]
 
 
