@@ -420,6 +420,29 @@ def test_a_fresh_node_that_was_faster_waits_for_the_next_round_of_the_adopted_ru
     assert job.round.number == 7, "all seats are taken"
 
 
+def test_who_waits_in_an_adopted_run_may_still_call_it_by_the_name_of_its_own():
+    job = Job()
+    job.join("n8", "n9", run="own")
+    job.do(resume(0))
+    job.join("n8", run="own", local_world_size=5)
+    assert job.state.waiting["n8"].offer.local_world_size == 5
+    for node_id, incarnation in (("n8", 2), ("n7", 1)):
+        with pytest.raises(RendezvousClosedError, match="is not known here"):
+            job.join(node_id, incarnation=incarnation, run="own")
+    job.do(Leave("n9", 1, "own", LeaveCause.SIGNAL, "bye"))
+    assert job.state.waiting.keys() == {"n8"}
+
+
+def test_who_waits_hears_of_a_run_that_has_ended_as_ever():
+    job = Job()
+    job.join("n8", run="own")
+    job.leave("n8")
+    job.join("n8")
+    assert job.membership.run == "run-2"
+    with pytest.raises(RendezvousClosedError, match="all nodes left"):
+        job.join("n8", run="own")
+
+
 def test_a_fresh_node_with_other_settings_is_told_that_the_run_is_alive():
     job = Job()
     job.join("n8", settings=Settings(1, 9))

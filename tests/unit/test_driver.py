@@ -18,6 +18,7 @@ from rdzv.core import events, rendezvous
 from rdzv.core.commands import Fail, FailureReport, Join, Leave, Resume, Succeed, Tick
 from rdzv.core.model import (
     Cause,
+    Claim,
     Ended,
     Failure,
     LeaveCause,
@@ -858,6 +859,83 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
         await s.driver.greet(stream, [Belief("job-9", "feed", 4, True, (resume,))])
         assert [type(message) for message in read(stream)] == [Welcome]
         assert "n1 runs round 4 of run feed of job-9" in caplog.text
+
+
+# ---------------------------------------------------------------- a run that goes on as another
+
+
+def waits(stream: Stream, run: str) -> Belief:
+    """What a node believes that has joined this run, and had no round of it."""
+    return Belief("job-7", run, None, has_workers=False, commands=(join(stream, run=run),))
+
+
+def runs_elsewhere(stream: Stream) -> Belief:
+    """What a node believes that runs a round which a server without memory does not know."""
+    offer = join(stream).offer
+    claim = Claim(3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, Settings(2, 2), offer)
+    resume = Resume(stream.node_id, stream.incarnation, "former", 3, claim)
+    return Belief("job-7", "former", 3, has_workers=True, commands=(resume,))
+
+
+async def test_who_joins_in_the_commit_that_adopts_another_run_waits_in_that_one() -> None:
+    """It was taken for one that comes back without the job, and waited for ever."""
+    async with server() as s:
+        n1, n2 = s.attach("n1"), s.attach("n2")
+        await asyncio.gather(
+            s.driver.greet(n1, [waits(n1, "first")]),
+            s.driver.greet(n2, [runs_elsewhere(n2)]),
+        )
+        await settle()
+        told_n1 = [message for message in read(n1) if not isinstance(message, Welcome)]
+        joined = [message.run for message in told_n1 if isinstance(message, Joined)]
+        assert joined == ["first", "former"], "both were decided at once"
+        assert not any(isinstance(message, Closed) for message in told_n1)
+        assert (await s.states())["n1"] is NodeState.SPARE
+
+
+async def test_who_reconnects_before_that_commit_waits_in_the_adopted_run_all_the_same() -> None:
+    """What it says on its new stream is of the run that it has just heard the last of."""
+    store = FlakyStore()
+    async with server(store) as s:
+        store.gate = asyncio.Event()
+        n1, n2 = s.attach("n1"), s.attach("n2")
+        former = asyncio.ensure_future(s.driver.greet(n1, [waits(n1, "first")]))
+        adopting = asyncio.ensure_future(s.driver.greet(n2, [runs_elsewhere(n2)]))
+        await settle()
+        former.cancel()
+        s.driver.detach(n1)
+        n1 = s.attach("n1")
+        store.gate.set()
+        await s.driver.greet(n1, [waits(n1, "first")])
+        await adopting
+        await settle()
+        told_n1 = read(n1)
+        assert {message.run for message in told_n1 if isinstance(message, Joined)} >= {"former"}
+        assert not any(isinstance(message, Closed) for message in told_n1)
+        assert (await s.states())["n1"] is NodeState.SPARE
+
+
+async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later() -> None:
+    """It was told that its run is over, though it had a place in the one that had followed."""
+    async with server() as s:
+        n1 = s.attach("n1")
+        await s.driver.greet(n1, [waits(n1, "first")])
+        s.driver.detach(n1)
+        n2 = s.attach("n2")
+        await s.driver.greet(n2, [runs_elsewhere(n2)])
+        n1 = s.attach("n1")
+        await s.driver.greet(n1, [waits(n1, "first")])
+        await settle()
+        welcome, joined, waiting = read(n1)
+        assert isinstance(welcome, Welcome)
+        assert joined == Joined("job-7", "former", 2)
+        assert isinstance(waiting, Waiting)
+        assert (await s.states())["n1"] is NodeState.SPARE
+        s.driver.detach(n1)
+        n1 = s.attach("n1")
+        leave = Leave("n1", n1.incarnation, "first", LeaveCause.SIGNAL, "bye")
+        await s.driver.greet(n1, [replace(waits(n1, "first"), commands=(leave,))])
+        assert (await s.states())["n1"] is NodeState.LEFT
 
 
 # ---------------------------------------------------------------- who is owed what

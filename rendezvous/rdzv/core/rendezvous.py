@@ -181,6 +181,18 @@ def ended_run(state: State, run: str) -> Ended | None:
     return Ended(Result.STOPPED, reason, membership.began_at_ms)
 
 
+def went_along(state: State, node_id: str, incarnation: int, run: str) -> bool:
+    """Say whether a node that had joined the run of this uid waits in the present one.
+
+    That was adopted in the place of its own, which had begun no round, and of which nothing else is
+    left. It may not have heard so.
+    """
+    waiting, membership = state.waiting.get(node_id), state.membership
+    if waiting is None or waiting.incarnation != incarnation or run in ("", membership.run):
+        return False
+    return all(earlier.run != run for earlier in membership.earlier)
+
+
 def step(state: State, command: Command, now_ms: int) -> Transition:
     """Apply one command and draw every conclusion from it.
 
@@ -302,6 +314,8 @@ def _apply_to_present(
             _give_up(work, command.node_id, command.reason)
         case Leave(run=""):
             _leave(work, command)
+        case Leave() if _went_along(work, command):
+            _leave(work, command)
         case _ if command.run != work.membership.run:
             pass
         case Fail():
@@ -332,7 +346,7 @@ def _join(work: _Step, command: Join) -> None:
         _admit(work, command)
         return
     _check_speaker(work, command)
-    if command.run:
+    if command.run and not _went_along(work, command):
         _check_run(work, command)
     number = _round_to_stop(work.state, node_id)
     if number is not None and number == command.left_round:
@@ -342,6 +356,10 @@ def _join(work: _Step, command: Join) -> None:
         _admit(work, command)
     elif node_id in work.state.waiting:
         _wait(work, command, work.state.waiting[node_id].since_ms)
+
+
+def _went_along(work: _Step, command: Join | Leave) -> bool:
+    return went_along(work.state, command.node_id, command.incarnation, command.run)
 
 
 def _others_run_on(state: State, command: Join) -> bool:

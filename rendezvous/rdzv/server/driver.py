@@ -50,7 +50,7 @@ from rdzv.core.events import Event, NodesPlaced, RunEnded
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State, is_stand_in
 from rdzv.core.placement import FailingCheck
-from rdzv.core.rendezvous import Transition, ended_run
+from rdzv.core.rendezvous import Transition, ended_run, went_along
 from rdzv.core.stacks import Report
 from rdzv.core.stragglers import Straggler
 from rdzv.core.submitted import awaited
@@ -634,8 +634,8 @@ class Driver:
         `unread` are jobs of which it believes something that could not be read.
         """
         believed = set(unread)
-        for belief in beliefs:
-            await self._hear_belief(stream, belief)
+        for said in beliefs:
+            belief = await self._hear_belief(stream, said)
             if not self._is_of_another_run(belief):
                 believed.add(belief.rdzv_id)
         await self._note_left(stream, believed)
@@ -643,22 +643,34 @@ class Driver:
         stream.greeted = True
         self._mark_soon(stream.node_id)
 
-    async def _hear_belief(self, stream: Stream, belief: Belief) -> None:
+    async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
+        """Hear what a node believes about one job; return that by the run that it has joined so."""
+        node_id, incarnation = stream.node_id, stream.incarnation
+        joined = False
         try:
             state = await self._insist(stream, belief.rdzv_id, Tick())
-            if ended_run(state, belief.run) is None or told.may_be_adopted(state, belief):
+            if (
+                ended_run(state, belief.run) is None
+                or told.may_be_adopted(state, belief)
+                or went_along(state, node_id, incarnation, belief.run)
+            ):
                 for command in belief.commands:
                     state = await self._insist(stream, belief.rdzv_id, command)
+                    joined |= isinstance(command, Join)
         except RendezvousError as error:
             await self._refuse(stream, belief, error)
-            return
+            return belief
         # A step of someone else may have been published since ours.
         state = self._jobs.peek(belief.rdzv_id) or state
+        if joined and state.incarnation(node_id) == incarnation:
+            # Another run may have been adopted in the place of its own: it has been told so.
+            belief = replace(belief, run=state.membership.run)
         if told.unknown(state, belief):
             self._unknown_job(stream, belief)
-        for message in told.owed(state, stream.node_id, belief, self._clock.now_ms()):
-            if told.concerns(state, stream.node_id, stream.incarnation, message):
+        for message in told.owed(state, node_id, belief, self._clock.now_ms()):
+            if told.concerns(state, node_id, incarnation, message):
                 stream.send(message)
+        return belief
 
     def _is_of_another_run(self, belief: Belief) -> bool:
         """Whether a node says nothing of the present run of a job, in which it may have a place.
