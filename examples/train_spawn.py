@@ -82,6 +82,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> None:
     trainer.train(args.epochs)
     if args.final_weights and rank == 0:
         torch.save(trainer.model.state_dict(), args.final_weights)
+    dist.barrier()  # nobody tears down what another still uses
     dist.destroy_process_group()
 
 
