@@ -235,6 +235,8 @@ class Round:
     end: RoundEnd | None = None
     adopted: bool = False
     """Rebuilt from its nodes' claims. Who has not claimed a place yet has a stand-in there."""
+    excuse: str = ""
+    """Who has left, and counts as done, but may not have been: failures may follow from it."""
 
     @property
     def world_size(self) -> int:

@@ -800,6 +800,9 @@ def _leave(work: _Step, command: Leave) -> None:
         # It was told to leave, but its workers were done, as those of others were.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
         work.events.append(NodeSucceeded(command.node_id, round_.number))
+        # Or they were not: who fails for want of them may be heard later than this.
+        round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
+        work.store_round(round_)
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
         _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
@@ -1062,6 +1065,8 @@ def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool) -> None:
         stop_deadline_ms=work.now_ms + _longest_stop_ms(round_, work.state.tuning),
     )
     work.events.append(RoundEnded(round_.number, end))
+    if round_.excuse:
+        _charge_instead(work, Cause.NODE_LEFT, round_.excuse)
 
 
 def _longest_stop_ms(round_: Round, tuning: Tuning) -> int:
