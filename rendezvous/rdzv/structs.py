@@ -77,6 +77,8 @@ def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
 
 def _field(content: Field[Any]) -> Any:
     """Return what a dataclass says of a field in msgspec's words."""
+    if not content.init or content.kw_only not in (MISSING, False):
+        raise TypeError("a struct's fields are all given in the same way; make it a dataclass")
     if content.default_factory is not MISSING:
         return msgspec.field(default_factory=content.default_factory)
     return msgspec.field() if content.default is MISSING else msgspec.field(default=content.default)

@@ -93,6 +93,14 @@ def test_a_struct_that_extends_one_has_plain_defaults() -> None:
             until_ms: int = field(default=0, repr=False)
 
 
+def test_a_struct_takes_all_of_its_fields() -> None:
+    with pytest.raises(TypeError, match="make it a dataclass"):
+
+        @struct(frozen=True)
+        class Made:
+            at_ms: int = field(init=False)
+
+
 def test_each_has_a_default_of_its_own() -> None:
     assert Seat(0).labels is not Seat(0).labels
 
