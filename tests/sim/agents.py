@@ -194,6 +194,12 @@ class Runner:
         if signum is not None:
             world.agenda.after(in_ms, lambda: self._heed(workers, exit_code))
 
+    def take_back_notice(self, round_: int) -> None:
+        """Tell the workers that the node stays after all: too late for those that have exited."""
+        if self.workers is not None and self.workers[2] == round_ and not self.alive:
+            # A peer that fails for want of them may be heard before their node says that they left.
+            self.world.blame()
+
     def _heed(self, workers: Workers, exit_code: int | None) -> None:
         """Exit because the node leaves; that breaks the others' collectives."""
         world, notice = self.world, self.part.state.notice
@@ -403,7 +409,9 @@ class Part:
                 self.runner.stop(command.round, command.grace_ms)
             case commands.NotifyWorkers():
                 self.runner.notify(command.round, command.signum)
-            case commands.StopStoreHost() | commands.TakeBackNotice():
+            case commands.TakeBackNotice():
+                self.runner.take_back_notice(command.round)
+            case commands.StopStoreHost():
                 pass
             case commands.Exit():
                 self.outcome = command.outcome
