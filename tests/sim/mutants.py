@@ -1466,6 +1466,20 @@ MUTANTS = (
         by=ADOPT_TESTS,
     ),
     Mutant(
+        "what a node believes is held against a job as it was before the same commit",
+        DRIVER,
+        "        return self._jobs.peek(rdzv_id) or state\n",
+        "        return state\n",
+        by="tests/unit/test_driver.py",
+    ),
+    Mutant(
+        "a run that was not known when it was refused stays refused once it is adopted",
+        DRIVER,
+        "            error = UnknownNodeError(text)\n",
+        "",
+        by="tests/unit/test_driver.py",
+    ),
+    Mutant(
         "what was told before its node knew the run counts as heard",
         "rendezvous/rdzv/server/streams.py",
         "            self._last.pop(told.rdzv_id, None)\n",

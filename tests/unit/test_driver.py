@@ -938,6 +938,52 @@ async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later(
         assert (await s.states())["n1"] is NodeState.LEFT
 
 
+async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() -> None:
+    """Its run was not known when it was heard, and present when it was answered: by nothing."""
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
+        store.gate = asyncio.Event()
+        fresh = asyncio.ensure_future(s.driver.hear(n3, "job-7", join(n3)))
+        adopting = asyncio.ensure_future(s.driver.greet(n2, [runs_elsewhere(n2)]))
+        await settle()
+        back = asyncio.ensure_future(s.driver.greet(n1, [waits(n1, "former")]))
+        await settle()
+        store.gate.set()
+        await asyncio.gather(fresh, adopting, back)
+        await settle()
+        assert [type(message) for message in read(n1)] == [Welcome, Joined, Waiting]
+        assert (await s.states())["n1"] is NodeState.SPARE
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["in that commit", "before it"])
+async def test_who_is_refused_before_its_run_is_adopted_says_hello_again(looks: bool) -> None:
+    """It heard that its run is over, and ended, though that run was the present one by then."""
+    async with server() as s:
+        n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
+        said = [(n3, waits(n3, "")), (n1, waits(n1, "former"))]
+        # Who looks at the job first is refused together with the claim, and else just before.
+        await asyncio.gather(
+            *(
+                s.driver.greet(stream, [belief])
+                if looks
+                else s.driver.hear(stream, "job-7", belief.commands[0])
+                for stream, belief in said
+            ),
+            s.driver.greet(n2, [runs_elsewhere(n2)]),
+        )
+        await settle()
+        refused = read(n1)[-1]
+        assert isinstance(refused, Refused)
+        assert refused.code == "UnknownNodeError", "no final refusal"
+        s.driver.detach(n1)
+        n1 = s.attach("n1")
+        await s.driver.greet(n1, [waits(n1, "former")])
+        await settle()
+        assert [type(message) for message in read(n1)] == [Welcome, Joined, Waiting]
+        assert (await s.states())["n1"] is NodeState.SPARE
+
+
 # ---------------------------------------------------------------- who is owed what
 
 

@@ -648,7 +648,7 @@ class Driver:
         node_id, incarnation = stream.node_id, stream.incarnation
         joined = False
         try:
-            state = await self._insist(stream, belief.rdzv_id, Tick())
+            state = await self._latest(stream, belief.rdzv_id)
             if (
                 ended_run(state, belief.run) is None
                 or told.may_be_adopted(state, belief)
@@ -704,11 +704,10 @@ class Driver:
         ]
         for rdzv_id in {*placed, *held}:
             try:
-                state = await self._insist(stream, rdzv_id, Tick())
+                state = await self._latest(stream, rdzv_id)
             except RendezvousError as error:
                 log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
                 continue
-            state = self._jobs.peek(rdzv_id) or state
             if state.incarnation(node_id) not in (None, stream.incarnation):
                 # A former instance is about to be lost, and its placement goes with it.
                 continue
@@ -733,6 +732,11 @@ class Driver:
                 f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
                 "limit `jobs_per_node`"
             )
+
+    async def _latest(self, stream: Stream, rdzv_id: str) -> State:
+        """Return the state of a job as it is now: later steps may have been stored with our own."""
+        state = await self._insist(stream, rdzv_id, Tick())
+        return self._jobs.peek(rdzv_id) or state
 
     async def _insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
         """Submit until it is decided: while the store is away, the node's word waits here."""
@@ -760,10 +764,13 @@ class Driver:
             self._unknown_job(stream, belief)
             return
         if isinstance(error, RendezvousClosedError) and belief.run:
-            state = await self._insist(stream, belief.rdzv_id, Tick())
+            state = await self._latest(stream, belief.rdzv_id)
             if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
+            # It was adopted since, or what had ended it was not stored.
+            text = f"run {belief.run} is not over after all; say hello again with what you believe"
+            error = UnknownNodeError(text)
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))
 
     def _unknown_job(self, stream: Stream, belief: Belief) -> None:
