@@ -1473,6 +1473,13 @@ MUTANTS = (
         by="tests/unit/test_driver.py",
     ),
     Mutant(
+        "who has become another before its join is stored is never lost",
+        DRIVER,
+        "        if stream is None or stream.incarnation != command.incarnation:\n",
+        "        if stream is None:\n",
+        by="tests/unit/test_driver.py",
+    ),
+    Mutant(
         "a run that was not known when it was refused stays refused once it is adopted",
         DRIVER,
         "            error = UnknownNodeError(text)\n",

@@ -510,6 +510,26 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
         assert over.end.cause is Cause.NODE_LOST
 
 
+async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> None:
+    """It had a seat for ever: when the other came, the job did not know the one before it yet."""
+    store = FlakyStore()
+    async with server(store) as s:
+        await s.connect("n1")
+        store.gate = asyncio.Event()
+        former = s.attach("n2")
+        joining = asyncio.ensure_future(s.driver.hear(former, "job-7", join(former)))
+        await settle()
+        s.driver.detach(former)
+        await s.clock.advance(10_000)
+        await s.connect("n2", instance="two")
+        store.gate.set()
+        await joining
+        await s.clock.advance(1_000)
+        assert (await s.states()).get("n2") is not NodeState.SPARE
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert names[-2:] == ["NodeJoined", "NodeLost"]
+
+
 async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_hello_again() -> (
     None
 ):

@@ -336,10 +336,10 @@ class Driver:
         """Tell everyone concerned of a step. Waits for nothing."""
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
-            self._admitted(job, news.command.node_id, now_ms)
+            self._admitted(job, news.command, now_ms)
             self._repeat_line(news.before, news.command)
         elif isinstance(news.command, Resume):
-            self._present(job, news.command.node_id)
+            self._present(job, news.command)
         for event in news.events:
             if isinstance(event, NodesPlaced):
                 for node_id in event.node_ids:
@@ -358,18 +358,19 @@ class Driver:
             for node_id in [n for n in job.node_ids if not news.after.present(n)]:
                 self._forget(job, node_id)
 
-    def _admitted(self, job: Job, node_id: str, now_ms: int) -> None:
-        membership = job.state.membership
-        self._present(job, node_id)
+    def _admitted(self, job: Job, command: Join, now_ms: int) -> None:
+        membership, node_id = job.state.membership, command.node_id
+        self._present(job, command)
         self._send(node_id, Joined(job.rdzv_id, membership.run, membership.run_number))
         if node_id in job.state.waiting:
             self._send(node_id, told.waiting(job.state, node_id, now_ms))
 
-    def _present(self, job: Job, node_id: str) -> None:
-        self._note(job, node_id)
-        if node_id not in self._streams:
+    def _present(self, job: Job, command: Join | Resume) -> None:
+        self._note(job, command.node_id)
+        stream = self._streams.get(command.node_id)
+        if stream is None or stream.incarnation != command.incarnation:
             # Its stream ended while this was decided, and nobody else will say so.
-            self._mark_soon(node_id, [job.rdzv_id])
+            self._mark_soon(command.node_id, [job.rdzv_id])
 
     def _repeat_line(self, before: State, command: Join) -> None:
         stream = self._streams.get(command.node_id)
