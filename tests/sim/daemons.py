@@ -175,6 +175,8 @@ class Daemon(Agent):
             return
         held.gone = True
         self.held.remove(held)
+        # Nothing of it is repeated: it may be placed here again, under the same run.
+        self.said = [message for message in self.said if _run_of(message) != held.placed.run]
         if held.part is not None:
             del self.parts[held.placed.rdzv_id]
         self._ledger.release(held)
@@ -200,9 +202,9 @@ class Daemon(Agent):
     # -------------------------------------------------------------- what it says
 
     def repeat(self) -> None:
-        """Repeat nothing of a job that is over here."""
+        """Repeat nothing of a job that it has not taken part in."""
         runs = {held.placed.run for held in self.held if held.part is not None}
-        self.said = [m for m in self.said if getattr(m, m.WhichOneof("body") or "").run in runs]
+        self.said = [message for message in self.said if _run_of(message) in runs]
         super().repeat()
 
     def _say_holdings(self) -> None:
@@ -218,3 +220,8 @@ class Daemon(Agent):
         hello.resources.CopyFrom(wire.resources(self.resources))
         hello.holdings.CopyFrom(self._holdings())
         return hello
+
+
+def _run_of(message: pb.NodeMessage) -> str:
+    run: str = getattr(message, message.WhichOneof("body") or "").run
+    return run
