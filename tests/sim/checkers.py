@@ -201,9 +201,9 @@ class Judge:
         rdzv_id = transition.state.membership.rdzv_id
         key = (id(process), rdzv_id)
         steps = self._decided.setdefault(key, [])
-        if steps and steps[-1][2].state is not before:
-            # What was decided before is stored, or was dropped.
-            steps.clear()
+        while steps and steps[-1][2].state is not before:
+            # It was dropped for something that comes before it, or is stored.
+            steps.pop()
         steps.append((before, command, transition, now_ms))
         self._decided_ms[key] = now_ms
 
