@@ -338,7 +338,10 @@ class Judge:
                 and job.ended is None
                 and node_id in job.submission.placed
             ]
-            if len(mine) > resources.capacity or sum(mine) > len(resources.gpus):
+            # By a store that went back a node may have been given more GPUs than it has.
+            needs_gpus = placement.gpus_needed(after.submission.spec, resources) > 0
+            too_many = needs_gpus and sum(mine) > len(resources.gpus)
+            if len(mine) > resources.capacity or too_many:
                 self.fail(f"capacity: {node_id} has {len(mine)} jobs and {sum(mine)} GPUs in use")
 
     def _quarantined(self, server: Server) -> set[str]:
@@ -847,7 +850,7 @@ def fits(spec: JobSpec, host: Host, *, now: bool) -> bool:
         gpus = (spec.local_world_size or len(resources.gpus)) if resources.gpus else 0
     used = sum(host.taken.values()) if now else 0
     places = resources.capacity - (len(host.taken) if now else 0)
-    return gpus <= len(resources.gpus) - used and (places > 0 or not now)
+    return gpus <= max(len(resources.gpus) - used, 0) and (places > 0 or not now)
 
 
 def _words(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
