@@ -228,8 +228,13 @@ class Runner:
         self.alive.discard(local_rank)
         self.hung.discard(local_rank)
         self.tell(self._exit(workers, local_rank, 1, None))
-        if not self.part.agent.alive and not self.alive:
+        if self.part.agent.alive or self.alive:
+            return
+        if self._stop_due_ms is None:
             self.vanish()
+        else:
+            # Their agent has asked for their end before it died, and the next one waits for that.
+            self._ended(workers)
 
     def succeed(self) -> None:
         """The workers exit 0, one after the other."""
