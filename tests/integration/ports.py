@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import socket
+import threading
 from collections.abc import Iterator
 
 FIRST = 20_000
@@ -34,13 +35,15 @@ def _mine() -> Iterator[int]:
 
 
 _ports = _mine()
+_lock = threading.Lock()
 
 
 def free_port() -> int:
     """Return a port that nobody listens on, and that nobody else is given."""
-    for port in itertools.islice(_ports, BLOCK):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
+    with _lock:  # Cases run in threads.
+        for port in itertools.islice(_ports, BLOCK):
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                return port
     raise AssertionError(f"none of this process's {BLOCK} ports is free")
 
 

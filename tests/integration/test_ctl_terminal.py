@@ -119,9 +119,9 @@ def test_an_error_leaves_the_terminal_as_it_was(control: WatchControl, server: s
 
 def test_a_terminal_that_can_not_is_not_drawn_on(control: WatchControl, server: str) -> None:
     control.pushed = [control_samples.running(), control_samples.failed()]
-    control.go_on.set()
     terminal = Terminal(["status", "gpt-small", "-w"], TERM="dumb")
+    terminal.read_until("gpt-small  running")
+    control.go_on.set()
     assert terminal.close() == 0
     assert "\x1b" not in terminal.output
-    assert "gpt-small  running" in terminal.output
     assert "gpt-small  failed" in terminal.output
