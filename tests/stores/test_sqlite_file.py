@@ -569,3 +569,14 @@ def test_a_read_only_file_system_is_refused(
         InvalidRequestError, match=r"used: Read-only file system; give .*--data-dir"
     ):
         sqlite.claim_directory(tmp_path)
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(sqlite.os, "pwrite", refuse)
+        with pytest.raises(InvalidRequestError, match=r"used: No space left on device; give"):
+            sqlite.claim_directory(tmp_path)
+    os.close(sqlite.claim_directory(tmp_path))

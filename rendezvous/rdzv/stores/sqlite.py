@@ -531,10 +531,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise InvalidRequestError(
-            f"data directory {directory} can not be used: {error.strerror or error}; give a "
-            "directory that this user may write to with --data-dir, or use --store memory"
-        ) from error
+        raise _unusable(directory, error) from error
     try:
         # Again, for an automounter mounts at the first access; and the file may be a link.
         _refuse_network_filesystem(directory, mountinfo)
@@ -546,6 +543,13 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     return lock
 
 
+def _unusable(directory: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"data directory {directory} can not be used: {error.strerror or error}; give a "
+        "directory that this user may write to with --data-dir, or use --store memory"
+    )
+
+
 def _lock(lock: int, directory: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -554,8 +558,11 @@ def _lock(lock: int, directory: Path) -> None:
             f"data directory {directory} is in use by {_holder(lock)}; stop that one first, or "
             "give this one another directory with --data-dir"
         ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        raise _unusable(directory, error) from error
 
 
 def _share_directory(directory: Path) -> tuple[int | None, str]:
