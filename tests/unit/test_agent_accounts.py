@@ -7,7 +7,8 @@ import dataclasses
 import os
 import pwd
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rdzv.agent import runner
 from rdzv.agent.accounts import (
     EVERYONE,
     Accounts,
+    Identity,
     SubmitterRule,
     acting_as,
     identity_of_owner,
@@ -263,6 +265,61 @@ def test_rights_come_back_when_something_is_raised(shared: Path) -> None:
     secret = roots_secret(shared)
     with pytest.raises(PermissionError), acting_as(ADA):
         secret.read_text()
+    assert secret.read_text() == SECRET
+
+
+def in_a_thread_with_groups(groups: tuple[int, ...], work: Callable[[], None]) -> None:
+    """Run something in a thread with groups of its own, which nobody else has then."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            runner._set_thread_groups(groups)
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for failure in failures:
+        raise failure
+
+
+@needs_root
+def test_the_own_groups_come_back_whatever_they_are() -> None:
+    def work() -> None:
+        for _ in range(2):
+            with acting_as(ADA):
+                assert sorted(os.getgroups()) == sorted(ADA.groups)
+            assert sorted(os.getgroups()) == [7, 11]
+        with suppress(ZeroDivisionError), acting_as(ADA):
+            _ = 1 / 0
+        assert sorted(os.getgroups()) == [7, 11]
+
+    in_a_thread_with_groups((7, 11), work)
+
+
+@needs_root
+def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterwards(
+    shared: Path,
+) -> None:
+    home, secret = own_folder(shared, "home"), roots_secret(shared)
+    other = Identity(uid=64_331, gid=64_332, groups=(64_333,))
+    his = own_folder(shared, "his", other)
+    with acting_as(ADA):
+        with acting_as(other):
+            (his / "file").touch()
+            with pytest.raises(PermissionError):
+                (home / "file").touch()
+        assert sorted(os.getgroups()) == sorted(ADA.groups)
+        with acting_as(None), pytest.raises(PermissionError):
+            secret.read_text()
+        with pytest.raises(PermissionError):
+            secret.read_text()
+        (home / "file").touch()
+    found = (home / "file").stat()
+    assert (found.st_uid, found.st_gid) == (ADA.uid, ADA.gid)
     assert secret.read_text() == SECRET
 
 

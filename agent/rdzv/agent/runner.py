@@ -121,6 +121,9 @@ MAX_PARKED = 1024
 PARK_AFTER_S = 1.0
 """How long what has just been started has the CPUs to itself before others are forked ahead."""
 
+MAX_ANSWER_BYTES = 64 << 10
+"""What a fork may answer when it is told what to be."""
+
 MAX_FORKS_AT_ONCE = 64
 """As many descriptors must fit into one message, and pids into a pipe."""
 
@@ -171,9 +174,18 @@ class Channel:
     with the first bytes of the frame that it belongs to.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, *, takes_fds: bool = True, max_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        """Take over a socket. Without `takes_fds` the kernel drops descriptors that come with it.
+
+        A frame of more than `max_bytes` is malformed. All that comes is held until a frame is
+        complete, so a peer that is not trusted may send no descriptors, and only short frames.
+        """
         sock.setblocking(False)
         self._socket = sock
+        self._max_fds = _MAX_FDS if takes_fds else 0
+        self._max_bytes = max_bytes
         self._received = bytearray()
         self._skip_bytes = 0
         self._fds: deque[int] = deque()
@@ -226,7 +238,7 @@ class Channel:
         """Read what has come, for `next_message`; False if nothing, `EOFError` at the end."""
         try:
             data, fds, _, _ = socket.recv_fds(
-                self._socket, _RECEIVE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                self._socket, _RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
@@ -249,7 +261,7 @@ class Channel:
         if len(self._received) < 4:
             return None
         (length,) = struct.unpack_from(">I", self._received)
-        if length > MAX_FRAME_BYTES:
+        if length > self._max_bytes:
             self._skip_bytes = 4 + length
             self._skip()
             raise self._malformed(f"a frame of {length} bytes is too large")
@@ -485,10 +497,11 @@ _SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, 
 
 @contextmanager
 def acting_as(identity: Identity | None) -> Iterator[None]:
-    """Open, make and remove files with an account's rights, and no others; None: with the own.
+    """Open, make and remove files with an account's rights, and no others; None: with the present.
 
     Holds for the calling thread alone, and for files alone: no process of that account may signal
-    or trace this one meanwhile. Never wait for anything inside that lets other code run.
+    or trace this one meanwhile. Never wait for anything inside that lets other code run. It nests:
+    leaving the inner one restores the account of the outer one.
 
     Raises:
         PermissionError: this process is not root, and so can not.
@@ -497,22 +510,29 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
     if identity is None:
         yield
         return
-    own_groups, own_gid = os.getgroups(), os.getegid()
+    groups, (uid, gid) = os.getgroups(), _file_ids()
     _set_thread_groups(identity.groups)
     try:
         _set_file_ids(identity.uid, identity.gid)
         yield
     finally:
-        _set_file_ids(0, own_gid)
-        _set_thread_groups(own_groups)
+        _set_file_ids(uid, gid)
+        _set_thread_groups(groups)
+
+
+def _file_ids() -> tuple[int, int]:
+    """Return the user and the group that this thread handles files as."""
+    # No account has this number: nothing is set, and the present one is returned.
+    nobody = ctypes.c_uint32(0xFFFFFFFF)
+    return _libc.setfsuid(nobody) & 0xFFFFFFFF, _libc.setfsgid(nobody) & 0xFFFFFFFF
 
 
 def _set_file_ids(uid: int, gid: int) -> None:
-    # They return what was there before, and that is all that they say.
-    for set_id, number in ((_libc.setfsgid, gid), (_libc.setfsuid, uid)):
-        set_id(ctypes.c_uint32(number))
-        if set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF != number:
-            raise PermissionError(f"only root may act as user {uid} with group {gid}")
+    _libc.setfsgid(ctypes.c_uint32(gid))
+    _libc.setfsuid(ctypes.c_uint32(uid))
+    # They do not say whether they have done it.
+    if _file_ids() != (uid, gid):
+        raise PermissionError(f"only root may act as user {uid} with group {gid}")
 
 
 def _set_thread_groups(groups: Sequence[int]) -> None:
@@ -1734,7 +1754,9 @@ class Runner:
                     stack.enter_context(theirs)
                     fds.append(theirs.fileno())
                     birth = waiting.popleft()
-                    forks.append(_Fork(Channel(ours), birth, ahead=birth is None))
+                    # A fork is the job's own process, and answers with a few words.
+                    link = Channel(ours, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
+                    forks.append(_Fork(link, birth, ahead=birth is None))
                     if birth is not None:
                         birth.fork, birth.give_up_at = forks[-1], time.monotonic() + FORK_TIMEOUT_S
                 self._forks_asked += 1
