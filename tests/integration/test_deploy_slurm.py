@@ -26,7 +26,7 @@ class Slurm:
         self.bin = c.folder / "bin"
         self.state.mkdir()
         self.bin.mkdir()
-        for name in ("sbatch", "srun", "scontrol"):
+        for name in ("sbatch", "srun", "scancel", "scontrol"):
             program = self.bin / name
             program.write_text(f"#!{sys.executable}\n{STAND_IN.read_text()}")
             program.chmod(0o755)
@@ -117,6 +117,7 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     os.kill(int((slurm.state / "batch").read_text()), signal.SIGUSR1)
     slurm.wait_for_all(1)
     assert saved.read_text() == "saved"
+    assert "forcing job termination" not in job.text
     assert "job ended with 143 and is queued again" in job.text
     slurm.c.finish()
     assert job.wait() == 0

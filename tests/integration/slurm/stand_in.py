@@ -1,8 +1,9 @@
-"""Stands in for sbatch, srun and scontrol, by the name it is called by, on one machine.
+"""Stands in for sbatch, srun, scancel and scontrol, by the name it is called by, on one machine.
 
 It knows the options that the script may use, and refuses all others as Slurm would. srun runs one
-task a node, passes on SIGTERM, and ends with the highest exit code. What sbatch has run is in
-$SLURM_STAND_IN: `requeue` is there once scontrol was asked, `tasks/` names the pid of each node.
+task a node and ends with the highest exit code; a SIGTERM to srun kills all tasks at once, as Slurm
+22.05 does. scancel delivers a signal to the tasks. What sbatch has run is in $SLURM_STAND_IN:
+`requeue` is there once scontrol was asked, `tasks/` names the pid of each node.
 """
 
 import os
@@ -19,6 +20,7 @@ SBATCH = {
 SRUN = {
     *("nodes", "ntasks-per-node", "no-kill", "kill-on-bad-exit", "wait", "cpus-per-task"),
 }
+JOB_ID = "4711"
 LIVES = 5
 """How often a job is run at most."""
 
@@ -44,7 +46,7 @@ def sbatch(args: list[str]) -> int:
         (STATE / "requeue").unlink(missing_ok=True)
         environ = {
             **os.environ,
-            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_ID": JOB_ID,
             "SLURM_JOB_NUM_NODES": nodes,
             **({"SLURM_RESTART_COUNT": str(life)} if life else {}),
         }
@@ -62,7 +64,13 @@ def srun(args: list[str]) -> int:
     assert given["kill-on-bad-exit"] == "0" and given["wait"] == "0" and "no-kill" in given
     assert given["ntasks-per-node"] == "1"
     tasks: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+
+    def kill_all_tasks(*_: object) -> None:
+        print("srun: forcing job termination", file=sys.stderr, flush=True)
+        for task in tasks:
+            task.kill()
+
+    signal.signal(signal.SIGTERM, kill_all_tasks)
     (STATE / "tasks").mkdir(exist_ok=True)
     for number in range(int(given["nodes"])):
         name = f"n{number}"
@@ -74,6 +82,15 @@ def srun(args: list[str]) -> int:
     return max(128 - code if code < 0 else code for code in codes)
 
 
+def scancel(args: list[str]) -> int:
+    """Deliver a signal to the tasks of the job's first step."""
+    given, targets = options(args, {"signal"})
+    assert targets == [f"{JOB_ID}.0"], targets
+    for task in (STATE / "tasks").iterdir():
+        os.kill(int(task.read_text()), signal.Signals[f"SIG{given['signal']}"])
+    return 0
+
+
 def scontrol(args: list[str]) -> int:
     """Have the job queued again."""
     assert args == ["requeue", os.environ["SLURM_JOB_ID"]], args
@@ -82,5 +99,5 @@ def scontrol(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    program = {"sbatch": sbatch, "srun": srun, "scontrol": scontrol}[Path(sys.argv[0]).name]
-    sys.exit(program(sys.argv[1:]))
+    programs = {"sbatch": sbatch, "srun": srun, "scancel": scancel, "scontrol": scontrol}
+    sys.exit(programs[Path(sys.argv[0]).name](sys.argv[1:]))
