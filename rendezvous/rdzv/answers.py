@@ -282,6 +282,8 @@ class Server:
     state_age_ms: int
     insecure: str | None = None
     """Why everyone who reaches it may do everything; of the one that answers."""
+    store_away: str | None = None
+    """Why it can store nothing at present, since when, and what waits; of the one that answers."""
 
 
 @struct(frozen=True)
@@ -416,6 +418,7 @@ def server_of(server: pb.Server) -> Server:
         version=server.server_version,
         state_age_ms=server.state_age_ms,
         insecure=server.insecure or None,
+        store_away=server.store_away or None,
     )
 
 

@@ -104,6 +104,8 @@ class ControlClient:
         self._turns = len(servers)
         self._credentials = credentials
         self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
+        self.store_away: str | None = None
+        """Why the server could store nothing when it last listed jobs or nodes; None: it could."""
 
     @property
     def server(self) -> Endpoint:
@@ -177,6 +179,7 @@ class ControlClient:
     def jobs(self) -> tuple[JobSummary, ...]:
         """Return every job that the server knows, by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
+        self.store_away = response.store_away or None
         return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
@@ -387,6 +390,7 @@ class ControlClient:
         """Return every node that is connected, away, cordoned or quarantined; of these, if any."""
         request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
         response = self._call(lambda stub: stub.ListNodes, request)
+        self.store_away = response.store_away or None
         return tuple(map(node_of, response.nodes))
 
     def cordon(self, node_id: str, reason: str) -> Node:

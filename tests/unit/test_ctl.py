@@ -305,7 +305,7 @@ def test_list_and_events_for_programs(
     control.history = control_samples.history()
     assert run(["list", "-o", "json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert list(listed) == ["version", "jobs"]
+    assert list(listed) == ["version", "jobs", "store_away"]
     assert listed["jobs"][0]["nodes"] == 3
     assert run(["events", "gpt-small", "-n", "1", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)

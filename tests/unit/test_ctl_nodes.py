@@ -204,7 +204,7 @@ def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str
 def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["nodes", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["version", "nodes"]
+    assert list(document) == ["version", "nodes", "store_away"]
     first = document["nodes"][0]
     assert list(first) == [
         "node_id",

@@ -127,13 +127,15 @@ class FlakyStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.away: RendezvousError | None = None
+        self.reads = False
+        """It can be read while it is away: its disk is full."""
         self.next_write: str = ""
         self.gate: asyncio.Event | None = None
         self.writes = 0
         self.before_write: Callable[[], None] = lambda: None
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        if self.away:
+        if self.away and not self.reads:
             raise self.away
         return await super().load(rdzv_id)
 
@@ -468,6 +470,71 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         await said
         assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
         assert "the store is back" in caplog.text
+
+
+async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_for_it() -> None:
+    """A worker had died, and for 45 s everything that operators asked showed a healthy job."""
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.pair()
+        n9 = await s.connect("n9")
+        views = s.driver.watch("job-7")
+        await anext(views)
+        store.away, store.reads = StoreRefusedError("disk full"), True
+        report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", fail))
+        joins = asyncio.ensure_future(s.driver.hear(n9, "job-9", join(n9, (1, 1))))
+        for _ in range(12):
+            await s.clock.advance(1_000)
+            for stream in (n1, n2, n9):
+                s.driver.heard(stream)
+        away = "the store is away for 12 s (disk full); workers run on, nothing new is decided; "
+        reason = f"{away}not stored yet: workers of n2 have failed; 2 nodes and 4 workers run"
+        assert (await s.driver.status("job-7")).reason.startswith(reason)
+        assert [view.reason.startswith(reason) for view in await s.driver.list()] == [True]
+        # Who watches is told without asking.
+        assert "workers of n2 have failed" in (await anext(views)).reason
+        waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
+        assert s.driver.trouble == away + waiting
+        with pytest.raises(RendezvousConnectionError, match=r"stored of job job-9: .* n9 joins$"):
+            await s.driver.status("job-9")
+        # The node that failed hears it, and once.
+        (told,) = read(n2)
+        assert isinstance(told, Waiting)
+        assert "can not store what this node says, and tries again: disk full" in told.reason
+
+        store.away = None
+        await s.clock.advance(2_000)
+        await asyncio.gather(said, joins)
+        assert s.driver.trouble == ""
+        assert "away" not in (await s.driver.status("job-7")).reason
+        assert (await s.driver.status("job-9")).state == "running"
+        await views.aclose()
+
+
+async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
+    """A refused request of an operator was the last write for hours: it was away all that time."""
+
+    class Full(MemoryStore):
+        full = False
+
+        async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+            if self.full:
+                raise StoreRefusedError("disk full")
+            return await super().swap_document(name, data, revision)
+
+    store = Full()
+    async with server(store) as s:
+        await s.pair()
+        store.full = True
+        with pytest.raises(StoreRefusedError):
+            await s.driver.cordon("n1", "a fan is broken")
+        await s.clock.advance(5_000)
+        assert "disk full" in s.driver.trouble
+        store.full = False
+        await s.clock.advance(2_000)
+        assert s.driver.trouble == ""
 
 
 @pytest.mark.parametrize("lost", ["lost before", "lost after"])

@@ -2501,14 +2501,20 @@ class ListJobsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: builtins.int
+    STORE_AWAY_FIELD_NUMBER: builtins.int
+    store_away: builtins.str
+    """While the store does not take what is decided: since when, why, and what waits for it, in words;
+    empty while it does. What is shown beside it is what was stored before.
+    """
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JobSummary]: ...
     def __init__(
         self,
         *,
         jobs: collections.abc.Iterable[global___JobSummary] | None = ...,
+        store_away: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "store_away", b"store_away"]) -> None: ...
 
 global___ListJobsResponse = ListJobsResponse
 
@@ -3024,14 +3030,18 @@ class ListNodesResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODES_FIELD_NUMBER: builtins.int
+    STORE_AWAY_FIELD_NUMBER: builtins.int
+    store_away: builtins.str
+    """As in ListJobsResponse."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Node]: ...
     def __init__(
         self,
         *,
         nodes: collections.abc.Iterable[global___Node] | None = ...,
+        store_away: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "store_away", b"store_away"]) -> None: ...
 
 global___ListNodesResponse = ListNodesResponse
 
@@ -3266,6 +3276,7 @@ class Server(google.protobuf.message.Message):
     SERVER_VERSION_FIELD_NUMBER: builtins.int
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
+    STORE_AWAY_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -3280,6 +3291,8 @@ class Server(google.protobuf.message.Message):
     """Why everyone who reaches it, also from other machines, may do everything. Empty: not everyone
     may, or it is not the one that answers, and so not known.
     """
+    store_away: builtins.str
+    """As in ListJobsResponse; of the one that answers."""
     def __init__(
         self,
         *,
@@ -3290,8 +3303,9 @@ class Server(google.protobuf.message.Message):
         server_version: builtins.str = ...,
         state_age_ms: builtins.int = ...,
         insecure: builtins.str = ...,
+        store_away: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away"]) -> None: ...
 
 global___Server = Server
 

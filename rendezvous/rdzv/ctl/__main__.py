@@ -345,8 +345,9 @@ def _list(output: str, server: str | None, timeout_s: float | None) -> str:
     with _client(server, timeout_s) as client:
         found = client.jobs()
     if output != "text":
-        return _document(output, as_json.jobs(found))
-    return as_text.jobs(str(client.server), found, page_for(sys.stdout))
+        return _document(output, as_json.jobs(found, store_away=client.store_away))
+    page = page_for(sys.stdout)
+    return as_text.jobs(str(client.server), found, page, client.store_away)
 
 
 @rdzvctl.command("events")
@@ -860,8 +861,9 @@ def _nodes(node: str | None, output: str, server: str | None, timeout_s: float |
                 return _document(output, as_json.node(one))
             return as_text_nodes.node(one, page_for(sys.stdout))
     if output != "text":
-        return _document(output, as_json.nodes(found))
-    return as_text_nodes.nodes(str(client.server), found, page_for(sys.stdout))
+        return _document(output, as_json.nodes(found, store_away=client.store_away))
+    page = page_for(sys.stdout)
+    return as_text_nodes.nodes(str(client.server), found, page, client.store_away)
 
 
 @rdzvctl.command("cordon")

@@ -28,9 +28,12 @@ def status(job: JobStatus, indent: int | None = INDENT) -> str:
     return _document(as_dict(job), indent)
 
 
-def jobs(summaries: Sequence[JobSummary], indent: int | None = INDENT) -> str:
-    """Return the document of a list of jobs."""
-    return _document({"jobs": [as_dict(job) for job in summaries]}, indent)
+def jobs(
+    summaries: Sequence[JobSummary], indent: int | None = INDENT, *, store_away: str | None = None
+) -> str:
+    """Return the document of a list of jobs; `store_away` says why nothing new is stored."""
+    found = [as_dict(job) for job in summaries]
+    return _document({"jobs": found, "store_away": store_away}, indent)
 
 
 def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) -> str:
@@ -64,9 +67,12 @@ def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
     return _document({"servers": [as_dict(server) for server in found]}, indent)
 
 
-def nodes(found: Sequence[Node], indent: int | None = INDENT) -> str:
-    """Return the document of the nodes of all jobs."""
-    return _document({"nodes": [as_dict(node) for node in found]}, indent)
+def nodes(
+    found: Sequence[Node], indent: int | None = INDENT, *, store_away: str | None = None
+) -> str:
+    """Return the document of the nodes of all jobs; `store_away` as of `jobs`."""
+    nodes = [as_dict(node) for node in found]
+    return _document({"nodes": nodes, "store_away": store_away}, indent)
 
 
 def node(found: Node, indent: int | None = INDENT) -> str:

@@ -79,10 +79,13 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
     return "\n".join(lines)
 
 
-def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
-    """Show one line a job."""
+def jobs(
+    server: str, summaries: Sequence[JobSummary], page: Page, store_away: str | None = None
+) -> str:
+    """Show one line a job, and why nothing new is stored, if so."""
+    away = page.sentence(store_away) if store_away else []
     if not summaries:
-        return f"no jobs at {server}"
+        return "\n".join([f"no jobs at {server}", *away])
     header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
     # That all are the server's own goes without saying.
     others = any(map(_only_watched, summaries))
@@ -101,7 +104,7 @@ def jobs(server: str, summaries: Sequence[JobSummary], page: Page) -> str:
         for job in summaries
     ]
     expendable = ("ROUND", "WORLD_SIZE", "RESTARTS")
-    return "\n".join(page.table(header, rows, expendable=expendable, one_line=True))
+    return "\n".join([*page.table(header, rows, expendable=expendable, one_line=True), *away])
 
 
 def _seated(job: JobSummary) -> str:
@@ -161,7 +164,9 @@ def servers(found: Sequence[Server], page: Page) -> str:
         for server in found
         if server.insecure
     ]
-    return "\n".join([*page.table(header, rows), *map(page.line, warned)])
+    away = [f"{server.address}: {server.store_away}" for server in found if server.store_away]
+    lines = [*page.table(header, rows), *map(page.line, warned)]
+    return "\n".join(lines + [line for text in away for line in page.sentence(text)])
 
 
 # ------------------------------------------------------------------------------------ one job

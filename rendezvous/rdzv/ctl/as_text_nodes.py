@@ -20,10 +20,11 @@ _MOST_JOBS = 3
 _LEAST_REASON = 16
 
 
-def nodes(server: str, found: Sequence[Node], page: Page) -> str:
-    """Show one line a node, by name."""
+def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
+    """Show one line a node, by name, and why nothing new is stored, if so."""
+    away = page.sentence(store_away) if store_away else []
     if not found:
-        return f"no nodes at {server}"
+        return "\n".join([f"no nodes at {server}", *away])
     # One word for one reason; where there are others, each says which it is.
     unusable = "UNUSABLE" if any(n.quarantine or n.unhealthy for n in found) else "CORDONED"
     header = ("NODE", "STATE", "FOR", "PROGRAM", "GPUS_FREE", "CPUS", "MEMORY", "LABELS", "JOBS")
@@ -35,7 +36,7 @@ def nodes(server: str, found: Sequence[Node], page: Page) -> str:
     lines = page.table(
         (*header, unusable), rows, expendable=expendable, one_line=True, least=_LEAST_REASON
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, *away])
 
 
 def node(found: Node, page: Page) -> str:

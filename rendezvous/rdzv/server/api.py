@@ -114,7 +114,8 @@ class Api:
     # ---------------------------------------------------------------- documents
 
     async def _jobs(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.jobs(await self._answers.jobs())
+        jobs = await self._answers.jobs()
+        return as_json.jobs(jobs, store_away=self._answers.store_away)
 
     async def _job(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.status(await self._answers.status(_named(request)))
@@ -129,7 +130,8 @@ class Api:
         return await asyncio.to_thread(as_json.stacks, report)
 
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
-        return as_json.nodes(await self._answers.nodes())
+        nodes = await self._answers.nodes()
+        return as_json.nodes(nodes, store_away=self._answers.store_away)
 
     async def _node(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.node(await self._answers.node(_named(request)))

@@ -152,6 +152,7 @@ class Driver:
             on_load=self._bring_up_to_date,
             meter=meter,
             judge=self._judge,
+            on_store_change=self._show_store,
         )
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: at least the jobs in which the node is present."""
@@ -253,7 +254,7 @@ class Driver:
     @property
     def trouble(self) -> str:
         """Why nothing new can be decided at present; empty if it can."""
-        return self._jobs.trouble
+        return self._jobs.store_state.trouble
 
     # ---------------------------------------------------------------- start and stop
 
@@ -748,15 +749,17 @@ class Driver:
             def guard(state: State) -> None:
                 roles.refuse_stranger(stream.caller, state, stream.node_id)
 
+        said = ""
         while True:
             try:
                 return await self.submit(rdzv_id, command, guard)
             except RunStoppingError as error:
-                stream.send(Waiting(rdzv_id, str(error)))
+                reason = str(error)
             except RendezvousConnectionError as error:
-                if isinstance(command, Join):
-                    reason = f"the server can not store its decisions and tries again: {error}"
-                    stream.send(Waiting(rdzv_id, reason))
+                reason = f"the server can not store what this node says, and tries again: {error}"
+            if reason != said:
+                stream.send(Waiting(rdzv_id, reason))
+                said = reason
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def _refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
@@ -936,7 +939,7 @@ class Driver:
             nodes_connected=connected,
             nodes_away=len(records) - connected,
             watchers=self._watchers,
-            store_away_ms=self._jobs.store_away_ms,
+            store_away_ms=self._jobs.store_state.away_ms,
             states=self._jobs.states,
             progress=lambda state: self._progress.shown(state, now_ms),
             straggling=lambda state: len(self._stragglers.shown(state.membership.rdzv_id)),
@@ -957,19 +960,36 @@ class Driver:
 
         Raises:
             UnknownJobError: nobody has ever joined it.
+            RendezvousConnectionError: its first join waits for the store, or that is away.
 
         """
         state = await self._jobs.look(rdzv_id)
         if not state.membership.run:
+            if self._jobs.store_state.waiting(rdzv_id):
+                trouble = self._jobs.store_state.trouble_of(rdzv_id)
+                raise RendezvousConnectionError(f"nothing is stored of job {rdzv_id}: {trouble}")
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
         return self._view(state)
 
     def _view(self, state: State) -> JobView:
-        placer = self._placer
-        wait = placer.wait(state.membership.rdzv_id)
-        return view(state, self._clock.now_ms(), wait, placer.drains())
+        placer, rdzv_id = self._placer, state.membership.rdzv_id
+        shown = view(state, self._clock.now_ms(), placer.wait(rdzv_id), placer.drains())
+        # What is shown is what is stored: that more has happened has to be said first.
+        if state.membership.ended is None or self._jobs.store_state.waiting(rdzv_id):
+            trouble = self._jobs.store_state.trouble_of(rdzv_id)
+            shown = replace(shown, reason=f"{trouble}; {shown.reason}") if trouble else shown
+        return shown
+
+    def _show_store(self, rdzv_id: str | None) -> None:
+        """Show all who watch that a job waits for the store, or all jobs, or that none does."""
+        if rdzv_id is not None:
+            self._wake_watchers(rdzv_id)
+            return
+        for state in self._jobs.states:
+            self._wake_watchers(state.membership.rdzv_id)
+        self._tell_followers(None)
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
         """Show how far the workers of a job's present round are, by RANK."""

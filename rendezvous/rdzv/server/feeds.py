@@ -323,7 +323,8 @@ class FleetFeed(Feed):
         if not readers:
             return
         for part in _parts(rows, ROWS):
-            _put_all(readers, [frame(event, write(part, indent=None))])
+            document = write(part, indent=None, store_away=self._answers.store_away)
+            _put_all(readers, [frame(event, document)])
             await asyncio.sleep(0)
 
 

@@ -11,6 +11,7 @@ is stored, and everything that was announced is in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from rdzv.server import observe
 from rdzv.server.clock import Clock, LoopWatch, Timer
 from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
+from rdzv.server.store_state import StoreState
 from rdzv.server.tasks import Tasks
 from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
 from rdzv.structs import replace, struct
@@ -44,6 +46,9 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.jobs")
 
 T = TypeVar("T")
+
+PROBE = "store-probe"
+"""The document that is written to find out whether the store takes writes again."""
 
 AT_ONCE = 256
 """So many commands are decided at once, and share a commit, at the most."""
@@ -149,7 +154,9 @@ class Jobs:
         on_load: Callable[[Job], None],
         meter: Meter,
         judge: Judge,
+        on_store_change: Callable[[str | None], None],
     ) -> None:
+        """`on_store_change`: see `StoreState`."""
         self._store = store
         self._meter = meter
         self._clock = clock
@@ -168,9 +175,12 @@ class Jobs:
         self._ended: dict[str, int] = {}
         """When each stored job that was loaded ended, so that none is read again to find out."""
         self._prune_timer = Timer(clock, lambda _: self.start_pruning())
-        self._store_away_since_ms: int | None = None
-        self._unwritable = False
-        """A write has failed, and none has succeeded since: that reads succeed says nothing."""
+        self.store_state = StoreState(
+            clock,
+            config.timings.store_retry_ms,
+            on_store_change,
+            lambda: tasks.start(self._probe()),
+        )
 
     # ---------------------------------------------------------------- decide, persist, publish
 
@@ -228,6 +238,8 @@ class Jobs:
         except RendezvousError as error:
             # It is everybody's if the job could not be claimed.
             for asked in batch or [waiting.popleft()]:
+                if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
+                    self.store_state.waits(rdzv_id, asked.command)
                 asked.answer(error)
         finally:
             for asked in batch:
@@ -346,6 +358,10 @@ class Jobs:
         except RendezvousConnectionError as error:
             if not error.definite:
                 job.doubt = tuple(steps)
+            for step in steps:
+                # One that changes nothing, as most ticks, would be heard of at any time.
+                if step.transition.events:
+                    self.store_state.waits(job.rdzv_id, step.command)
             raise
         job.pending = ()
 
@@ -366,6 +382,7 @@ class Jobs:
         for step in steps:
             before, transition = job.state, step.transition
             after = job.loaded = transition.state
+            self.store_state.decided(job.rdzv_id, step.command)
             self._note_end(job)
             job.timer.arm(transition.wake_at_ms)
             rows = self._rows(transition)
@@ -569,40 +586,24 @@ class Jobs:
     # ---------------------------------------------------------------- the store
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
-        """Await the store; say once that it is away, and once that it is back.
-
-        A store that refused a write, its disk being full, is back when it has taken one.
-        """
-        now_ms = self._clock.now_ms()
+        """Await the store, and note whether it has answered."""
+        began_ms = self._clock.now_ms()
         try:
             result = await answer
         except RendezvousConnectionError as error:
-            self._unwritable |= writes
             self._meter.store_failed(writes=writes)
-            if self._store_away_since_ms is None:
-                self._store_away_since_ms = now_ms
-                log.error("the store is away: %s; workers run on, nothing new is decided", error)
+            self.store_state.failed(error, began_ms, writes=writes)
             raise
-        self._unwritable &= not writes
-        if self._store_away_since_ms is not None and not self._unwritable:
-            away_s = (now_ms - self._store_away_since_ms) / 1000
-            self._store_away_since_ms = None
-            log.warning("the store is back after %.1f s", away_s)
+        self.store_state.answered(writes=writes)
         return result
 
-    @property
-    def trouble(self) -> str:
-        """Why nothing new can be stored at present; empty if it can, as far as is known."""
-        if self._store_away_since_ms is None:
-            return ""
-        away_s = self.store_away_ms / 1000
-        return f"the store is away for {away_s:.0f} s; workers run on, nothing new is decided"
-
-    @property
-    def store_away_ms(self) -> int:
-        """For how long the store has been away; 0 while it is there, as far as is known."""
-        since_ms = self._store_away_since_ms
-        return 0 if since_ms is None else max(self._clock.now_ms() - since_ms, 1)
+    async def _probe(self) -> None:
+        """Find out whether the store is back, and takes writes if that was what it did not."""
+        with contextlib.suppress(RendezvousError):
+            found = await self._ask(self._store.load_document(PROBE))
+            if self.store_state.unwritable:
+                revision = found[1] if found is not None else 0
+                await self.swap_document(PROBE, b"", revision)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -684,6 +685,7 @@ class Jobs:
     def stop_timers(self) -> None:
         """Let time pass for no job any more."""
         self._prune_timer.cancel()
+        self.store_state.stop()
         for job in self._jobs.values():
             job.timer.cancel()
 

@@ -431,3 +431,5 @@ class ServerView:
     state_age_ms: int
     insecure: str = ""
     """Why everyone who reaches it may do everything; of this server alone."""
+    store_away: str = ""
+    """Why it can store nothing at present; of this server alone."""

@@ -210,12 +210,17 @@ _STREAM = (
 
 # ------------------------------------------------------------------------------------ the document
 
+_STORE_AWAY: Schema = {
+    "type": ["string", "null"],
+    "description": "Why the server stores nothing new, since when, and what waits; null: it does.",
+}
+
 
 def document(limits: Limits) -> Schema:
     """Return the OpenAPI document."""
     schemas: dict[str, Schema] = {}
     for name, fields in (
-        ("Jobs", {"jobs": _array(_ref(answers.JobSummary, schemas))}),
+        ("Jobs", {"jobs": _array(_ref(answers.JobSummary, schemas)), "store_away": _STORE_AWAY}),
         (
             "Events",
             {"rdzv_id": {"type": "string"}, "events": _array(_ref(answers.Event, schemas))},
@@ -231,7 +236,8 @@ def document(limits: Limits) -> Schema:
         if name == "Node":
             schemas["NodeRow"] = schemas[name]
         schemas[name] = _document(schemas[name]["properties"])
-    schemas["Nodes"] = _document({"nodes": _array({"$ref": "#/components/schemas/NodeRow"})})
+    rows = _array({"$ref": "#/components/schemas/NodeRow"})
+    schemas["Nodes"] = _document({"nodes": rows, "store_away": _STORE_AWAY})
     schemas["Error"] = _error()
     schemas["OpenApi"] = {"type": "object", "required": ["openapi", "info", "paths"]}
     return {

@@ -107,6 +107,7 @@ class Replica:
 
         """
         age_ms = self._clock.now_ms() - self._since_ms
+        store_away = self._driver.trouble if self._driver is not None else ""
         if self._election is None:
             leadership = self._driver.leadership if self._driver else 0
             leads = self._driver is not None
@@ -114,6 +115,7 @@ class Replica:
                 ServerView(
                     *(self._address, leads, leadership, self._store, self._version, age_ms),
                     insecure=self._exposed,
+                    store_away=store_away,
                 ),
             )
         leader = self._election.leader
@@ -130,6 +132,7 @@ class Replica:
                     version=other.version,
                     state_age_ms=max(self._clock.now_ms() - since_ms, 0),
                     insecure=self._exposed if other.address == self._address else "",
+                    store_away=store_away if other.address == self._address else "",
                 )
             )
         return tuple(views)

@@ -378,7 +378,7 @@ class ControlService(pb_grpc.ControlServicer):
         except RendezvousError as error:
             await _abort(context, error)
         jobs = [wire.job_summary(view, driver.hangs(view.rdzv_id)) for view in views]
-        return pb.ListJobsResponse(jobs=jobs)
+        return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: AnyContext
@@ -427,10 +427,11 @@ class ControlService(pb_grpc.ControlServicer):
         """Show every node."""
         try:
             named = [wire.node_id_of(node_id, self._limits) for node_id in request.node_ids]
-            summaries = self._replica.driver.nodes(named)
+            driver = self._replica.driver
+            nodes = [wire.node_summary(summary) for summary in driver.nodes(named)]
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListNodesResponse(nodes=[wire.node_summary(summary) for summary in summaries])
+        return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
 
     async def CordonNode(  # noqa: N802
         self, request: pb.CordonNodeRequest, context: AnyContext

@@ -21,6 +21,11 @@ from rdzv.server.messages import LogsWanted, NodeSummary
 class Shown(Answers):
     """Answers for one server, as values of the client."""
 
+    @property
+    def store_away(self) -> str | None:
+        """Why this server can store nothing at present; None: it can."""
+        return self.replica.driver.trouble or None
+
     async def status(self, asked: str) -> answers.JobStatus:
         """Show one job; raises as `view`."""
         return self.status_of(await self.view(asked))

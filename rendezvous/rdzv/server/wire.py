@@ -1240,6 +1240,7 @@ def server(view: ServerView) -> pb.Server:
         server_version=view.version,
         state_age_ms=view.state_age_ms,
         insecure=view.insecure,
+        store_away=view.store_away,
     )
 
 
