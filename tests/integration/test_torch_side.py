@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,9 +29,23 @@ from rdzv.agent.launch import EventSink, Launch, Output
 from rdzv.agent.logs import RoundOutput
 from rdzv.agent.logs_specs import LogsSpecs
 from rdzv.agent.side_process import SideProcess
-from rdzv.agent.tee import Stream
+from rdzv.agent.tee import Stream, Tee
+from rdzv.agent.worker_group import LocalWorkerGroup
 from rdzv.core.model import Result, Settings
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
+from tests.unit.accounts import (
+    ADA,
+    SECRET,
+    account,
+    needs_root,
+    own_folder,
+    passable_folder,
+    roots_secret,
+)
+
+PYTHON = "/usr/bin/python3"
+"""An interpreter that every account may run, which that of the tests may not be."""
 
 LINE = Assignment("r", 0, 0, 1, 0, 2, 0, 2, "a", 1, True, 0, 1)
 
@@ -91,6 +106,8 @@ class Specs:
             os._exit(7)
         if how == "fail":
             raise OSError("the disk is full")
+        if how == "garbage":
+            envs[0]["RANK"] = 7
         folder = Path(self.asked["log_dir"])
         for rank, env in envs.items():
             env["SEEN"] = repr((self.asked, sorted(env)))
@@ -321,6 +338,11 @@ async def test_the_class_says_where_workers_write_and_may_change_their_environme
         ("fail", "--logs-specs: OSError: the disk is full"),
         ("die", "--logs-specs: its process has ended"),
         ("hang", "--logs-specs: it has not answered within 0.3 s"),
+        (
+            "garbage",
+            "--logs-specs: its answer makes no sense: "
+            "TypeError('a value of the environment is no text')",
+        ),
     ],
 )
 async def test_a_class_that_does_not_answer_is_told(
@@ -336,6 +358,61 @@ async def test_a_class_that_does_not_answer_is_told(
     if how == "die":
         assert str(await reify(specs, 1)) == told
     await specs.close()
+
+
+@needs_root
+@pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"there is no {PYTHON}")
+async def test_files_that_a_class_names_are_emptied_with_the_rights_of_its_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with passable_folder() as shared:
+        fake = shared / "fake"
+        shutil.copytree(tmp_path / "fake", fake)
+        home, secret = own_folder(shared, "home"), roots_secret(shared)
+        (home / "4.out").symlink_to(secret)
+        (home / "5.out").write_text("of a former attempt")
+        os.chown(home / "5.out", ADA.uid, ADA.gid)
+        environ = {"PYTHONPATH": str(fake), "SPECS": "", "PATH": os.environ["PATH"]}
+        made = launch(specs="mine", log_dir=home)
+        made = replace(made, account=account(home), python=PYTHON, environ=environ, chdir=home)
+        specs = LogsSpecs(2)
+        await specs.open(made)
+        output = await reify(specs)
+        await specs.close()
+        assert isinstance(output, RoundOutput)
+        assert secret.read_text() == SECRET
+        assert (home / "5.out").read_text() == ""
+
+
+async def test_a_path_that_is_relative_is_seen_from_where_the_workers_start(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    specs = LogsSpecs(2)
+    await specs.open(replace(launch(specs="mine", log_dir=Path("logs")), chdir=home))
+    output = await reify(specs)
+    await specs.close()
+    assert isinstance(output, RoundOutput)
+    assert output.workers[0].stdout == home / "logs" / "4.out"
+
+
+async def test_what_a_class_has_teed_is_not_copied_where_there_is_no_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submitted job may name any file, and the agent's console is root's log."""
+    followed: list[Path] = []
+    monkeypatch.setattr(Tee, "follow", lambda _, path, *__: followed.append(path))
+    for console in (False, True):
+        made = launch(specs="mine", log_dir=tmp_path)
+        group = LocalWorkerGroup(
+            replace(made, output=replace(made.output, console=console)), lambda _: ""
+        )
+        await group.prepare()
+        opened = asyncio.get_running_loop().create_future()
+        group.open_round(LINE, opened.set_result)
+        async with asyncio.timeout(100):
+            assert len(await opened) == 2
+        assert followed == [tmp_path / "0.out"] * console
+        await group.close()
 
 
 async def test_an_answer_that_comes_too_late_is_nobodys(tmp_path: Path) -> None:

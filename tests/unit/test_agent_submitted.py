@@ -103,7 +103,7 @@ async def test_all_output_goes_to_files_of_the_run(share: Share) -> None:
     launch = await make_launch(placed("--nproc-per-node=2", "--tee=1", "a.py"), AROUND, share)
     output = launch.output
     assert (output.run_dir, output.log_dir) == (share.run_dir, None)
-    assert (output.redirects, output.tee) == ({0: 3, 1: 3}, {})
+    assert (output.redirects, output.tee, output.console) == ({0: 3, 1: 3}, {}, False)
 
 
 async def test_who_names_a_log_folder_has_the_files_there(share: Share) -> None:

@@ -56,6 +56,8 @@ class Output:
     prefix_template: str | None = None
     logs_specs: str = ""
     """Who decides all this instead: an entry point of the group `torchrun.logs_specs`."""
+    console: bool = True
+    """Whether anything is copied to this process's own stdout and stderr, whoever asks for it."""
 
 
 @struct(frozen=True)

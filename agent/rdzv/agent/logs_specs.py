@@ -93,13 +93,19 @@ class LogsSpecs:
     def _hear(self, message: Message) -> None:
         if message.get("ended"):
             self._fail("its process has ended")
-        elif message.get("round") == self._round:
+        elif self._round is not None and message.get("round") == self._round:
             if "failed" in message:
                 self._fail(str(message["failed"]))
-            else:
-                then = self._then
-                self._settle()
-                then(_round_output(message, self._local_world_size))
+                return
+            try:
+                output = _round_output(message, self._local_world_size)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                # The class is the user's, and so is its process.
+                self._fail(f"its answer makes no sense: {error!r}")
+                return
+            then = self._then
+            self._settle()
+            then(output)
 
     def _fail(self, reason: str) -> None:
         if self._round is not None:
@@ -135,9 +141,6 @@ def _round_output(told: Message, local_world_size: int) -> RoundOutput:
 def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
     teed = {Stream.OUT: told["tee_stdouts"], Stream.ERR: told["tee_stderrs"]}
     stdout, stderr = told["stdouts"].get(local_rank), told["stderrs"].get(local_rank)
-    files = [Path(file) for file in (stdout, stderr) if file]
-    for file in files:
-        _empty(file)
     return WorkerOutput(
         stdout=Path(stdout) if stdout else None,
         stderr=Path(stderr) if stderr else None,
@@ -147,14 +150,11 @@ def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
             for stream, by_rank in teed.items()
             if Path(by_rank.get(local_rank, NO_FILES)) != NO_FILES
         },
-        environ=told["envs"][local_rank],
+        environ=_environ(told["envs"][local_rank]),
     )
 
 
-def _empty(file: Path) -> None:
-    """Begin a file anew, as torchrun does; where it can not be, the runner says why."""
-    try:
-        if file.is_file():
-            os.truncate(file, 0)
-    except OSError:
-        pass
+def _environ(told: Mapping[str, object]) -> dict[str, str]:
+    if not all(isinstance(value, str) for value in told.values()):
+        raise TypeError("a value of the environment is no text")
+    return {name: str(value) for name, value in told.items()}

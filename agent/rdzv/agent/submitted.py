@@ -178,4 +178,12 @@ def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:
     everything = dict.fromkeys(range(local_world_size), 3)
     if output.log_dir is None and not output.logs_specs:
         output = replace(output, run_dir=run_dir)
-    return replace(output, redirects=everything, tee={}, stdout_filters=(), stderr_filters=())
+    return replace(
+        output,
+        redirects=everything,
+        tee={},
+        stdout_filters=(),
+        stderr_filters=(),
+        # Logs specs may name files to be teed all the same; they are read by nobody here.
+        console=False,
+    )

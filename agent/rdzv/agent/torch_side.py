@@ -8,7 +8,8 @@ older than rdzv's own. It speaks JSON lines on the socket FD. The first one says
 * `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event, which torch's
   handler N gets.
 * `{"role": "logs_specs", "name": N, "log_dir": ..., "redirects": ..., "tee": ..., "ranks": ...}`:
-  every further line is `{"envs": ...}` of a round's workers; the answer is where they write.
+  every further line is `{"envs": ...}` of a round's workers; the answer is where they write. Their
+  files are emptied here, where the rights are the job's.
 
 The first answer is `{"ready": true}` or `{"refused": "why"}`. It ends when the socket does; if the
 agent is killed, it has `LINGER_S` for what it still does.
@@ -144,7 +145,10 @@ def reify_logs_specs(
     for request in asked:
         envs = {int(rank): env for rank, env in request["envs"].items()}
         try:
-            yield {"round": request["round"], "envs": envs, **tell(made.reify(envs))}
+            files = tell(made.reify(envs))
+            for path in (*files["stdouts"].values(), *files["stderrs"].values()):
+                empty(path)
+            yield {"round": request["round"], "envs": envs, **files}
         except Exception as error:
             traceback.print_exc()
             yield {"round": request["round"], "failed": describe(error)}
@@ -177,18 +181,32 @@ def to_streams(by_rank: dict[str, int]) -> Any:
 
 
 def tell(made: Any) -> dict[str, Any]:
-    """Make JSON of a LogsDest."""
+    """Make JSON of a LogsDest; its paths are seen from here, which is where the workers start."""
     fields = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
     files = {
-        field: {rank: os.fspath(path) for rank, path in getattr(made, field).items() if path}
+        field: {rank: absolute(path) for rank, path in getattr(made, field).items() if path}
         for field in fields
     }
     # Older versions of torch have no filtered logs.
     filtered = {
-        field: os.fspath(getattr(made, field, "") or "")
+        field: absolute(getattr(made, field, ""))
         for field in ("filtered_stdout", "filtered_stderr")
     }
     return {**files, **filtered}
+
+
+def absolute(path: Any) -> str:
+    """Write a path that others can use; nothing for none."""
+    return os.path.abspath(os.fspath(path)) if path else ""  # noqa: PTH100
+
+
+def empty(path: str) -> None:
+    """Begin a file anew, as torchrun does; where it can not be, the runner says why."""
+    try:
+        if os.path.isfile(path):  # noqa: PTH113
+            os.truncate(path, 0)
+    except OSError:
+        pass
 
 
 ROLES: dict[str, Callable[..., Iterator[dict[str, Any] | None]]] = {

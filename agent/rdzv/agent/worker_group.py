@@ -210,6 +210,8 @@ class LocalWorkerGroup:
 
     def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
         """Copy to the console what a worker writes into files that are teed."""
+        if not self._launch.output.console:
+            return
         rank = assignment.rank_first + local_rank
         template, role = self._launch.output.prefix_template, self._launch.role
         prefix = line_prefix(template, role, rank, local_rank)
