@@ -31,6 +31,7 @@ __all__ = [
     "SubmitterRule",
     "acting_as",
     "identity_of_owner",
+    "name_of",
     "open_untrusted",
     "own_account",
     "started_as",
@@ -167,10 +168,15 @@ class Accounts:
 
 def own_account() -> str:
     """Return the name of the account that this process runs as."""
+    return name_of(os.geteuid())
+
+
+def name_of(uid: int) -> str:
+    """Return the name of an account; its number if it has none."""
     try:
-        return pwd.getpwuid(os.geteuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(os.geteuid())
+        return str(uid)
 
 
 # ---------------------------------------------------------------------- what a rule says

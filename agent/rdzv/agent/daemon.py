@@ -15,12 +15,14 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rdzv import systemd
 from rdzv.agent import runner_link
+from rdzv.agent.accounts import name_of, open_untrusted
 from rdzv.agent.adoption import Heritage, Orphan
 from rdzv.agent.agent_config import Config, read_config
 from rdzv.agent.former import Runners
@@ -327,7 +329,7 @@ def _own_directories(config: Config) -> Iterator[None]:
     """Make the agent's directories, and see that no other agent uses them.
 
     Raises:
-        InvalidRequestError: another does, or they can not be made.
+        InvalidRequestError: another does, they can not be made, or they are somebody else's.
 
     """
     # The accounts of jobs pass through to what is theirs, and list nothing.
@@ -339,8 +341,39 @@ def _own_directories(config: Config) -> Iterator[None]:
             raise InvalidRequestError(
                 f"`{key}` = {str(path)!r} can not be made: {error.strerror}; give another"
             ) from error
-    with _locked("state_dir", config.state_dir), _locked("runtime_dir", config.runtime_dir):
+        check_own(key, path, strictly=bool(config.values.tables("user")))
+    with locked("state_dir", config.state_dir), locked("runtime_dir", config.runtime_dir):
         yield
+
+
+def check_own(key: str, path: Path, *, strictly: bool) -> None:
+    """Refuse a directory that another account may have made, or may replace.
+
+    The agent trusts what it finds there: it removes files, and kills what a dead runner has left.
+    A directory that everybody may write to is refused `strictly`, else there is a warning: in a
+    container of its own the agent may be alone.
+
+    Raises:
+        InvalidRequestError: it belongs to somebody else, or one above it does, or a link to it.
+
+    """
+    path = path.absolute()
+    # Of "/" too, for in a container root may have any number.
+    trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
+    for place in dict.fromkeys((path, *path.parents, path.resolve(), *path.resolve().parents)):
+        found = place.lstat()
+        if found.st_uid not in trusted:
+            raise InvalidRequestError(
+                f"`{key}` = {str(path)!r} is not safe: {place} belongs to {name_of(found.st_uid)}, "
+                "who may put anything in its place; remove that, or give another"
+            )
+        # Of a sticky folder, such as /tmp, the entries are safe.
+        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place != path)
+        if found.st_mode & stat.S_IWOTH and not safe:
+            why = f"`{key}` = {str(path)!r} is not safe: everybody may write to {place}"
+            if strictly:
+                raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
+            log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
 
 
 def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
@@ -352,14 +385,21 @@ def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(key: str, path: Path) -> Iterator[None]:
+def locked(key: str, path: Path) -> Iterator[None]:
+    """Hold the lock of a directory, in which no link of another account leads elsewhere.
+
+    Raises:
+        InvalidRequestError: another process holds it, or it can not be written.
+
+    """
+    lock = path / "lock"
     try:
-        file = (path / "lock").open("a+", encoding="utf-8")
+        fd = open_untrusted(lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InvalidRequestError(
-            f"`{key}` = {str(path)!r} can not be written: {error.strerror}; give another"
+            f"`{key}` = {str(path)!r}: {lock} can not be written: {error.strerror}; give another"
         ) from error
-    with file:
+    with os.fdopen(fd, "r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
