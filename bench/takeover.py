@@ -80,7 +80,8 @@ class Servers:
 
     def seated(self) -> int:
         """Return how many nodes the leader sees seated."""
-        with contextlib.suppress(RendezvousError), ControlClient(self.endpoints) as client:
+        asked_once = ControlClient(self.endpoints, takeover_s=0)
+        with contextlib.suppress(RendezvousError), asked_once as client:
             return [node.state for node in client.status(JOB).nodes].count("seated")
         return 0
 

@@ -42,6 +42,7 @@ from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
+    NotLeaderError,
     RendezvousConnectionError,
     RendezvousError,
 )
@@ -75,6 +76,11 @@ LOG_POSITIONS = 65_536
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
 
+TAKEOVER_S = 15.0
+"""For how long a leader is waited for while servers answer that they stand by: the lease of one
+that has died, and etcd's own election."""
+TAKEOVER_RETRY_S = 0.25
+
 
 # ------------------------------------------------------------------------------------ the client
 
@@ -85,7 +91,8 @@ _Response = TypeVar("_Response")
 class ControlClient:
     """Asks one rdzvd, or whichever of several leads, what its jobs do.
 
-    Every call ends within `timeout_s` for each server that is asked. Calls raise `UnknownJobError`
+    Every call ends within `timeout_s` for each server that is asked; while servers stand by and
+    none of them leads, a leader is waited for, for `takeover_s`. Calls raise `UnknownJobError`
     for a job that the server does not know, and `RendezvousConnectionError` if there is no server,
     no answer, or no rdzvd behind the endpoint.
     """
@@ -95,11 +102,13 @@ class ControlClient:
         server: Endpoint | Sequence[Endpoint],
         timeout_s: float = DEFAULT_TIMEOUT_S,
         credentials: Credentials = PLAIN,
+        takeover_s: float = TAKEOVER_S,
     ) -> None:
         if not 0 < timeout_s < math.inf:
             raise InvalidRequestError(f"timeout {timeout_s} s can not be used: it must be above 0")
         servers = (server,) if isinstance(server, Endpoint) else tuple(server)
         self._timeout_s = timeout_s
+        self._takeover_s = takeover_s
         self._rota = Rota(servers)
         self._turns = len(servers)
         self._credentials = credentials
@@ -270,13 +279,12 @@ class ControlClient:
         Ends when nothing has come for `timeout_s`. What was written is worth nothing unless this
         returns: then `rdzvd --restore` takes it.
         """
-        turns = self._turns
+        asking = self._asking()
         while True:
             try:
                 return self._backup(file)
             except RendezvousConnectionError as error:
-                turns -= 0 if self._rota.failed(error) else 1
-                if not turns:
+                if not asking.goes_on(error):
                     raise
                 file.seek(0)
                 file.truncate()
@@ -328,9 +336,20 @@ class ControlClient:
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token, and return it with its text, which nobody shows again."""
+        """Make a token, and return it with its text, which nobody shows again.
+
+        Where it may have been made and the answer was lost, no other is made in its place.
+        """
+
+        def stop_in_doubt(error: RendezvousConnectionError) -> None:
+            if _perhaps_done(error):
+                raise RendezvousConnectionError(
+                    f"{error}; whether the token was made is not known: `rdzvctl tokens list` "
+                    "shows it then, and `tokens revoke` ends it"
+                ) from error
+
         request = pb.CreateTokenRequest(name=name, roles=roles, expires_in_ms=expires_in_ms)
-        answer = self._call(lambda stub: stub.CreateToken, request)
+        answer = self._call(lambda stub: stub.CreateToken, request, failed=stop_in_doubt)
         return token_of(answer.token), answer.text
 
     def tokens(self) -> list[Token]:
@@ -434,7 +453,7 @@ class ControlClient:
         failed: Callable[[RendezvousConnectionError], None] | None = None,
     ) -> _Response:
         """Ask the servers in turn; `failed` is told of each that did not answer."""
-        turns = self._turns
+        asking = self._asking()
         while True:
             try:
                 ask = method(self._stub())
@@ -445,9 +464,11 @@ class ControlClient:
                     raise error from failure
                 if failed is not None:
                     failed(error)
-                turns -= 0 if self._rota.failed(error) else 1
-                if not turns:
+                if not asking.goes_on(error):
                     raise error from failure
+
+    def _asking(self) -> _Asking:
+        return _Asking(self._rota, self._turns, self._takeover_s)
 
     def _error(self, error: grpc.RpcError) -> RendezvousError:
         # What a blocking call raises is always a call as well; the base class does not say so.
@@ -462,6 +483,32 @@ class ControlClient:
         )
         found.__cause__ = error
         return found
+
+
+class _Asking:
+    """One question to several servers: which of them is asked next, and when to give up."""
+
+    def __init__(self, rota: Rota, servers: int, takeover_s: float) -> None:
+        self._rota = rota
+        self._servers = servers
+        self._left = servers
+        self._standing_by = False
+        """One of those asked stands by for a leader, so there is one, or will be."""
+        self._until_s = time.monotonic() + takeover_s
+
+    def goes_on(self, error: RendezvousError) -> bool:
+        """Note why a server was of no use; say whether another is asked, after a wait if need be."""
+        self._standing_by |= isinstance(error, NotLeaderError)
+        if self._rota.failed(error):
+            return True
+        self._left -= 1
+        if self._left:
+            return True
+        if not self._standing_by or time.monotonic() >= self._until_s:
+            return False
+        self._left, self._standing_by = self._servers, False
+        time.sleep(TAKEOVER_RETRY_S)
+        return True
 
 
 class _Places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 
@@ -28,7 +28,10 @@ class FakeControl(pb_grpc.ControlServicer):
         self.hanging: dict[str, str] = {}
         self.history: list[pb.Event] = []
         self.error: RendezvousError | grpc.StatusCode | None = None
+        self.next_error: Callable[[], RendezvousError | None] | None = None
+        """What the next call ends with, in place of `error`."""
         self.error_text = "no details"
+        self.tokens_asked = 0
         self.hangs = False
         self.limits: list[int] = []
         self._released = threading.Event()
@@ -59,12 +62,21 @@ class FakeControl(pb_grpc.ControlServicer):
         self.limits.append(request.limit)
         return pb.ListEventsResponse(events=self.history[-request.limit :])
 
+    def CreateToken(  # noqa: N802
+        self, request: pb.CreateTokenRequest, context: grpc.ServicerContext
+    ) -> pb.CreateTokenResponse:
+        self.tokens_asked += 1
+        self._misbehave(context)
+        return pb.CreateTokenResponse(token=pb.Token(name=request.name), text="secret")
+
     def release(self) -> None:
         self._released.set()
 
     def _misbehave(self, context: grpc.ServicerContext) -> None:
         if self.hangs:
             self._released.wait(100)
+        if self.next_error is not None:
+            self.error = self.next_error()
         if isinstance(self.error, RendezvousError):
             _abort(context, self.error)
         if isinstance(self.error, grpc.StatusCode):

@@ -436,3 +436,52 @@ def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:
         with ControlClient(parse_endpoint(stands_by)) as client:
             assert client.jobs() == ()
             assert str(client.server) == leads
+
+
+def test_a_call_waits_for_a_leader_while_servers_stand_by(control: FakeControl) -> None:
+    """The leader was killed: its peers name it until its lease is over, and then one of them leads."""
+    with closing(socket.socket()) as dead, serving(control) as stands_by:
+        dead.bind(("127.0.0.1", 0))
+        killed = f"127.0.0.1:{dead.getsockname()[1]}"
+        answers = iter(
+            [
+                NotLeaderError("this rdzvd stands by; another leads", killed),
+                NotLeaderError("this rdzvd stands by and no other leads yet; try again"),
+                None,
+            ]
+        )
+        control.next_error = lambda: next(answers)
+        with ControlClient([parse_endpoint(killed), parse_endpoint(stands_by)]) as client:
+            assert client.jobs() == ()
+
+
+def test_a_leader_that_does_not_come_is_not_waited_for_without_end(control: FakeControl) -> None:
+    control.error = NotLeaderError("this rdzvd stands by and no other leads yet; try again")
+    with serving(control) as endpoint:
+        with ControlClient(parse_endpoint(endpoint), takeover_s=0.1) as client:
+            began = time.monotonic()
+            with pytest.raises(NotLeaderError, match="no other leads yet"):
+                client.jobs()
+            assert time.monotonic() - began >= 0.1
+
+
+def test_servers_none_of_which_answers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.client.TAKEOVER_RETRY_S", 1000.0)
+    with closing(socket.socket()) as dead:
+        dead.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", dead.getsockname()[1])
+        with (
+            ControlClient([endpoint, endpoint]) as client,
+            pytest.raises(RendezvousConnectionError),
+        ):
+            client.jobs()
+
+
+def test_a_token_that_may_have_been_made_is_not_made_again(control: FakeControl) -> None:
+    control.error, control.error_text = grpc.StatusCode.UNAVAILABLE, "Socket closed"
+    with serving(control) as endpoint:
+        server = parse_endpoint(endpoint)
+        with ControlClient([server, server]) as client:
+            with pytest.raises(RendezvousConnectionError, match="whether the token was made"):
+                client.create_token("ann", ["read"], 0)
+    assert control.tokens_asked == 1

@@ -217,7 +217,7 @@ def _names(context: click.Context, _: click.Parameter, incomplete: str, *, kind:
     try:
         endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or _DEFAULT_SERVER)
         credentials = _credentials(context)
-        with ControlClient(endpoints[:1], _COMPLETION_TIMEOUT_S, credentials) as client:
+        with ControlClient(endpoints[:1], _COMPLETION_TIMEOUT_S, credentials, 0) as client:
             names = (
                 [job.rdzv_id for job in client.jobs()]
                 if kind == "jobs"
