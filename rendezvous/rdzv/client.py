@@ -497,7 +497,7 @@ class _Asking:
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
-        """Note why a server was of no use; say whether another is asked, after a wait if need be."""
+        """Note why a server was of no use; say whether another is asked, perhaps after a wait."""
         self._standing_by |= isinstance(error, NotLeaderError)
         if self._rota.failed(error):
             return True

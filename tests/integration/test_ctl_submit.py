@@ -179,13 +179,13 @@ def test_a_cordoned_node_gets_nothing_until_it_is_uncordoned(t: Typist) -> None:
     assert "its fan is loud" in t.says("nodes")
     assert json.loads(t.says("nodes", "n1", "-o", "json"))["cordoned"] is True
     t.says("submit", "--rdzv-id=night", REPORT, "exit=0")
-    assert t.job("night")["state"] == "joining"
+    assert t.job("night")["state"] == "queued"
     t.cluster.kill_server()
     t.cluster.start_server()
     t.cluster.wait_until("n1 is back", lambda: t.nodes()["n1"]["state"] == "connected")
     assert t.nodes()["n1"]["cordoned"] is True
     assert not t.job("night")["submission"]["placed"]
-    assert t.says("uncordon", "n1") == "n1 is not cordoned\n"
+    assert t.says("uncordon", "n1") == "n1 is uncordoned: submitted jobs are placed on it again\n"
     assert t.says("wait", "night").startswith("night has succeeded")
     unknown = t.types("cordon", "n9")
     assert unknown.returncode == 1

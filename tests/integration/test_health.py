@@ -73,7 +73,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     d.until("job-2 says so", lambda: "n2: quarantined (at fault" in d.status("job-2").reason)
 
     # An operator has repaired it.
-    assert ctl(d, "uncordon", "n2") == "n2 is not cordoned\n"
+    assert ctl(d, "uncordon", "n2") == "n2 is uncordoned: submitted jobs are placed on it again\n"
     assert d.node("n2")["node"].quarantine is None
     d.until_state("job-2", "succeeded")
     d.cluster.finish()

@@ -439,7 +439,7 @@ def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:
 
 
 def test_a_call_waits_for_a_leader_while_servers_stand_by(control: FakeControl) -> None:
-    """The leader was killed: its peers name it until its lease is over, and then one of them leads."""
+    """The leader was killed: its peers name it until its lease is over; then one of them leads."""
     with closing(socket.socket()) as dead, serving(control) as stands_by:
         dead.bind(("127.0.0.1", 0))
         killed = f"127.0.0.1:{dead.getsockname()[1]}"
@@ -457,12 +457,14 @@ def test_a_call_waits_for_a_leader_while_servers_stand_by(control: FakeControl) 
 
 def test_a_leader_that_does_not_come_is_not_waited_for_without_end(control: FakeControl) -> None:
     control.error = NotLeaderError("this rdzvd stands by and no other leads yet; try again")
-    with serving(control) as endpoint:
-        with ControlClient(parse_endpoint(endpoint), takeover_s=0.1) as client:
-            began = time.monotonic()
-            with pytest.raises(NotLeaderError, match="no other leads yet"):
-                client.jobs()
-            assert time.monotonic() - began >= 0.1
+    with (
+        serving(control) as endpoint,
+        ControlClient(parse_endpoint(endpoint), takeover_s=0.1) as client,
+    ):
+        began = time.monotonic()
+        with pytest.raises(NotLeaderError, match="no other leads yet"):
+            client.jobs()
+        assert time.monotonic() - began >= 0.1
 
 
 def test_servers_none_of_which_answers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +483,7 @@ def test_a_token_that_may_have_been_made_is_not_made_again(control: FakeControl)
     control.error, control.error_text = grpc.StatusCode.UNAVAILABLE, "Socket closed"
     with serving(control) as endpoint:
         server = parse_endpoint(endpoint)
-        with ControlClient([server, server]) as client:
-            with pytest.raises(RendezvousConnectionError, match="whether the token was made"):
-                client.create_token("ann", ["read"], 0)
+        in_doubt = pytest.raises(RendezvousConnectionError, match="whether the token was made")
+        with ControlClient([server, server]) as client, in_doubt:
+            client.create_token("ann", ["read"], 0)
     assert control.tokens_asked == 1

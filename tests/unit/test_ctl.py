@@ -25,6 +25,7 @@ import control_samples
 import pytest
 from fake_control import FakeControl, serving
 
+from rdzv.answers import job_status_of
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
@@ -562,3 +563,27 @@ def test_what_was_spent_is_shown_where_there_is_any(
     assert found == ([line] if line else [])
     window = " in the last 1 min 0 s" if budgets.restart_window_ms else ""
     assert any(text.endswith(f"1 of 3 spent{window}") for text in shown)
+
+
+def test_an_empty_server_is_none_rather_than_the_default(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--server=", "list"], ["list", "--server="], ["submit", "--server=", "t.py"]):
+        assert run(words) == 2
+        assert "endpoint '' can not be used: it names no host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ((1, 2), "min_nodes 1 and max_nodes 2 now (before: 2 and 4)\n"),
+        ((5, 5), "the 2 seated run on until their round ends, and the next needs 3 more nodes\n"),
+        ((1, 1), "of 2 seated, 1 stay: the group re-forms\n"),
+    ],
+)
+def test_a_scaled_job_says_what_it_was_and_what_follows(bounds: tuple[int, int], said: str) -> None:
+    seated = [pb.NodeStatus(node_id=f"n{i}", state="seated", group_rank=i) for i in (0, 1)]
+    before = pb.JobStatus(rdzv_id="a", state="running", min_nodes=2, max_nodes=4, nodes=seated)
+    after = pb.JobStatus(rdzv_id="a", state="running", min_nodes=bounds[0], max_nodes=bounds[1])
+    text = as_text.scaled(job_status_of(before), job_status_of(after)) + "\n"
+    assert text.endswith(said)

@@ -115,15 +115,24 @@ def _out(capsys: pytest.CaptureFixture[str]) -> Out:
 def test_a_node_is_drained_and_undrained(floor: Floor, out: Out) -> None:
     assert run(["drain", "n1", "--reason", "new kernel"]) == 0
     assert out() == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
-    assert floor.asked == ["drain n1 300000"]
+    assert floor.asked == ["drain n1 300000 keeping min"]
     reason = floor.nodes["n1"].drain_reason
     assert reason.startswith(WHO)
     assert reason.endswith(": new kernel")
     assert run(["undrain", "n1"]) == 0
-    assert out() == "n1 is not drained\n"
+    assert out() == "the drain of n1 is lifted: submitted jobs are placed on it again\n"
     assert run(["drain", "n1", "--deadline=90s", "-o", "json"]) == 0
     document = json.loads(out())
     assert (document["drain"], document["drain_left_ms"]) == ("draining", 90_000)
+
+
+def test_what_a_drain_costs_a_job_is_said(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+    floor.too_few = ["job would have 1 of the 2 nodes that it needs"]
+    assert run(["drain", "n1"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
+    assert said.err == "rdzvctl: without n1, job would have 1 of the 2 nodes that it needs\n"
+    assert floor.asked == ["drain n1 300000"]
 
 
 def test_a_node_that_is_about_to_go_by_itself_can_not_be_kept(floor: Floor, out: Out) -> None:
@@ -218,8 +227,7 @@ def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
     assert run(["drain", "--all-of=rack=a1"]) == 0
     assert "1 of 3, n1: it is drained already" in out()
     assert floor.asked == [
-        "drain n1 300000",
-        *(f"drain {n} 300000 keeping min" for n in ("n2", "n10")),
+        *(f"drain {n} 300000 keeping min" for n in ("n1", "n2", "n10")),
     ]
 
 

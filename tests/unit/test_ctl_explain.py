@@ -41,6 +41,25 @@ async def test_into_a_pipe_each_fact_is_one_line() -> None:
     assert "Restarts spent: 1 of 3. The next came 0.8 s later: " in ended
 
 
+async def test_times_of_another_day_have_a_column_of_their_own() -> None:
+    of = await told(history)
+    page = of.page(width=100)
+    later = replace(page, now_s=page.now_s + 86_400)
+    lines = explain(of.status, of.history, later).splitlines()
+    (began,) = [line for line in lines if "Run 1 began" in line]
+    day = f"{later.at(of.history[0].unix_ms)[:16]}"
+    assert began.startswith(f"  {day}  Run 1 began")
+    assert lines[lines.index(began) + 1].startswith((f"  {day}  ", " " * 20))
+
+
+async def test_a_queued_job_is_queued_and_says_so_once() -> None:
+    of = await told(history)
+    queued = replace(of.status, state="queued", reason="queued: needs 2 nodes, none is free")
+    text = explain(queued, of.history, of.page(width=None))
+    assert ": needs 2 nodes, none is free." in text.partition("It is queued (for ")[2]
+    assert "queued: needs" not in text
+
+
 async def test_a_long_story_is_summed_up_in_the_middle() -> None:
     of = await told(crashing)
     text = explain(of.status, of.history, of.page(width=None))

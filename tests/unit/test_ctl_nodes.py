@@ -264,10 +264,10 @@ def test_a_node_is_cordoned_and_uncordoned(
     assert run(["cordon", "gpu-10", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["cordoned"] is True
     assert run(["uncordon", "gpu-2"]) == 0
-    assert capsys.readouterr().out == "gpu-2 is not cordoned\n"
+    assert capsys.readouterr().out == "gpu-2 is uncordoned: submitted jobs are placed on it again\n"
     assert run(["uncordon", "login-1-4711"]) == 0
     assert capsys.readouterr().out == (
-        "login-1-4711 is not cordoned; its rdzvrun takes no submitted jobs\n"
+        "login-1-4711 is uncordoned: its rdzvrun takes no submitted jobs, though\n"
     )
 
 

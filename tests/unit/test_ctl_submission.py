@@ -690,3 +690,28 @@ def test_ctrl_c_leaves_it_running(
         "rdzvctl: night goes on; `rdzvctl logs -f night` shows what it writes, `rdzvctl stop "
         "night` ends it"
     )
+
+
+# ------------------------------------------------------------------------------ how it connects
+
+
+def test_how_the_server_is_reached_may_stand_after_the_name_too() -> None:
+    found = read(
+        "--tls-ca=/ca.pem", "--tls-cert", "c.pem", "--tls_key=k.pem", "--token-file=t", "t"
+    )
+    assert {field: str(path) for field, path in found.credentials.items()} == {
+        "ca": "/ca.pem",
+        "cert": "c.pem",
+        "key": "k.pem",
+        "token_file": "t",
+    }
+    # They are this command's: the nodes have their own.
+    assert found.spec.args == ("t",)
+    assert read("t", "--tls-ca=/ca.pem").credentials == {}
+
+
+def test_a_submission_is_sent_with_the_credentials_of_its_line(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["submit", "--tls-ca=/nowhere/ca.pem", "t.py"]) == 2
+    assert "/nowhere/ca.pem" in capsys.readouterr().err

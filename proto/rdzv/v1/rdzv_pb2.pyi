@@ -2161,7 +2161,7 @@ class JobStatus(google.protobuf.message.Message):
     run: builtins.str
     run_number: builtins.int
     state: builtins.str
-    """joining, running, stopping, succeeded, failed, stopped"""
+    """queued, joining, running, stopping, succeeded, failed, stopped"""
     reason: builtins.str
     """Why it is in that state: a sentence."""
     round: builtins.int

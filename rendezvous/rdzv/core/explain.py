@@ -133,7 +133,9 @@ def job_state(state: State) -> JobState:
     round_ = membership.round
     if round_ is not None and round_.live:
         return JobState.RUNNING
-    return JobState.STOPPING if state.seats else JobState.JOINING
+    if state.seats:
+        return JobState.STOPPING
+    return JobState.QUEUED if state.queued else JobState.JOINING
 
 
 def explain(state: State, now_ms: int) -> str:
@@ -144,6 +146,8 @@ def explain(state: State, now_ms: int) -> str:
             return _explain_running(state, now_ms)
         case JobState.STOPPING:
             return _explain_stopping(state, now_ms)
+        case JobState.QUEUED:
+            return "queued: no nodes were chosen for it yet" + _missing(state, now_ms)
         case JobState.JOINING:
             return _explain_joining(state, now_ms)
         case _:
@@ -183,8 +187,6 @@ def _why_ended(end: RoundEnd) -> str:
 
 
 def _explain_joining(state: State, now_ms: int) -> str:
-    if state.queued:
-        return "queued: no nodes were chosen for it yet" + _missing(state, now_ms)
     ready = state.ready
     bounds = f"{state.membership.min_nodes}:{state.membership.max_nodes}"
     due_ms = completion_due_ms(state)

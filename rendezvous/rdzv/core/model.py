@@ -58,6 +58,8 @@ class Result(StrEnum):
 class JobState(StrEnum):
     """What a job is doing; derived from its state, never stored beside it."""
 
+    QUEUED = "queued"
+    """It was submitted, and has no nodes yet."""
     JOINING = "joining"
     RUNNING = "running"
     STOPPING = "stopping"

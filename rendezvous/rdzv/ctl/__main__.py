@@ -18,6 +18,7 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    TooFewNodesError,
     UnauthenticatedError,
     UnknownNodeError,
 )
@@ -247,9 +248,9 @@ def _client(server: str | None, timeout_s: float | None) -> Iterator[ControlClie
 
     context = click.get_current_context()
     before = context.find_object(_Connection) or _Connection(None, None)
-    named = server or before.server
+    named = before.server if server is None else server
     try:
-        endpoints = parse_endpoints(named or _DEFAULT_SERVER)
+        endpoints = parse_endpoints(_DEFAULT_SERVER if named is None else named)
         within_s = timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S
         client = ControlClient(endpoints, within_s, _credentials(context))
     except InvalidRequestError as error:
@@ -283,7 +284,9 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
     """See what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
-    context.obj = _Connection(server or os.environ.get("RDZV_SERVER") or None, timeout_s)
+    if server is None:
+        server = os.environ.get("RDZV_SERVER") or None
+    context.obj = _Connection(server, timeout_s)
     if context.invoked_subcommand is None:
         raise click.UsageError("a command is missing", context)
 
@@ -732,7 +735,7 @@ def _restart(job: str, reason: str | None, server: str | None, timeout_s: float 
 def _scale(
     job: str, bounds: str, reason: str | None, server: str | None, timeout_s: float | None
 ) -> str:
-    """Let JOB have MIN to MAX nodes, whatever it was launched with.
+    """Let JOB have MIN to MAX nodes, whatever it was launched with; N alone means N:N.
 
     If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. Fewer
     than MIN run on until their round ends by itself.
@@ -740,11 +743,14 @@ def _scale(
     least, colon, most = bounds.partition(":")
     if not (least.isdigit() and (most if colon else least).isdigit()):
         raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
+    from rdzv.ctl.as_text import scaled
+
     with _client(server, timeout_s) as client:
-        run = client.status(job).run or ""
+        before = client.status(job)
         why = f"scaled {_by_whom(reason)}"
-        found = client.scale(job, run, int(least), int(most if colon else least), why)
-    return f"{job} may have {found.min_nodes}:{found.max_nodes} nodes"
+        most = most if colon else least
+        found = client.scale(job, before.run or "", int(least), int(most), why)
+    return scaled(before, found)
 
 
 def _who() -> str:
@@ -808,6 +814,7 @@ def _submit(context: click.Context, words: tuple[str, ...]) -> str | int:
             return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
         document = as_json.to_submit(request.rdzv_id, request.settings, request.spec)
         return _document(request.output, document)
+    context.meta.setdefault(_META, {}).update(request.credentials)
     with _client(request.server, request.timeout_s) as client:
         found = client.submit(request.rdzv_id, request.run, request.settings, request.spec, _who())
     if request.output != "text":
@@ -985,7 +992,12 @@ def _drain_one(
     from rdzv.ctl import as_json, drain
     from rdzv.ctl.as_text_nodes import drained
 
-    found = client.drain(node, deadline_ms, _by_whom(reason))
+    try:
+        found = client.drain(node, deadline_ms, _by_whom(reason), keep_min=True)
+    except TooFewNodesError as error:
+        # One who names the node means it; what it costs is said.
+        found = client.drain(node, deadline_ms, _by_whom(reason))
+        _complain(f"without {node}, {error}", _OK)
     if waits:
         found = drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
     return drained(found) if output == "text" else _document(output, as_json.node(found))

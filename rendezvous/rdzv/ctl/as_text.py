@@ -22,7 +22,7 @@ from rdzv.answers import (
 )
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import counted, duration, listed
-from rdzv.ctl.layout import Cell, Page
+from rdzv.ctl.layout import Cell, Page, harmless
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10
@@ -37,6 +37,7 @@ _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
 
 _STATE_STYLES = {
+    "queued": "yellow",
     "joining": "yellow",
     "running": "green",
     "failed": "red",
@@ -77,6 +78,23 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
     if job.last_failure:
         lines += ["", *_last_failure(job.last_failure, page, everything)]
     return "\n".join(lines)
+
+
+def scaled(before: JobStatus, job: JobStatus) -> str:
+    """Say what an operator's bounds have made of a job's, and what follows for those there."""
+    text = (
+        f"{job.rdzv_id} has min_nodes {job.min_nodes} and max_nodes {job.max_nodes} now "
+        f"(before: {before.min_nodes} and {before.max_nodes})"
+    )
+    seated = sum(node.group_rank is not None for node in before.nodes if node.state == "seated")
+    if job.min_nodes is None or job.max_nodes is None or before.state != "running":
+        return harmless(text)
+    if seated > job.max_nodes:
+        text += f"; of {seated} seated, {job.max_nodes} stay: the group re-forms"
+    elif seated < job.min_nodes:
+        more = counted(job.min_nodes - seated, "more node")
+        text += f"; the {seated} seated run on until their round ends, and the next needs {more}"
+    return harmless(text)
 
 
 def jobs(

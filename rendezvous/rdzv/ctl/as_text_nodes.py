@@ -61,19 +61,15 @@ def cordoned(found: Node) -> str:
 
 
 def uncordoned(found: Node) -> str:
-    """Say that a node takes submitted jobs again, if it does."""
-    name = harmless(found.node_id)
-    if found.resources is None and found.state == "connected":
-        program = harmless(found.program or "agent")
-        return f"{name} is not cordoned; its {program} takes no submitted jobs"
-    return f"{name} is not cordoned"
+    """Say that a node is uncordoned, and whether submitted jobs are placed on it again."""
+    return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
 def drained(found: Node) -> str:
     """Say that a node is being emptied, and what is still there."""
     name = harmless(found.node_id)
     if found.drain is None:
-        return f"{name} is not drained"
+        return f"{name} is drained no more: the drain was lifted meanwhile"
     if not found.jobs:
         return f"{name} is drained"
     left = duration(found.drain_left_ms or 0)
@@ -81,11 +77,33 @@ def drained(found: Node) -> str:
 
 
 def undrained(found: Node) -> str:
-    """Say that a node takes submitted jobs again, if it does."""
+    """Say that the drain of a node is lifted, and whether submitted jobs are placed on it again."""
+    name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
-        return f"{harmless(found.node_id)} is about to leave by itself{why}"
-    return uncordoned(found).replace("is not cordoned", "is not drained", 1)
+        return f"{name} is about to leave by itself{why}"
+    return f"the drain of {name} is lifted: {_takes_jobs(found)}"
+
+
+def _takes_jobs(node: Node) -> str:
+    """Say whether submitted jobs are placed on a node; if not, what stands in the way."""
+    if node.drain is not None:
+        why = _because(node.drain_reason)
+        return f"it is about to leave by itself, so no submitted job is placed on it{why}"
+    if node.quarantine or node.unhealthy:
+        what = "quarantined" if node.quarantine else "unhealthy"
+        why = _because(node.quarantine or node.unhealthy)
+        return f"it is {what}, so no submitted job is placed on it{why}"
+    if node.resources is not None:
+        return "submitted jobs are placed on it again"
+    if node.state == "connected":
+        program = harmless(node.program or "agent")
+        return f"its {program} takes no submitted jobs, though"
+    return "submitted jobs are placed on it when it is connected"
+
+
+def _because(reason: str | None) -> str:
+    return f" ({harmless(reason)})" if reason else ""
 
 
 def _why_taken_out(node: Node) -> str:

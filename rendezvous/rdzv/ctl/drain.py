@@ -203,7 +203,7 @@ def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str
 
 
 def _goes_on(status: JobStatus) -> bool:
-    return status.state not in ("joining", "stopping")
+    return status.state not in ("queued", "joining", "stopping")
 
 
 def _run(command: str, node_id: str) -> int:

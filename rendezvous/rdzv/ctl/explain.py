@@ -82,7 +82,7 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
         text = f"The run {run.result} after {lasted}: {_sentence(run.reason)}"
         told.append((run.ended_ms, text))
     told.sort(key=lambda one: one[0])
-    return [line for at_ms, text in told for line in _told(at_ms, text, page)]
+    return _told(told, page)
 
 
 def _is_said(run: Run, name: str, text: str) -> bool:
@@ -96,8 +96,15 @@ def _is_said(run: Run, name: str, text: str) -> bool:
     )
 
 
-def _told(at_ms: int, text: str, page: Page) -> list[str]:
-    return page.fact(page.clock(at_ms), Cell(text))
+def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
+    """Put texts beside their times, which have a date where they are of another day."""
+    clocks = [page.clock(at_ms) for at_ms, _ in told]
+    width = max(map(len, clocks))
+    return [
+        line
+        for clock, (_, text) in zip(clocks, told, strict=True)
+        for line in page.fact(clock, Cell(text), width)
+    ]
 
 
 def _beginning(run: Run) -> str:
@@ -180,7 +187,7 @@ def _first_failure(run: Run, page: Page) -> list[str]:
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
         at_ms, text = weighed[0].ended_ms, weighed[0].charge_reason
-    lines = _told(at_ms, _sentence(text), page)
+    lines = _told([(at_ms, _sentence(text))], page)
     if len(run.failures) > 1:
         others = counted(len(run.failures) - 1, "other worker failure")
         lines += page.sentence(f"{others} followed in this run; `rdzvctl events` has each of them.")
@@ -220,7 +227,8 @@ def _now(status: JobStatus, page: Page) -> list[str]:
     """Tell what it does now, and what it waits for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
-    lines = page.sentence(_sentence(f"{text}: {status.reason}" if status.reason else text))
+    reason = (status.reason or "").removeprefix(f"{status.state}: ")
+    lines = page.sentence(_sentence(f"{text}: {reason}" if reason else text))
     waiting = [node for node in status.nodes if _is_told(node, status)]
     for node in waiting[:NODES_TOLD]:
         lines += page.sentence(_sentence(f"  {node.node_id} is {node.state}: {node.reason}"))
@@ -236,9 +244,13 @@ def _now(status: JobStatus, page: Page) -> list[str]:
 
 
 def _does(state: str) -> str:
-    return {"joining": "is joining", "running": "runs", "stopping": "is stopping"}.get(
-        state, f"has {state}"
-    )
+    does = {
+        "queued": "is queued",
+        "joining": "is joining",
+        "running": "runs",
+        "stopping": "is stopping",
+    }
+    return does.get(state, f"has {state}")
 
 
 def _is_told(node: NodeStatus, status: JobStatus) -> bool:

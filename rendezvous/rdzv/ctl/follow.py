@@ -71,7 +71,8 @@ class _Story:
         if status.state in EXIT_CODES:
             self._end = status
             return
-        said = f"{status.state}: {status.reason or ''}"
+        reason = (status.reason or "").removeprefix(f"{status.state}: ")
+        said = f"{status.state}: {reason}"
         if _TIMES.sub("", said) != _TIMES.sub("", self._said):
             _say(f"{self._rdzv_id} is {said}")
             self._said = said

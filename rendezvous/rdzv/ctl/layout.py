@@ -53,10 +53,11 @@ class Page:
         """Wrap a text to the page."""
         return self._wrapped(Cell(text), "", 0)
 
-    def fact(self, label: str, value: Cell) -> list[str]:
-        """Put a value beside its label."""
-        name = self._paint(Cell(f"  {label}".ljust(_LABEL_WIDTH), "dim"))
-        return self._wrapped(value, name, _LABEL_WIDTH)
+    def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
+        """Put a value beside its label; `width` is that of the widest label of these facts."""
+        indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
+        name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
+        return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
         """Indent a text of many lines, as it is; with `last`, no more than so many of its end."""

@@ -43,13 +43,22 @@ REFUSED = {
     "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
-    **dict.fromkeys(
-        ("tls_ca", "tls_cert", "tls_key", "token_file"),
-        "every node connects with its own credentials; those of rdzvctl stand before the command, "
-        "or in the environment",
-    ),
 }
 """Flags that a submitted job can not have, by their dest: why not, and the remedy."""
+
+CREDENTIALS = {
+    "tls_ca": "ca",
+    "tls_cert": "cert",
+    "tls_key": "key",
+    "token_file": "token_file",
+}
+"""Flags that say how rdzvctl reaches the server, by their dest: the field of `Credentials`."""
+
+_REFUSED_IN_FILES = REFUSED | dict.fromkeys(
+    CREDENTIALS,
+    "it is for this command, not for the job: every node connects with its own; give it on the "
+    "command line or in the environment",
+)
 
 
 @struct(frozen=True)
@@ -79,6 +88,8 @@ class Request:
     output: str
     server: str | None
     timeout_s: float | None
+    credentials: Mapping[str, Path]
+    """Fields of `Credentials` that the line names."""
     notes: tuple[str, ...]
     """What of the line, or of the caller's environment, has no effect."""
 
@@ -117,7 +128,7 @@ def read(words: Sequence[str], caller: Caller) -> Request:
         _check_given(one)
     file = job_file.NOTHING
     if path := _last_value(given, "file"):
-        file = job_file.read(Path(caller.directory, path), known, REFUSED)
+        file = job_file.read(Path(caller.directory, path), known, _REFUSED_IN_FILES)
         on_line = {action.dest for one in given for action in one.actions}
         given = [*(one for one in file.given if one.actions[0].dest not in on_line), *given]
     rest = rest or list(file.rest)
@@ -171,6 +182,11 @@ def _request(
         output=args.output,
         server=args.server,
         timeout_s=_timeout_s(args.timeout),
+        credentials={
+            field: path
+            for dest, field in CREDENTIALS.items()
+            if (path := getattr(args, dest)) is not None
+        },
         notes=_notes(conf, caller.environ),
     )
 
@@ -218,6 +234,7 @@ def _of_rdzvrun() -> list[Option]:
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
         for option in flags.described()
+        if _dest(option) not in CREDENTIALS
     ]
 
 
@@ -294,6 +311,7 @@ def _of_command() -> list[Option]:
         _option(
             "--timeout", default=None, metavar="SECONDS", help="how long to wait for an answer"
         ),
+        *(option for option in flags.described() if _dest(option) in CREDENTIALS),
         _option("-h", "--help", action="store_true", help="show this"),
     ]
 

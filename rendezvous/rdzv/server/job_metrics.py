@@ -22,18 +22,6 @@ CHANGES = ("joined", "left", "lost", "replaced")
 STOP, FORM = "stop", "form"
 """Phases of a recovery: until the last node has stopped; from then until the next round."""
 
-QUEUED = "queued"
-"""What a submitted job without nodes is, beside the states that a job has once it has some."""
-
-JOB_STATES = (QUEUED, *JobState)
-
-
-def shown_state(state: State) -> str:
-    """Say what a job does; one that is queued has no nodes, and so is joining to nobody."""
-    present = job_state(state)
-    return QUEUED if present is JobState.JOINING and state.queued else present
-
-
 # ------------------------------------------------------------------ one job's counters
 
 
@@ -131,7 +119,7 @@ def node_states(state: State) -> Tally[NodeState]:
 
 def missing_nodes(state: State) -> int:
     """Return how many more nodes a job needs before a round can complete; 0 while one is live."""
-    if job_state(state) not in (JobState.JOINING, JobState.STOPPING):
+    if job_state(state) not in (JobState.QUEUED, JobState.JOINING, JobState.STOPPING):
         return 0
     stays = sum(1 for n, seat in state.seats.items() if not seat.leaving and n not in state.away)
     return max(state.membership.min_nodes - state.ready - stays, 0)
@@ -143,14 +131,12 @@ def why_not_running(state: State) -> str:
     The sentence that `explain` makes of the same state says more.
     """
     match job_state(state):
-        case JobState.STOPPING:
-            return "stopping"
+        case JobState.QUEUED | JobState.STOPPING as present:
+            return present
         case JobState.JOINING:
             pass
         case _:
             return ""
-    if state.queued:
-        return QUEUED
     if completion_due_ms(state) is None:
         return "too few nodes" if missing_nodes(state) else "nodes away"
     membership = state.membership
@@ -256,7 +242,7 @@ class JobPage:
         """Write a job that has not ended."""
         membership, add = state.membership, self._add
         job = _label("rdzv_id", membership.rdzv_id)
-        self._add_counted(job, shown_state(state), tally, now_ms)
+        self._add_counted(job, job_state(state), tally, now_ms)
         nodes = node_states(state)
         for node_state in NodeState:
             add("rdzv_job_nodes", f'{job},state="{node_state}"', nodes[node_state])
@@ -320,7 +306,7 @@ class JobPage:
 
     def _add_counted(self, job: str, present: str, tally: JobTally, now_ms: int) -> None:
         add = self._add
-        for state in JOB_STATES:
+        for state in JobState:
             add("rdzv_job_state", f'{job},state="{state}"', int(state is present))
         add("rdzv_job_rounds_completed_total", job, tally.completed)
         for cause in Cause:

@@ -36,7 +36,7 @@ from rdzv.core.events import (
     RunEnded,
     WorkerFailed,
 )
-from rdzv.core.explain import JobView
+from rdzv.core.explain import JobView, job_state
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.exposition import Collect, Parts, add_process, by_label, expiry
@@ -45,11 +45,9 @@ from rdzv.server.config import Config
 from rdzv.server.job_metrics import (
     CHANGES,
     FORM,
-    QUEUED,
     STOP,
     JobPage,
     JobTally,
-    shown_state,
 )
 from rdzv.server.meter import Figures, Meter
 
@@ -62,7 +60,7 @@ ENDED_JOBS = 1_000
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
 
-_LIVE_STATES = (QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
+_LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1_800)
@@ -373,7 +371,7 @@ class Metrics(Meter, Collector):
         )
         if figures is None:
             return
-        jobs = Tally(shown_state(state) for state in _known(figures.states))
+        jobs = Tally(job_state(state) for state in _known(figures.states))
         yield GaugeMetricFamily(
             "rdzv_leadership", "Number of this server's take-over.", figures.leadership
         )

@@ -82,6 +82,7 @@ const SHAPES = {
 
 const STATES = {
   running: ["full", "good"],
+  queued: ["ring", "warn"],
   joining: ["quarter", "warn"],
   stopping: ["half", "warn"],
   succeeded: ["check", "done"],

@@ -5,7 +5,7 @@ import { aged, bounds, bytes, counted, orNone } from "./words.js";
 
 const PAGE = 200; // Rows that are drawn before one scrolls down.
 
-const JOB_STATES = ["failed", "hangs", "joining", "stopping", "running", "stopped", "succeeded"];
+const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
 const NODE_STATES = ["away", "quarantined", "cordoned", "connected", "gone"];
 export const jobLink = (name) => `#/job/${encodeURIComponent(name)}`;
 export const nodeLink = (name) => `#/node/${encodeURIComponent(name)}`;

@@ -126,7 +126,7 @@ export class JobView {
   }
 
   announce(job) {
-    if (this.state !== null && this.state !== job.state) this.say(`Job ${this.name} is ${job.state}: ${job.reason || ""}`);
+    if (this.state !== null && this.state !== job.state) this.say(`Job ${this.name} is ${job.state}: ${(job.reason || "").replace(`${job.state}: `, "")}`);
     this.state = job.state;
     const states = new Map(job.nodes.map((node) => [node.node_id, node.state]));
     if (this.nodeStates) {
