@@ -299,13 +299,13 @@ def _where() -> list[Option]:
             metavar="NAME",
             help="rdzv: a standing rdzvd at the endpoint; c10d: the node that owns the endpoint's "
             "host serves; static: node rank 0 serves (default: static if --node-rank or --master-* "
-            "is given, else rdzv)",
+            "is given, or one node serves itself at an endpoint that is free, else rdzv)",
         ),
         _option(
             "--rdzv-endpoint",
             default="",
             metavar="HOST[:PORT]",
-            help="the server (default port 29400); several rdzvd with commas between them",
+            help="the server (default port 29400; c10d: 0 for a free one); several rdzvd with commas between them",
         ),
         _option(
             "--rdzv-id", default=None, metavar="JOB", help="name of the job, the same on all nodes"

@@ -64,6 +64,25 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen where torchrun's store would: on loopback if that is named, else on all addresses.
+
+    The name of a host may lead to loopback on the host itself.
+
+    Raises:
+        OSError: the port is taken, or may not be bound.
+
+    """
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+        )
+    return socket.create_server(("0.0.0.0", port), backlog=4096)
+
+
 class StoreSocket:
     """The listening socket that a node holds ready for the c10d store of its next round.
 
@@ -113,13 +132,7 @@ class StoreSocket:
                 held.close()
 
     def _bind(self) -> socket.socket:
-        if self._loopback_only:
-            return socket.create_server(("127.0.0.1", 0), backlog=4096)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
-            )
-        return socket.create_server(("0.0.0.0", 0), backlog=4096)
+        return listen_at("127.0.0.1" if self._loopback_only else "", 0)
 
 
 def _port_of(sock: socket.socket) -> int:

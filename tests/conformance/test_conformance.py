@@ -6,9 +6,11 @@ marks as different, with the reason. docs/torchrun.md tells users the same, row 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import BIN, Case, Differ, Seen, Send, clean_environ, launched
+from launchers import BIN, VARIABLE, Case, Differ, Seen, Send, clean_environ, launched
 from ready_torchrun import Start, ready_torchrun
 
 from rdzv.errors import InvalidRequestError
@@ -43,6 +45,7 @@ EVERYWHERE = {
 ALONE = "--standalone"
 TWO = "--standalone --nproc-per-node=2"
 CPU = min(os.sched_getaffinity(0))
+EXAMPLE_DDP = "--nnodes=1 --nproc_per_node=2 --rdzv_id=101 --rdzv_endpoint=localhost:@PORT"
 MEET = "--rdzv-backend=c10d --rdzv-endpoint=localhost:@PORT --rdzv-id=job"
 
 
@@ -291,6 +294,25 @@ CASES: Sequence[Case] = [
         own_port(1),
     ),
     Case(
+        "static alone, without a port",
+        "--node-rank=0 --master-addr=localhost --nproc-per-node=2 see.py",
+        {"exit codes": [0], "env TORCHELASTIC_RUN_ID": ["random"] * 2},
+    ),
+    Case(
+        "tcp:// of one node",
+        f"{EXAMPLE_DDP} meet.py tcp://localhost:@PORT",
+        {"exit codes": [0], "stdout": ["hello sum=3"] * 2},
+        own_port(2),
+    ),
+    Case(
+        "tcp:// of two nodes",
+        "--nnodes=2 --node-rank=@NODE --master-addr=localhost --master-port=@PORT "
+        "meet.py tcp://localhost:@PORT",
+        {"exit codes": [0, 0], "stdout": ["hello sum=3"] * 2},
+        own_port(2),
+        nodes=2,
+    ),
+    Case(
         "c10d by variables, as Kubeflow does",
         "PET_NNODES=1:2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=localhost:@PORT PET_RDZV_ID=job "
         "PET_RDZV_CONF=join_timeout=60 PET_MAX_RESTARTS=3 see.py",
@@ -320,6 +342,89 @@ CASES: Sequence[Case] = [
         "--standalone --nnodes=2 --rdzv-conf=join_timeout=1 see.py",
         {"workers": 0},
         refused("nobody could ever join: it is told at once, not after the join timeout"),
+    ),
+    # -------------------------------------------------------------- lines as they are published
+    Case(
+        "torchrun's own: stacked",
+        "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nnodes=1 --nproc-per-node=2 see.py",
+        {"exit codes": [0], "env WORLD_SIZE": ["2"] * 2, "env TORCHELASTIC_RUN_ID": ["none"] * 2},
+    ),
+    Case(
+        "torchrun's own: fault tolerant",
+        "--nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-id=job --rdzv-backend=c10d "
+        "--rdzv-endpoint=localhost:@PORT see.py",
+        {"exit codes": [0, 0], "env WORLD_SIZE": ["4"] * 4},
+        nodes=2,
+    ),
+    Case(
+        "torchrun's own: elastic",
+        "PET_RDZV_CONF=last_call_timeout=1 --nnodes=1:4 --nproc-per-node=2 --max-restarts=3 "
+        "--rdzv-id=job --rdzv-backend=c10d --rdzv-endpoint=localhost:@PORT see.py",
+        {"exit codes": [0], "env WORLD_SIZE": ["2"] * 2},
+    ),
+    Case(
+        "torchrun's own: standalone",
+        "--standalone --nnodes=1 --nproc-per-node=2 see.py",
+        {"exit codes": [0], "env WORLD_SIZE": ["2"] * 2},
+    ),
+    Case(
+        "torchrun's own: near a GPU",
+        "CUDA_VISIBLE_DEVICES= --numa-binding=node --nproc-per-node=2 see.py",
+        {},
+        only(0, 2, 1, "without a GPU the workers are spread over the machine's nodes"),
+    ),
+    Case(
+        "torch.distributed.launch's own: one node",
+        "--nproc-per-node=2 see.py",
+        {"worker's argv": [["see.py", f"--local-rank={rank}"] for rank in "01"]},
+        launchers=LAUNCH,
+    ),
+    Case(
+        "torch.distributed.launch's own: two nodes",
+        "--nproc-per-node=2 --nnodes=2 --node-rank=@NODE --master-addr=127.0.0.1 "
+        "--master-port=@PORT see.py",
+        {"exit codes": [0, 0], "env RANK": ["0", "1", "2", "3"]},
+        own_port(4),
+        launchers=LAUNCH,
+        nodes=2,
+    ),
+    Case(
+        "examples: DDP and tensor parallelism",
+        f"{EXAMPLE_DDP} train.py",
+        {"exit codes": [1], "stdout": ["hello launched=True sum=3"] * 2},
+        own_port(2),
+    ),
+    Case(
+        "examples: one node, a number of workers",
+        "--nnodes=1 --nproc_per_node=2 see.py",
+        {"exit codes": [0], "env WORLD_SIZE": ["2"] * 2},
+    ),
+    Case(
+        "examples: an endpoint, and only one rank's output",
+        "--nproc_per_node=2 --rdzv_endpoint=localhost:@PORT --local-ranks-filter 0 --role rank "
+        "--tee 3 see.py say=hello",
+        {"exit codes": [0], "stdout": ["[rank0]:hello"]},
+        own_port(2),
+    ),
+    Case(
+        "examples: a module at a free port",
+        "--nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint=localhost:0 "
+        "--local-ranks-filter 0 --role rank --tee 3 -m see say=hello",
+        {"exit codes": [0], "stdout": ["[rank0]:hello"]},
+    ),
+    Case(
+        "examples: several machines by Slurm",
+        "--nnodes 2 --nproc_per_node 1 --rdzv_id 2024 --rdzv_backend c10d "
+        "--rdzv_endpoint 127.0.0.1:@PORT see.py 50 10",
+        {"exit codes": [0, 0], "env TORCHELASTIC_RUN_ID": ["2024"] * 2},
+        nodes=2,
+    ),
+    Case(
+        "examples: several machines, each with its rank",
+        "--nproc_per_node=2 --nnodes=2 --node_rank=@NODE --rdzv_id=456 --rdzv_backend=c10d "
+        "--rdzv_endpoint=localhost:@PORT see.py 50 10",
+        {"exit codes": [0, 0], "env WORLD_SIZE": ["4"] * 4},
+        nodes=2,
     ),
     # -------------------------------------------------------------- output
     Case(
@@ -735,6 +840,38 @@ def test_what_the_documentation_names_is_there() -> None:
     tests = re.findall(r"`(test_[\w.]+\w)`", section)
     assert len(tests) > 5
     assert [name for name in tests if name not in code] == []
+
+
+STAND_FOR = {
+    "$NUM_NODES": "2",
+    "$NUM_TRAINERS": "2",
+    "NUM_GPUS_YOU_HAVE": "2",
+    "--nproc-per-node=8": "--nproc-per-node=2",
+    "$JOB_ID": "job",
+    "$HOST_NODE_ADDR": "localhost:@PORT",
+    "192.168.1.1": "127.0.0.1",
+    "--master-port=1234": "--master-port=@PORT",
+    "--node-rank=0": "--node-rank=@NODE",
+    "--node-rank=1": "--node-rank=@NODE",
+}
+"""What cases have in the place of what torch's documentation leaves open."""
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
+def test_every_line_of_torchs_own_documentation_is_in_the_table(launcher: str) -> None:
+    text = importlib.import_module(launcher).__doc__ or ""
+    program = r"(torchrun|python -m torch\.distributed\.launch)\s+(--.+?)\s\S+\.py\b"
+    shown = re.findall(rf"^ {{4}}{program}", text, re.MULTILINE | re.DOTALL)
+    assert len(shown) >= {"torch.distributed.run": 5, "torch.distributed.launch": 3}[launcher]
+    tried = {
+        (case.launchers[0], *(word for word in case.line.split() if not VARIABLE.match(word)))
+        for case in CASES
+    }
+    for name, line in shown:
+        stands = re.compile("|".join(map(re.escape, STAND_FOR)))
+        filled = stands.sub(lambda found: STAND_FOR[found[0]], line)
+        words = (name, *shlex.split(filled), "see.py")
+        assert any(case[: len(words)] == words for case in tried), " ".join(words)
 
 
 def test_every_flag_of_torchrun_is_in_the_table() -> None:

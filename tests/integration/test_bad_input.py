@@ -169,7 +169,8 @@ def test_a_working_directory_that_is_gone_is_named(
 
 def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server: Cluster) -> None:
     options = (f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={JOB}")
-    ended = no_server.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
+    standing = ("--rdzv-backend=rdzv", "--rdzv-conf=join_timeout=1")
+    ended = no_server.run("rdzvrun", *options, *standing, REPORT)
     assert ended.returncode == 75, ended
     *_, first, last = ended.stderr.splitlines()
     # Once when it was noticed, and once as the reason for giving up.

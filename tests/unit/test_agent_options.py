@@ -233,7 +233,7 @@ def test_the_interpreter_and_the_timeout_come_from_torchruns_variables(
     ],
 )
 def test_there_may_be_several_servers(text: str, expected: list[tuple[str, int]]) -> None:
-    found = endpoints(f"--rdzv-endpoint={text}", "--rdzv-id=j")
+    found = endpoints("--rdzv-backend=rdzv", f"--rdzv-endpoint={text}", "--rdzv-id=j")
     assert [(endpoint.host, endpoint.port) for endpoint in found] == expected
 
 
@@ -601,6 +601,51 @@ def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks()
     assert (second[1].host_at, last[1].host_at) == (None, None)
     names = [launch.job.node_id for launch, _ in (first, second, last)]
     assert names == sorted(names) == ["node-rank-00000", "node-rank-00001", "node-rank-00011"]
+
+
+def test_one_node_with_an_endpoint_serves_itself_there_as_under_torchrun() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        at = f"127.0.0.1:{probe.getsockname()[1]}"
+        line = ["--nnodes=1", f"--rdzv-endpoint={at}", "--rdzv-id=101"]
+        taken = parse_launch([*line, "train.py"])[1]
+    assert [str(endpoint) for endpoint in taken.endpoints] == [at]
+    assert (
+        taken.why == f"rdzvd at {at}, where this node can not serve itself: the port is taken, "
+        "or another machine's"
+    )
+    found, meeting = parse_launch([*line, "train.py"])
+    assert (meeting.endpoints, str(meeting.host_at), meeting.rdzv_id) == ((), at, "101")
+    assert (found.job.node_id, found.event_log.backend) == ("node-rank-00000", "static")
+    for more in (
+        "--rdzv-backend=rdzv",
+        "--node-id=n1",
+        "--topology=rack 1",
+        "--tls-ca=ca.pem",
+        "--rdzv-endpoint=192.0.2.1:7",
+        f"--rdzv-endpoint={at},192.0.2.1",
+    ):
+        assert parse_launch([*line, more, "train.py"])[1].host_at is None, more
+
+
+def test_one_node_without_a_port_meets_nobody() -> None:
+    """As torchrun has it: several such jobs may share a machine."""
+    for line in (["--node-rank=0"], ["--master-addr=head"], ["--rdzv-backend=static"]):
+        meeting = parse_launch([*line, "train.py"])[1]
+        assert (meeting.endpoints, meeting.host_at) == ((), None)
+        assert meeting.rdzv_id.startswith("standalone-")
+    named = parse_launch(["--master-port=7", "train.py"])[1]
+    assert (named.endpoints, named.host_at) == ((), Endpoint("127.0.0.1", 7))
+
+
+def test_at_port_0_c10d_serves_this_node_alone() -> None:
+    line = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    for more in ([], ["--nnodes=1:4"]):
+        found, meeting = parse_launch([*line, *more, "train.py"])
+        assert (meeting.endpoints, meeting.host_at, meeting.rdzv_id) == ((), None, "none")
+        assert found.event_log.backend == "c10d"
+    for more in (["--nnodes=2"], ["--rdzv-endpoint=192.0.2.1:0"], ["--rdzv-conf=is_host=0"]):
+        with pytest.raises(InvalidRequestError, match="no other node can find it; give a port"):
+            parse_launch([*line, *more, "train.py"])
 
 
 def test_everything_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

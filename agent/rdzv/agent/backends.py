@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 from rdzv.errors import InvalidRequestError
+from rdzv.meeting import listen_at
 from rdzv.structs import struct
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Meeting:
     """The servers to go to; none: one of this node's own, for it alone."""
     rdzv_id: str
     host_at: Endpoint | None = None
-    """Where this node serves the job itself."""
+    """Where this node serves the job itself; without endpoints, to its own workers alone."""
     elect_by: EtcdConfig | None = None
     """The etcd by which the nodes elect the one that serves them."""
     node_id: str = ""
@@ -76,6 +77,7 @@ class Wish:
     rdzv_id: str
     standalone: bool
     nnodes: str
+    min_nodes: int
     max_nodes: int
     node_rank: int | None
     master_addr: str
@@ -85,19 +87,26 @@ class Wish:
     """--rdzv-conf, of which the etcd back-ends take how etcd is reached."""
     files: Mapping[str, Path | None]
     """The files of `Credentials` that are given."""
+    places_node: bool = False
+    """Whether it names the node, or its place in the network, to a server."""
 
     @property
     def static(self) -> bool:
         """Whether anything names a node of torchrun's static back-end."""
         return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
 
+    @property
+    def for_rdzvd(self) -> bool:
+        """Whether it says of the server what only a standing rdzvd has a use for."""
+        return self.places_node or "," in self.endpoint or any(self.files.values())
+
 
 def choose(wish: Wish) -> Meeting:
     """Choose where to meet, as torchrun would read the same line.
 
-    Without a back-end: this node alone if there is no endpoint and at most one node, `static` if
-    --node-rank or --master-* is given (or an endpoint for one node without a name), else an rdzvd
-    at the endpoint.
+    Without a back-end: this node alone if there is no endpoint or port and at most one node,
+    `static` if --node-rank or --master-* is given, or an endpoint for one node where this node can
+    serve as torchrun would, else an rdzvd at the endpoint.
 
     Raises:
         InvalidRequestError: the line does not say enough, or contradicts itself.
@@ -122,7 +131,16 @@ def choose(wish: Wish) -> Meeting:
 
 
 def _means_static(wish: Wish) -> bool:
-    return wish.static or (wish.max_nodes == 1 and not wish.rdzv_id)
+    """Whether a line without a back-end is one of torchrun's static back-end, its default.
+
+    One node with an endpoint is, unless the endpoint can only be a standing rdzvd: the line has
+    words for it, or the endpoint is of another machine, or a server listens there already.
+    """
+    if wish.static or wish.max_nodes > 1:
+        return wish.static
+    if not wish.rdzv_id:
+        return True
+    return not wish.for_rdzvd and _can_serve(parse_endpoint(wish.endpoint, DEFAULT_PORT))
 
 
 def _alone(wish: Wish) -> bool:
@@ -130,7 +148,7 @@ def _alone(wish: Wish) -> bool:
     if wish.endpoint or wish.max_nodes > 1:
         return False
     if wish.backend in ("", "static"):
-        return not wish.static
+        return wish.master_port is None
     return wish.backend in ("rdzv", "c10d")
 
 
@@ -157,6 +175,8 @@ def _standing(wish: Wish) -> Meeting:
         )
     endpoints = parse_endpoints(wish.endpoint)
     why = f"rdzvd at {', '.join(map(str, endpoints))}"
+    if not wish.backend and wish.max_nodes == 1 and not wish.for_rdzvd:
+        why += ", where this node can not serve itself: the port is taken, or another machine's"
     return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
 
 
@@ -167,6 +187,8 @@ def _c10d(wish: Wish) -> Meeting:
             f"--rdzv-backend=c10d with --nnodes={wish.nnodes} needs --rdzv-endpoint=HOST:PORT, "
             "where HOST is one of the nodes"
         )
+    if (host := _host_at_any_port(wish.endpoint)) is not None:
+        return _c10d_at_any_port(wish, host)
     endpoint = parse_endpoint(wish.endpoint, DEFAULT_PORT)
     hosts = owns(endpoint.host) if wish.is_host is None else wish.is_host
     where = "this node serves" if hosts else "served by the node that owns it"
@@ -176,6 +198,28 @@ def _c10d(wish: Wish) -> Meeting:
         host_at=endpoint if hosts else None,
         why=f"c10d at {endpoint}, {where}",
     )
+
+
+def _host_at_any_port(endpoint: str) -> str | None:
+    """Return the host of an endpoint whose port is 0; None if it has another.
+
+    >>> _host_at_any_port("localhost:0"), _host_at_any_port("localhost:10")
+    ('localhost', None)
+    """
+    host, _, port = endpoint.strip().rpartition(":")
+    return host if port == "0" else None
+
+
+def _c10d_at_any_port(wish: Wish, host: str) -> Meeting:
+    """Serve this node alone: no other node can know a port that the system chooses."""
+    hosts = owns(parse_endpoint(host).host) if wish.is_host is None else wish.is_host
+    if wish.min_nodes > 1 or not hosts:
+        raise InvalidRequestError(
+            f"--rdzv-endpoint={wish.endpoint}: port 0 is any free port of the node that owns "
+            f"{host}, and no other node can find it; give a port, e.g. {host}:{DEFAULT_PORT}"
+        )
+    why = "c10d at a free port, which only this node knows: it has a server of its own"
+    return Meeting((), wish.rdzv_id or "none", why=why)
 
 
 def _etcd(wish: Wish) -> Meeting:
@@ -234,7 +278,7 @@ def _as_path(rdzv_id: str) -> str:
 
 def _static(wish: Wish) -> Meeting:
     """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
-    if ":" in wish.nnodes and len(set(wish.nnodes.split(":"))) > 1:
+    if wish.min_nodes != wish.max_nodes:
         raise InvalidRequestError(
             f"--nnodes={wish.nnodes}: the static back-end has a fixed number of nodes; give one "
             "number, or use an rdzvd"
@@ -252,7 +296,8 @@ def _static(wish: Wish) -> Meeting:
         endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
     where = "this node serves" if node_rank == 0 else "served by node rank 0"
     return Meeting(
-        (endpoint,),
+        # One node meets nobody there; its workers may meet in the store.
+        (endpoint,) if wish.max_nodes > 1 else (),
         wish.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,
         node_id=f"node-rank-{node_rank:05d}",
@@ -267,6 +312,17 @@ def owns(host: str) -> bool:
     except OSError:
         return False
     return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_serve(endpoint: Endpoint) -> bool:
+    """Say whether a server could listen there: the host is this machine's, and the port is free."""
+    if not owns(endpoint.host):
+        return False
+    try:
+        listen_at(endpoint.host, endpoint.port).close()
+    except OSError:
+        return False
+    return True
 
 
 def _can_bind(family: int, address: tuple[object, ...]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rdzv.agent.launch import local_address
+from rdzv.agent.shared_port import shared
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
-from rdzv.meeting import is_loopback
+from rdzv.meeting import is_loopback, listen_at
 from rdzv.server.clock import MonotonicClock
 from rdzv.server.config import DAY_MS, Config, Listen, Timings
 from rdzv.server.driver import Driver
@@ -47,10 +49,17 @@ log = logging.getLogger("rdzv.agent")
 
 
 @contextlib.asynccontextmanager
-async def serving_itself() -> AsyncIterator[Endpoint]:
+async def serving_itself(
+    store_at: Endpoint | None = None, rdzv_id: str = ""
+) -> AsyncIterator[Endpoint]:
     """Serve this node alone, on a loopback port of the system's choice.
 
     They are one process, and end or stand still together: neither waits for a sign of the other.
+    The store of the job's round is also reached at `store_at`.
+
+    Raises:
+        InvalidRequestError: that port can not be listened on.
+
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -58,24 +67,56 @@ async def serving_itself() -> AsyncIterator[Endpoint]:
         nodes_tuning=NodesTuning(lease_ms=never_ms, lease_max_ms=never_ms),
         timings=Timings(watch_every_ms=never_ms, ping_interval_ms=never_ms),
     )
-    async with _serving(config) as (_, listen):
-        yield Endpoint(listen.host, listen.port)
+    async with contextlib.AsyncExitStack() as stack:
+        listening = None if store_at is None else _listen_at(store_at)
+        if store_at is not None and listening is None:
+            raise InvalidRequestError(
+                f"{store_at} is in use by another process of this machine; give each job a port of "
+                "its own, or have a free one chosen: --rdzv-backend=c10d "
+                f"--rdzv-endpoint={replace(store_at, port=0)}"
+            )
+        server, bound = await stack.enter_async_context(_serving(config))
+        if listening is not None:
+            finder = StoreFinder(server, rdzv_id)
+            await stack.enter_async_context(shared(listening, None, finder.where))
+        yield Endpoint(bound.host, bound.port)
 
 
 @contextlib.asynccontextmanager
-async def serving_others(host_at: Endpoint) -> AsyncIterator[None]:
-    """Serve all nodes of the job, and let them hear how it ended before this one goes."""
-    # As torchrun's store does: the host's name may lead to loopback on the host itself.
-    listen = Listen(host_at.host if is_loopback(host_at.host) else "::", host_at.port)
-    async with contextlib.AsyncExitStack() as stack:
-        server = await _try_to_serve(stack, listen)
-        if server is None:
-            log.info("another process of this machine serves %s", host_at)
-        elif not listen.loopback:
-            _warn(host_at)
+async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
+    """Serve all nodes of the job, and let them hear how it ended before this one goes.
+
+    The store of its round is reached at the same port.
+
+    Raises:
+        InvalidRequestError: the port can not be listened on, though it is free.
+
+    """
+    listening = _listen_at(host_at)
+    if listening is None:
+        log.info("another process of this machine serves %s", host_at)
         yield
-        if server is not None:
+        return
+    if not is_loopback(host_at.host):
+        _warn(host_at)
+    async with _serving(_from_memory(Listen("127.0.0.1", 0))) as (server, bound):
+        finder = StoreFinder(server, rdzv_id)
+        async with shared(listening, Endpoint(bound.host, bound.port), finder.where):
+            yield
             await server.wait_alone(OTHERS_TIMEOUT_S)
+
+
+class StoreFinder:
+    """Knows where the store of a job's round is."""
+
+    def __init__(self, server: Driver, rdzv_id: str) -> None:
+        self._server = server
+        self._rdzv_id = rdzv_id
+
+    async def where(self) -> Endpoint | None:
+        """Return where it is; None while there is no round."""
+        now = (await self._server.look(self._rdzv_id)).membership.round
+        return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
 
 @contextlib.asynccontextmanager
@@ -124,25 +165,16 @@ def _warn(endpoint: Endpoint) -> None:
     log.warning("insecure: everyone who reaches %s may run and end jobs there", endpoint)
 
 
-async def _try_to_serve(stack: contextlib.AsyncExitStack, listen: Listen) -> Driver | None:
-    """Serve until the stack is left; None if the port is taken, even if only just now."""
-    if _is_taken(listen):
-        # gRPC would say the same, but on the user's console as well.
-        return None
+def _listen_at(endpoint: Endpoint) -> socket.socket | None:
+    """Listen there; None if another process does."""
     try:
-        server, _ = await stack.enter_async_context(_serving(_from_memory(listen)))
-    except InvalidRequestError:
-        return None
-    return server
-
-
-def _is_taken(listen: Listen) -> bool:
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    try:
-        socket.create_server((listen.host, listen.port), family=family).close()
-    except OSError:
-        return True
-    return False
+        return listen_at(endpoint.host, endpoint.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise InvalidRequestError(
+            f"{endpoint} can not be listened on: {error.strerror}; give another port"
+        ) from error
 
 
 def _from_memory(listen: Listen) -> Config:

@@ -57,7 +57,8 @@ async def take_part(
 
     The launches' signals make the node leave all of them, in order. With `host_at` the node serves
     the others there, unless another process of this machine does; with `elect_by` one of the nodes
-    does, which they elect; without an endpoint this one serves itself. /metrics is answered at
+    does, which they elect; without an endpoint this one serves itself, and its workers find their
+    round's store at `host_at`, too. /metrics is answered at
     `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too, as does
     that of a launch's own file.
     `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
@@ -69,10 +70,12 @@ async def take_part(
         async with contextlib.AsyncExitStack() as stack:
             signals = {signum for launch in launches for signum in launch.signals}
             early = stack.enter_context(_signals_to(drivers, signals))
-            if host_at is not None:
-                await stack.enter_async_context(serving_others(host_at))
-            elif not endpoints:
-                endpoints = [await stack.enter_async_context(serving_itself())]
+            if not endpoints:
+                own = serving_itself(host_at, launches[0].job.rdzv_id)
+                endpoints = [await stack.enter_async_context(own)]
+            elif host_at is not None:
+                others = serving_others(host_at, launches[0].job.rdzv_id)
+                await stack.enter_async_context(others)
             servers = endpoints
             if elect_by is not None:
                 elected = serving_if_elected(elect_by, launches[0].local_addr)

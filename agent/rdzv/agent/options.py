@@ -139,13 +139,14 @@ def _output(
 
 
 def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
-    _, max_nodes = parse_nnodes(args.nnodes)
+    min_nodes, max_nodes = parse_nnodes(args.nnodes)
     return Wish(
         backend=args.rdzv_backend,
         endpoint=args.rdzv_endpoint,
         rdzv_id=args.rdzv_id or "",
         standalone=args.standalone,
         nnodes=args.nnodes,
+        min_nodes=min_nodes,
         max_nodes=max_nodes,
         node_rank=args.node_rank,
         master_addr=args.master_addr,
@@ -158,14 +159,15 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
             "key": args.tls_key,
             "token_file": args.token_file,
         },
+        places_node=bool(args.node_id or args.topology),
     )
 
 
 def _backend(given: str, meeting: Meeting) -> str:
     """Name the back-end as torchrun's events would: a node that meets nobody is c10d there."""
-    if not meeting.endpoints:
-        return "c10d"
-    return given or ("static" if meeting.node_id else "rdzv")
+    if meeting.node_id:
+        return "static"
+    return (given or "rdzv") if meeting.endpoints else "c10d"
 
 
 def _job(
