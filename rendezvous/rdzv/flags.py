@@ -305,7 +305,8 @@ def _where() -> list[Option]:
             "--rdzv-endpoint",
             default="",
             metavar="HOST[:PORT]",
-            help="the server (default port 29400; c10d: 0 for a free one); several rdzvd with commas between them",
+            help="the server (default port 29400; c10d: 0 for a free one); several rdzvd with "
+            "commas between them",
         ),
         _option(
             "--rdzv-id", default=None, metavar="JOB", help="name of the job, the same on all nodes"
