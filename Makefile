@@ -65,6 +65,13 @@ sim: $(READY)  ## random histories of everything that can go wrong; SEEDS=N or F
 sim-mutants: $(READY)  ## planted bugs: the simulator must catch every one of them
 	@$(BIN)/python -m tests.sim.mutants
 
+N ?= 400
+
+# SEED=7 repeats a draw; an interrupted run of the same tree continues.
+.PHONY: mutants
+mutants: $(READY)  ## N random changes to the code: the tests must catch nine of ten; SEED=N repeats
+	@$(BIN)/python -m tests.mutants -n $(N) $(if $(SEED),--seed $(SEED))
+
 .PHONY: conformance-warm
 conformance-warm: $(READY)  ## the conformance table with workers forked from a zygote
 	@CONFORMANCE_WARM=1 $(BIN)/python -m pytest tests/conformance/test_conformance_warm.py -q

@@ -181,6 +181,27 @@ async def test_a_line_may_be_longer_than_every_buffer(desk: Desk, size: int) -> 
     await desk.out.expect(b"a:" + tail + b"\n")
 
 
+@pytest.mark.parametrize(
+    ("lines", "writes"),
+    [
+        ([PIPE_BUF], [PIPE_BUF]),
+        ([100, PIPE_BUF - 100], [PIPE_BUF]),
+        ([100, PIPE_BUF - 99], [100, PIPE_BUF - 99]),
+        ([PIPE_BUF, 3, PIPE_BUF], [PIPE_BUF, 3, PIPE_BUF]),
+    ],
+)
+def test_lines_are_written_together_up_to_what_a_pipe_takes_at_once(
+    tmp_path: Path, lines: list[int], writes: list[int]
+) -> None:
+    """Sizes are of lines with prefix and end; one byte more could be torn by others' output."""
+    path, found = tmp_path / "log", list[int]()
+    path.write_bytes(b"".join(b"x" * (size - len(b"a:\n")) + b"\n" for size in lines))
+    tail = tee_module._Tail(path, b"a:")
+    while tail.copy_some(lambda data: found.append(len(data)), final=True):
+        pass
+    assert found == writes
+
+
 async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
     long = b"x" * 200_000
     for name in ("a", "b"):

@@ -128,6 +128,19 @@ def test_a_job_that_would_have_too_few_says_what_it_needs() -> None:
     assert plan([job, a_job("b", at_ms=1)], [BUSY]).places == {}
 
 
+def test_a_job_that_a_drain_leaves_with_too_few_keeps_nothing_back() -> None:
+    """Its drained node comes back when an operator says so: nobody knows when that is."""
+    job = a_job("a", (2, 2), here=("n1", "n2"), going=("n2",))
+    drained = a_node("n2", unusable="drained", cordoned=True)
+    shared = a_node("n1", capacity=2, taken={("a", "a-run"): 0})
+    made = plan([job, a_job("b", at_ms=1)], [shared, drained])
+    assert made.places == {"b": ("n1",)}
+    assert "if all other jobs had ended it would still lack 1 node" in reason(made, "a")
+    # One that is only away is waited for: it is kept, with all that the job could use.
+    away = a_node("n3", unusable="away")
+    assert plan([job, a_job("b", at_ms=1)], [shared, drained, away]).places == {}
+
+
 # ------------------------------------------------------------------ one job
 
 
