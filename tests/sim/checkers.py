@@ -661,6 +661,16 @@ class Judge:
             self.fail(f"fencing: incarnation {incarnation} of {agent.name} after {highest}")
         self.incarnations[agent.name] = (incarnation, agent.lineage)
 
+    def turned_away(self, server: Server, agent: Agent) -> None:
+        """No server locks out the instance that holds all seats of its node, as is stored."""
+        record = server.driver._nodes.records.get(agent.name)
+        if record is None or record.instance or server.store.leadership != self.leadership:
+            return
+        rounds = [m.round for m in self.stored.values() if m.round is not None and not m.ended]
+        seats = [p for round_ in rounds for p in round_.participants if p.node_id == agent.name]
+        if seats and all(seat.instance.id == agent.instance for seat in seats):
+            self.fail(f"locked out: {agent.instance}, which holds a seat, is not let in")
+
     def heard(self, part: Part, message: pb.ServerMessage) -> None:
         """Whatever an agent is told must be true: committed, and the same for all."""
         body = message.WhichOneof("body")

@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rdzv.core.commands import Command
+from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Membership
 from rdzv.errors import (
     InvalidRequestError,
@@ -201,6 +202,8 @@ class WatchedDriver(Driver):
     def _publish(self, job: Job, news: News) -> None:
         self.world.judge.published(self.server, news)
         super()._publish(job, news)
+        if any(isinstance(event, RoundCompleted) for event in news.events):
+            self.world.round_completed(self.server)
 
 
 @dataclass(eq=False)
@@ -282,14 +285,16 @@ class Server:
         self.world.count("server: serves")
         self.accepting = True
 
-    def crash(self, *, silent: bool = False, back_in_ms: int | None = None) -> None:
+    def crash(
+        self, *, silent: bool = False, reset: bool = False, back_in_ms: int | None = None
+    ) -> None:
         """Die at once, between any two steps; with the machine if `silent`."""
         if not self.up:
             return
         self.process.kill()
         self.accepting = False
         for connection in list(self._doors):
-            connection.die_with_server(silent=silent)
+            connection.die_with_server(silent=silent, reset=reset)
         self._doors = {}
         if back_in_ms is not None:
             self.world.agenda.after(back_in_ms, self.start)
@@ -368,6 +373,7 @@ class Server:
             stream = door.stream = self.driver.attach(wire.hello_of(message.hello, CONFIG.limits))
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
+            self.world.judge.turned_away(self, connection.node)  # type: ignore[arg-type]
             del self._doors[connection]
             connection.end_by_server(error)
             return

@@ -885,9 +885,28 @@ MUTANTS = (
     Mutant(
         "another instance takes an expected node's place",
         NODES,
-        "    if not old.instance and now_ms < old.until_ms:",
+        "    if now_ms < until_ms:",
         "    if False:",
         by=_unit(),
+    ),
+    Mutant(
+        "who was not told its incarnation before its server was killed is locked out",
+        NODES,
+        "    if command.instance == (old.instance or old.expected_instance):",
+        "    if command.instance == old.instance:",
+    ),
+    Mutant(
+        "nobody stores which instance holds a seat",
+        DRIVER,
+        "            command = replace(command, owner=owner, instance=stream.instance)",
+        "            command = replace(command, owner=owner)",
+    ),
+    Mutant(
+        "the successor of a fenced agent waits for the whole grace of a take-over",
+        NODES,
+        "    if old.fence_after_ms:\n        # Since then",
+        "    if False:\n        # Since then",
+        by="tests/unit/test_nodes.py",
     ),
     Mutant(
         "incarnations start anew with each server",

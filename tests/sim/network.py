@@ -85,6 +85,7 @@ class Connection:
         self.server_open = True
         self.heard_ms = network.agenda.now_ms
         """When something last came through to the server."""
+        self._reset = False
         self._last_ms = {UP: 0, DOWN: 0}
         self._stalled: dict[str, deque[Any]] = {UP: deque(), DOWN: deque()}
 
@@ -121,8 +122,13 @@ class Connection:
         self.node_open = False
         self._forget()
 
-    def die_with_server(self, *, silent: bool) -> None:
-        """The server's process is gone; its kernel says so, unless the machine is gone too."""
+    def die_with_server(self, *, silent: bool, reset: bool = False) -> None:
+        """The server's process is gone; its kernel says so, unless the machine is gone too.
+
+        With `reset` nothing arrives that is under way to the node, for the server had not read
+        all that came.
+        """
+        self._reset = reset
         if not silent:
             self.end_by_server()
         self.server_open = False
@@ -151,7 +157,7 @@ class Connection:
 
     def _deliver(self, direction: str, message: Any) -> None:
         if direction == DOWN:
-            if self.node_open:
+            if self.node_open and (isinstance(message, End) or not self._reset):
                 self.node.take(self, message)
         elif self.server_open and self.server.process is self.process:
             if not isinstance(message, End):

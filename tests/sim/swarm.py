@@ -25,6 +25,8 @@ SUBMITTED_SHARE = 0.25
 """In how many histories jobs are submitted, and placed by the server."""
 HANGING_SHARE = 0.2
 """In how many histories workers hang."""
+AIMED_SHARE = 0.2
+"""In how many histories servers are killed as a round completes."""
 OPERATED_SHARE = 0.5
 """In how many of the others operators ask for something."""
 
@@ -64,6 +66,9 @@ SERVER_TROUBLES = (
     "store_is_restored",
 )
 """What happens to a server, or to what it stores."""
+
+AIMED_TROUBLES = ("server_is_killed_as_a_round_completes",)
+"""What happens to a server at the worst moment, and not at any."""
 
 OPERATOR_TROUBLES = (
     "operator_scales",
@@ -127,6 +132,7 @@ class Swarm:
         swarm = cls._of(random, without)
         swarm = _with_budgets(swarm, Random(f"{seed}, with budgets"), without)
         swarm = cls._with_hangs(swarm, Random(f"{seed}, with hangs"), without)
+        swarm = cls._with_aim(swarm, Random(f"{seed}, with aim"), without)
         return cls._with_operators(swarm, seed, without)
 
     @classmethod
@@ -157,6 +163,15 @@ class Swarm:
         if random.random() >= HANGING_SHARE or "worker_hangs" in without:
             return swarm
         return replace(swarm, rates={**swarm.rates, "worker_hangs": random.choice((0.3, 1.0, 3.0))})
+
+    @classmethod
+    def _with_aim(cls, swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
+        """Kill servers as rounds complete in some histories; all others are what they are."""
+        if random.random() >= AIMED_SHARE:
+            return swarm
+        rates = {name: random.choice((0.3, 1.0, 3.0)) for name in AIMED_TROUBLES}
+        rates = {name: 0.0 if name in without else rate for name, rate in rates.items()}
+        return replace(swarm, rates={**swarm.rates, **rates})
 
     @classmethod
     def _of(cls, random: Random, without: frozenset[str]) -> Swarm:

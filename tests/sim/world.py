@@ -33,7 +33,7 @@ from tests.sim.daemons import Daemon
 from tests.sim.loop import Agenda, Process
 from tests.sim.network import DOWN, UP, Connection, Network
 from tests.sim.operators import Operators
-from tests.sim.swarm import Swarm, Trouble
+from tests.sim.swarm import AIMED_TROUBLES, Swarm, Trouble
 
 TRACED = ("store", "trouble", "attach", "refused", "chance")
 """Of what is counted only, what a trace shows too."""
@@ -91,6 +91,11 @@ class World:
         """Every agent that lives, and every one whose workers do."""
         self._starts_anew = True
         """Whether agents are started where there are none, once nothing new goes wrong."""
+        self._kill_ms: tuple[int, int] | None = None
+        """How long after the next round completes its server is killed, and is back."""
+        if any(self.swarm.rates.get(name) for name in AIMED_TROUBLES):
+            # The first round is like no other: its nodes have only just come.
+            self._aim(Random(f"{seed}, the first aim"))
         self.servers_from_ms = 0
         """Before this no server can start."""
         self.operators = Operators(self)
@@ -422,6 +427,24 @@ class World:
             for agent in talking:
                 if agent.connection is not None and agent.connection.server is server:
                     self._notice_silence_later(agent, agent.connection)
+
+    def _server_is_killed_as_a_round_completes(self, chance: Random) -> None:
+        self._aim(chance)
+
+    def _aim(self, chance: Random) -> None:
+        self._kill_ms = chance.choice((0, 0, 1, 3, 10)), chance.choice((10, 1_000, 8_000))
+
+    def round_completed(self, server: Server) -> None:
+        """Kill the server of a new round, if that is planned: nodes have hardly heard of it."""
+        if self._kill_ms is not None and not self.calm:
+            (in_ms, back_in_ms), self._kill_ms = self._kill_ms, None
+            process = server.process
+            self.count("trouble: killed as a round completes")
+            self.agenda.after(in_ms, partial(self._kill, server, process, back_in_ms))
+
+    def _kill(self, server: Server, process: Process, back_in_ms: int) -> None:
+        if server.process is process:
+            server.crash(reset=True, back_in_ms=back_in_ms)
 
     def _server_stops(self, chance: Random) -> None:
         if (server := self._some_server(chance)) is not None:

@@ -640,6 +640,27 @@ async def test_the_user_hears_once_that_it_is_lost_and_once_that_it_is_back(
     assert found == f"connected to the server at {server.endpoint} again"
 
 
+async def test_each_cause_of_a_missing_stream_is_in_the_log_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rdzv.agent")
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        talk, _ = await server.greet()
+        await job.hear(events.ServerConnected)
+        talk.end()
+        for why in ("let in after 4 s", "let in after 3 s", "not heard, after 30 s", "after 29 s"):
+            (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", why)
+        (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", "not heard, after 28 s")
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    *lost, _ = caplog.messages
+    causes = [message.partition(";")[0] for message in lost]
+    assert len(causes) == 3
+    assert "let in after 4 s" in causes[0]
+    assert "not heard, after 30 s" in causes[1]
+
+
 # ------------------------------------------------------------------ the end
 
 

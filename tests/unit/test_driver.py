@@ -948,6 +948,43 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
         assert "n1 runs round 4 of run feed of job-9" in caplog.text
 
 
+@pytest.mark.parametrize("incarnation", [0, 1])
+async def test_who_was_not_told_its_incarnation_is_taken_back_at_once(incarnation: int) -> None:
+    """A server is killed as a round completes: what it had stored, its nodes have not heard.
+
+    They know no incarnation, or only that of the server before.
+    """
+    store = MemoryStore()
+    async with server(store) as s:
+        await s.pair()
+    async with server(store) as s:
+        await s.come_back("n1", incarnation=incarnation)
+        await s.come_back("n2", incarnation=incarnation)
+        assert set((await s.states()).values()) == {NodeState.SEATED}
+
+
+async def test_another_instance_waits_where_a_seat_was_not_heard() -> None:
+    store = MemoryStore()
+    async with server(store) as s:
+        await s.pair()
+    async with server(store) as s:
+        with pytest.raises(RendezvousConnectionError, match="let in after 30 s"):
+            s.attach("n1", "another")
+
+
+async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> None:
+    store = MemoryStore()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1", fence_after_ms=4_000), await s.connect("n2")
+        await s.join(n1)
+        await s.join(n2)
+    async with server(store) as s:
+        with pytest.raises(RendezvousConnectionError, match="fence .* let in after 5 s"):
+            s.attach("n1", "another")
+        await s.clock.advance(5_000)
+        s.attach("n1", "another")
+
+
 # ---------------------------------------------------------------- a run that goes on as another
 
 

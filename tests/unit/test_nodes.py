@@ -343,6 +343,39 @@ def test_who_adopted_the_place_later_than_was_stored_is_let_in() -> None:
     assert fleet.connect("n1", "b", incarnation=9) == 9
 
 
+@pytest.mark.parametrize("incarnation", [0, 6, 7])
+def test_who_was_expected_is_known_by_its_id(incarnation: int) -> None:
+    """Its server was killed before it had told the incarnation that it had stored."""
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7, "a"))
+    assert fleet.connect("n1", "a", incarnation=incarnation) == 7
+
+
+def test_the_successor_of_a_fenced_instance_waits_for_no_more_than_the_fence() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7, "a", fence_after_ms=4_000))
+    fleet.pass_until(4_999)
+    with pytest.raises(RendezvousConnectionError) as refused:
+        fleet.connect("n1", "b")
+    assert "its fence kills them 4 s after it was last heard" in str(refused.value)
+    assert "let in after 0 s" in str(refused.value)
+    fleet.pass_until(5_000)
+    assert fleet.connect("n1", "b") > 7
+    assert not fleet.lost
+
+
+def test_the_successor_of_a_fenced_instance_does_not_wait_for_an_announced_return() -> None:
+    fleet = Fleet()
+    fleet.connect("n1", "a", fence_after_ms=4_000)
+    fleet.do(PlanAway("n1", fleet.nodes.records["n1"].stream or 0, 600_000))
+    fleet.disconnect("n1")
+    fleet.pass_until(4_999)
+    with pytest.raises(RendezvousConnectionError, match="may still have workers of"):
+        fleet.connect("n1", "b")
+    fleet.pass_until(5_000)
+    assert fleet.connect("n1", "b")
+
+
 @pytest.mark.parametrize("incarnation", [0, 6])
 def test_a_stranger_is_not_let_in_where_somebody_is_expected(incarnation: int) -> None:
     fleet = Fleet()

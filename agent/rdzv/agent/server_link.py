@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -71,6 +72,9 @@ OUTBOX_MESSAGES = 1_000
 HEARTBEATS_PER_FENCE = 4
 """Heartbeats of a node whose workers are fenced, in the time after which they are: one that stays
 without an answer until the next leaves time for a new stream before the fence."""
+CAUSES_MOST = 16
+"""The log names at most this number of causes for a missing stream, until there is one again."""
+_FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
 class JobPort(Protocol):
@@ -180,7 +184,8 @@ class ServerLink:
         self.superseded: NodeSupersededError | None = None
         """Why this instance speaks for its node no more, once `is_superseded`."""
         self.is_superseded = asyncio.Event()
-        self._told_lost = False
+        self._told_lost: set[str] = set()
+        """Why there is no stream, as far as the log has it since the last one."""
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -345,9 +350,13 @@ class ServerLink:
             pass
 
     def _announce_lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
-        """Say that there is no stream; `again`: the attempt made at once has failed too."""
-        if again and not self._told_lost:
-            self._told_lost = True
+        """Say that there is no stream; `again`: the attempt made at once has failed too.
+
+        Each cause is logged once, whatever its figures are: the next one may be another.
+        """
+        cause = _FIGURES.sub("", reason)
+        if again and cause not in self._told_lost and len(self._told_lost) < CAUSES_MOST:
+            self._told_lost.add(cause)
             log.warning("%s; trying again until a server answers", reason)
         else:
             log.debug("no stream to %s: %s", endpoint, reason)
@@ -526,7 +535,7 @@ class ServerLink:
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._welcome_timeout_s = WELCOME_TIMEOUT_S
         if self._told_lost:
-            self._told_lost = False
+            self._told_lost.clear()
             log.info("connected to the server at %s again", endpoint)
         # The sender still waits for the interval that held before; this ends its wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import is_not
 
+from rdzv.core.commands import Join, Resume
 from rdzv.core.model import (
     MAX_RESTART_AGES,
     Claim,
@@ -52,9 +53,9 @@ def adoptable(state: State, run: str, number: int) -> bool:
     return number == round_.number and any(map(is_stand_in, state.away))
 
 
-def first_claim(node_id: str, incarnation: int, claim: Claim, now_ms: int) -> Round | None:
+def first_claim(command: Join | Resume, claim: Claim, now_ms: int) -> Round | None:
     """Return the round of which this is the first claim; None if no such round can be."""
-    participant = _participant(node_id, incarnation, claim)
+    participant = _participant(command, claim)
     whole = range(claim.group_world_size)
     participants = _filled(whole, range(claim.world_size), claim.group_rank, participant)
     if participants is None:
@@ -71,7 +72,7 @@ def first_claim(node_id: str, incarnation: int, claim: Claim, now_ms: int) -> Ro
     )
 
 
-def further_claim(round_: Round, node_id: str, incarnation: int, claim: Claim) -> Round | None:
+def further_claim(round_: Round, command: Join | Resume, claim: Claim) -> Round | None:
     """Return the round with one stand-in less; None if the claim does not fit into it.
 
     The node must not have a place in the round already.
@@ -81,7 +82,7 @@ def further_claim(round_: Round, node_id: str, incarnation: int, claim: Claim) -
     told = (claim.group_world_size, claim.world_size, claim.master_addr, claim.master_port)
     if known != told or not is_stand_in(seats[place].node_id):
         return None
-    participant = _participant(node_id, incarnation, claim)
+    participant = _participant(command, claim)
     gap = _gap(seats, place, _ranks(participant))
     ranks = range(_ranks(seats[gap.start]).start, _ranks(seats[gap.stop - 1]).stop)
     filled = _filled(gap, ranks, place, participant)
@@ -134,14 +135,15 @@ def _ranks(participant: Participant) -> range:
     return range(first, first + participant.offer.local_world_size)
 
 
-def _participant(node_id: str, incarnation: int, claim: Claim) -> Participant:
+def _participant(command: Join | Resume, claim: Claim) -> Participant:
     return Participant(
-        node_id=node_id,
-        incarnation=incarnation,
+        node_id=command.node_id,
+        incarnation=command.incarnation,
         offer=claim.offer,
         rank_first=claim.rank_first,
         role_rank_first=claim.role_rank_first,
         role_world_size=claim.role_world_size,
+        instance=command.instance,
     )
 
 

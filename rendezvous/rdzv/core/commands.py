@@ -6,7 +6,17 @@ heard, and may be repeated without effect.
 
 from __future__ import annotations
 
-from rdzv.core.model import UNMOVED, Claim, JobSpec, LeaveCause, Moved, Offer, Settings
+from rdzv.core.model import (
+    UNKNOWN_INSTANCE,
+    UNMOVED,
+    Claim,
+    Instance,
+    JobSpec,
+    LeaveCause,
+    Moved,
+    Offer,
+    Settings,
+)
 from rdzv.structs import struct
 
 
@@ -33,6 +43,7 @@ class Join:
     failed. `moved` is how far its workers had come. `claim` tells of that round to a server that
     may not know it. `new_run` is the uid that a run gets which begins with this join; if the job
     belongs to nobody yet, it then belongs to `owner`. `secret` is the hash of what the node knows.
+    `instance` is what the incarnation numbers.
     """
 
     node_id: str
@@ -49,14 +60,15 @@ class Join:
     moved: Moved = UNMOVED
     owner: str = ""
     secret: str = ""
+    instance: Instance = UNKNOWN_INSTANCE
 
 
 @struct(frozen=True)
 class Resume:
     """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
 
-    `claim` tells of that round to a server that may not know it; `owner` and `secret` are as in
-    `Join`.
+    `claim` tells of that round to a server that may not know it; `owner`, `secret` and `instance`
+    are as in `Join`.
     """
 
     node_id: str
@@ -66,6 +78,7 @@ class Resume:
     claim: Claim | None = None
     owner: str = ""
     secret: str = ""
+    instance: Instance = UNKNOWN_INSTANCE
 
 
 @struct(frozen=True)

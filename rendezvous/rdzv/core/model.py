@@ -156,6 +156,20 @@ class Offer:
 
 
 @struct(frozen=True)
+class Instance:
+    """One start of an agent, as its hello describes it."""
+
+    id: str = ""
+    """Empty in what older servers have stored."""
+    fence_after_ms: int = 0
+    """How long after the server last heard it its workers are gone by its own doing; 0: they are
+    not."""
+
+
+UNKNOWN_INSTANCE = Instance()
+
+
+@struct(frozen=True)
 class Claim:
     """What a node says of the last round that was announced to it.
 
@@ -190,6 +204,8 @@ class Participant:
     rank_first: int
     role_rank_first: int
     role_world_size: int
+    instance: Instance = UNKNOWN_INSTANCE
+    """Which one the incarnation numbers; it may not have heard the number when its server ended."""
 
 
 @struct(frozen=True)
@@ -454,6 +470,7 @@ class Waiting:
     incarnation: int
     offer: Offer
     since_ms: int
+    instance: Instance = UNKNOWN_INSTANCE
 
 
 @struct(frozen=True)

@@ -132,6 +132,8 @@ class NodeRecord:
     """While away: when it is given up."""
     firm: bool = False
     """While away: the wait is a promise, or a fence, which nothing shortens."""
+    expected_instance: str = ""
+    """While the node is only expected: the id of the incarnation; empty if it was not stored."""
 
     @property
     def expires_at_ms(self) -> int:
@@ -201,10 +203,16 @@ class PlanAway:
 
 @struct(frozen=True)
 class Expect:
-    """After a take-over: this incarnation holds a seat, and has not been heard yet."""
+    """After a take-over: this incarnation holds a seat, and has not been heard yet.
+
+    `instance` is its id. The incarnation may be news to it: its server may have ended before that
+    was told.
+    """
 
     node_id: str
     incarnation: int
+    instance: str = ""
+    fence_after_ms: int = 0
 
 
 @struct(frozen=True)
@@ -361,11 +369,12 @@ def check_fence(fence_after_ms: int, lease_ms: int) -> None:
 def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
     """Whether the speaker is the one on record, or has held its place since that was written.
 
-    Who was only expected shows the number that a server before this one gave it.
+    An instance that is only expected is known by its id, or shows the number that a server before
+    this one gave it.
     """
-    if old.instance:
-        return old.instance == command.instance
-    return old.incarnation <= command.incarnation < leadership << _COUNTER_BITS
+    if command.instance == (old.instance or old.expected_instance):
+        return True
+    return not old.instance and old.incarnation <= command.incarnation < leadership << _COUNTER_BITS
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
@@ -384,21 +393,28 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
             f"node_id {command.node_id} is in use by {_who(old)}, connected {age_s:.0f} s ago; "
             "give this node another --node-id, or stop the other one"
         )
-    if old.stream is None and old.fence_after_ms and now_ms < old.until_ms:
-        wait_s = (old.until_ms - now_ms) / 1000
+    if old.stream is not None:
+        return
+    if old.fence_after_ms:
+        # Since then nobody was heard, however long the seat is kept for other reasons.
+        until_ms = min(old.until_ms, old.since_ms + old.fence_after_ms + FENCE_MARGIN_MS)
+        fence = f"its fence kills them {old.fence_after_ms / 1000:g} s after it was last heard"
+        why = f"may still have workers of {_who(old)}; {fence}"
+    elif not old.instance:
+        until_ms = old.until_ms
+        why = "holds a seat and was not heard since this server took over"
+    else:
+        return
+    if now_ms < until_ms:
+        wait_s = (until_ms - now_ms) / 1000
         raise RendezvousConnectionError(
-            f"node_id {command.node_id} may still have workers of {_who(old)}, which kills them "
-            f"itself; another instance is let in after {wait_s:.0f} s"
-        )
-    if not old.instance and now_ms < old.until_ms:
-        wait_s = (old.until_ms - now_ms) / 1000
-        raise RendezvousConnectionError(
-            f"node_id {command.node_id} holds a seat and was not heard since this server took "
-            f"over; another instance is let in after {wait_s:.0f} s"
+            f"node_id {command.node_id} {why}; another instance is let in after {wait_s:.0f} s"
         )
 
 
 def _who(record: NodeRecord) -> str:
+    if not record.instance:
+        return "an instance that was not heard since this server took over"
     return f"{record.address} pid {record.pid}"
 
 
@@ -486,8 +502,10 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
         since_ms=now_ms,
         heard_ms=now_ms,
         lease_ms=nodes.tuning.lease_ms,
+        fence_after_ms=command.fence_after_ms,
         until_ms=now_ms + nodes.tuning.takeover_grace_ms,
         firm=True,
+        expected_instance=command.instance,
     )
     return NodesTransition(_put(nodes, record))
 

@@ -86,6 +86,7 @@ def _with_ranks(order: Sequence[str], candidates: Mapping[str, Waiting]) -> tupl
                 rank_first=rank_first,
                 role_rank_first=role_rank_first[role],
                 role_world_size=role_world_sizes[role],
+                instance=waiting.instance,
             )
         )
         rank_first += waiting.offer.local_world_size

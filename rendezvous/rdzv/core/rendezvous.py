@@ -567,7 +567,7 @@ def _wait(work: _Step, command: Join, since_ms: int) -> None:
     ):
         others = _without(work.state.superseded, command.node_id)
         work.state = replace(work.state, superseded=others)
-    waiting = Waiting(command.incarnation, command.offer, since_ms)
+    waiting = Waiting(command.incarnation, command.offer, since_ms, command.instance)
     if work.state.waiting.get(command.node_id) != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
     _mark_back(work, command.node_id)
@@ -633,13 +633,13 @@ def _adopt(work: _Step, command: Join | Resume, claim: Claim) -> None:
         held = stand_in(claim.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
-        filled = further_claim(known, node_id, incarnation, claim)
+        filled = further_claim(known, command, claim)
         if filled is None:
             return
         work.store_round(filled)
         work.put(seats=_without(work.state.seats, held), away=_without(work.state.away, held))
     else:
-        round_ = first_claim(node_id, incarnation, claim, work.now_ms)
+        round_ = first_claim(command, claim, work.now_ms)
         if round_ is None:
             return
         if command.run != work.membership.run:

@@ -48,7 +48,7 @@ from rdzv.core.commands import (
 )
 from rdzv.core.events import Event, NodesPlaced, RunEnded
 from rdzv.core.explain import JobView, view
-from rdzv.core.model import State, is_stand_in
+from rdzv.core.model import Instance, State, is_stand_in
 from rdzv.core.placement import FailingCheck
 from rdzv.core.rendezvous import Transition, ended_run, went_along
 from rdzv.core.stacks import Report
@@ -410,11 +410,15 @@ class Driver:
     def _bring_up_to_date(self, job: Job) -> None:
         """After a load: wait for whoever holds a seat, and tell those who are there."""
         former, now_ms = tuple(job.node_ids), self._clock.now_ms()
-        for node_id, seat in job.state.seats.items():
-            if is_stand_in(node_id):
+        round_ = job.state.membership.round
+        for participant in round_.participants if round_ else ():
+            node_id, instance = participant.node_id, participant.instance
+            seat = job.state.seats.get(node_id)
+            if seat is None or is_stand_in(node_id):
                 continue
             self._note(job, node_id)
-            self._step_nodes(nodes.Expect(node_id, seat.incarnation))
+            fence_ms = instance.fence_after_ms
+            self._step_nodes(nodes.Expect(node_id, seat.incarnation, instance.id, fence_ms))
             self._mark_soon(node_id, [job.rdzv_id])
         for node_id in job.state.placed:
             self._note(job, node_id)
@@ -471,7 +475,13 @@ class Driver:
         self._step_nodes(connect)
         record = self._nodes.records[hello.node_id]
         stream = Stream(
-            number, hello.node_id, record.incarnation, self._limits.outbox, self._meter.sent, caller
+            number,
+            hello.node_id,
+            record.incarnation,
+            self._limits.outbox,
+            self._meter.sent,
+            caller,
+            Instance(hello.instance, hello.fence_after_ms),
         )
         self._callers[hello.node_id] = caller.name
         self._meter.stream_opened()
@@ -744,7 +754,8 @@ class Driver:
         """Submit until it is decided: while the store is away, the node's word waits here."""
         guard = None
         if isinstance(command, Join | Resume):
-            command = replace(command, owner=roles.owner_by(stream.caller))
+            owner = roles.owner_by(stream.caller)
+            command = replace(command, owner=owner, instance=stream.instance)
 
             def guard(state: State) -> None:
                 roles.refuse_stranger(stream.caller, state, stream.node_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rdzv.core.model import UNKNOWN_INSTANCE, Instance
 from rdzv.errors import LimitExceededError, RendezvousError
 from rdzv.server.callers import ANYBODY, Caller
 from rdzv.server.messages import Joined, Line, RoundOver, Told, Waiting
@@ -24,10 +25,12 @@ class Stream:
         limit: int,
         on_send: Callable[[], None] = lambda: None,
         caller: Caller = ANYBODY,
+        instance: Instance = UNKNOWN_INSTANCE,
     ) -> None:
         self.number = number
         self.node_id = node_id
         self.incarnation = incarnation
+        self.instance = instance
         self.caller = caller
         """Who has opened it, and answers for what the node says."""
         self._on_send = on_send
