@@ -65,9 +65,16 @@ started cold in just the same cases. Forking takes a while, so some forks are *p
 they wait to be told what to be.
 
 With an *identity* a process runs as another account than the runner, which has to be root for
-that, and stays it: so no worker can end its runner, or escape it. Whatever the runner opens for
-such a process it opens with that account's rights, so that no link leads it where the account
-could not go itself.
+that, and stays it: so no worker can end its runner, or escape it.
+
+The runner opens no path of a job's and waits for no exec: a file system that hangs would hang it,
+and with it the fence and every stop. A child is forked, becomes its account, opens its own files
+and runs its program; a pipe that the exec closes says when it runs, or why it does not.
+
+A lack of descriptors or memory ends neither the runner nor the job. What can not be started is
+told like any other failure to start. Processes that can not be looked at count as being there, so
+`gone` waits until they can. The list of its own children is held open, and is enough for that: what
+descends from a child is a child itself as soon as its parents are dead.
 
 A *fence* is a point in time by `boottime_ms` which no round outlives, whatever the agent does: it
 may be stopped, or hang. The agent renews it while there is proof that the server hears this node.
@@ -77,6 +84,7 @@ A round that is to start when the fence has come starts no worker. Without a fen
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -86,7 +94,6 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections import deque
@@ -95,7 +102,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
@@ -108,6 +115,7 @@ MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
 MAX_FENCE_AT_MS = 1 << 53
 STUCK_AFTER_S = 5.0
+_LOOK_AGAIN_S = 0.02
 SWEEP_INTERVAL_S = 0.25
 """How often a kill is repeated until nothing is left. Not how exits are noticed: those wake up."""
 
@@ -126,6 +134,12 @@ MAX_ANSWER_BYTES = 64 << 10
 
 MAX_FORKS_AT_ONCE = 64
 """As many descriptors must fit into one message, and pids into a pipe."""
+
+START_SLOW_S = 10.0
+"""When a child that does not run its program yet is spoken of, and what it waits for."""
+
+PAUSE_S = 0.25
+"""How long to wait before what lacked descriptors or memory is tried again."""
 
 NOT_STARTED = 127
 """The exit code that a shell gives for a program that it can not start."""
@@ -191,6 +205,8 @@ class Channel:
         self._fds: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
+        self.lost_fds = False
+        """Whether descriptors were lost that came last, for this process may have no more."""
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once closed."""
@@ -225,8 +241,10 @@ class Channel:
             frame, fds = self._unsent[0]
             try:
                 sent = socket.send_fds(self._socket, [frame], fds)
-            except BlockingIOError:
-                return
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS):
+                    return
+                raise
             close_fds(fds)
             self._unsent_bytes -= sent
             if sent < len(frame):
@@ -237,13 +255,16 @@ class Channel:
     def receive(self) -> bool:
         """Read what has come, for `next_message`; False if nothing, `EOFError` at the end."""
         try:
-            data, fds, _, _ = socket.recv_fds(
+            data, fds, flags, _ = socket.recv_fds(
                 self._socket, _RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+                return False  # Nothing is lost.
             raise EOFError(str(error)) from error
+        self.lost_fds = bool(flags & socket.MSG_CTRUNC)
         self._fds.extend(fds)
         if not data:
             raise EOFError("the peer has closed the channel")
@@ -358,6 +379,16 @@ def close_fds(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
+@contextmanager
+def closed_if_failing(sock: socket.socket) -> Iterator[None]:
+    """Close a socket if what follows does not succeed."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
+
+
 def dup_fds(*fds: int) -> tuple[int, ...]:
     """Duplicate descriptors, all of them or none; `OSError` if it can not be done."""
     made: list[int] = []
@@ -385,52 +416,102 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
     kills, so their statuses are lost to whoever else waits for them. Returns the processes that
     are still there at the timeout: none can outrun this, but one may be in the kernel. Only in a
     subreaper does it find those whose parents are dead.
+
+    Raises:
+        OSError: at the timeout the children can not be listed, so some may be there.
+
     """
     deadline = time.monotonic() + timeout_s
-    while left := kill_descendants(except_pids):
-        if time.monotonic() > deadline:
-            break
-        _wait_for_exit(left[0], SWEEP_INTERVAL_S)
-        reap(pid for pid in children_of(os.getpid()) if pid not in except_pids)
-    return left
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            left = kill_descendants(except_pids)
+            if left and not late:
+                _wait_for_exit(left[0], SWEEP_INTERVAL_S)
+            reap(pid for pid in children_of(os.getpid()) if pid not in except_pids)
+        except OSError:
+            if late:
+                raise
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            if late or not left:
+                return left
 
 
 def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     """Send SIGKILL to every descendant of this process, parents first; return their pids.
 
-    Processes that fork meanwhile may be missed. Whoever asks again at each exit of a child of
-    this process finds them: their parents are among the killed, so they move up to be children.
+    Processes that fork meanwhile may be missed, and so may those whose parents can not be looked
+    at. Whoever asks again at each exit of a child of this process finds them: their parents are
+    among the killed, so they move up to be children.
+
+    Raises:
+        OSError: the children can not be listed, so some may be there.
+
     """
-    found = descendants_of(os.getpid(), except_pids)
+    found = descendants_of(children_of(os.getpid()), except_pids)
     family = {os.getpid(), *found}
     for pid in found:
         signal_relative(pid, signal.SIGKILL, family)
     return found
 
 
-def descendants_of(root: int, except_pids: Collection[int] = ()) -> list[int]:
-    """List the processes that descend from `root`, parents before children; zombies count.
+def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -> list[int]:
+    """List these processes and what descends from them, parents before children; zombies count.
 
-    Leaves out the children of `root` in `except_pids` with all that descend from them.
+    Leaves out those in `except_pids` with all that descends from them, and what descends from a
+    process that can not be looked at.
     """
-    found = [pid for pid in children_of(root) if pid not in except_pids]
+    found = [pid for pid in children if pid not in except_pids]
     for pid in found:
-        found += children_of(pid)  # Read on by this very loop.
+        with suppress(OSError):
+            found += children_of(pid)  # Read on by this very loop.
     return found
 
 
 def children_of(pid: int) -> list[int]:
-    """List the children of a process, zombies included.
+    """List the children of a process, zombies included; none if it is gone.
 
     Exact for the calling process, if it has one thread: nobody else reaps its children. Of other
     processes some may be missing while their siblings exit.
+
+    Raises:
+        OSError: it can not be looked at, so it may have any number.
+
     """
     children: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                children += map(int, (task / "children").read_bytes().split())
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
     return children
+
+
+class _OwnChildren:
+    """The list of the children of this process, which has one thread; it needs no descriptor."""
+
+    def __init__(self) -> None:
+        path = f"/proc/self/task/{os.getpid()}/children"
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def pids(self) -> list[int]:
+        """List them, zombies included; `OSError` if that can not be done now."""
+        listed = b""
+        while part := os.pread(self._fd, 1 << 16, len(listed)):
+            listed += part
+        return [int(pid) for pid in listed.split()]
+
+
+def signal_group(leader: int, signum: int) -> None:
+    """Signal the process group of a child, which was forked to lead one, and is not reaped.
+
+    Until it does, it is alone, and nobody is in the group of that number.
+    """
+    with suppress(OSError):
+        try:
+            os.killpg(leader, signum)
+        except ProcessLookupError:
+            os.kill(leader, signum)
 
 
 def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
@@ -442,7 +523,7 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _parent_and_group(pid)[0] in family:
+            if _parent_of(pid) in family:
                 signal.pidfd_send_signal(pidfd, signum)
         finally:
             os.close(pidfd)
@@ -455,10 +536,9 @@ def reap(pids: Iterable[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _parent_and_group(pid: int) -> tuple[int, int]:
+def _parent_of(pid: int) -> int:
     # The command stands in parentheses and may itself hold any character.
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return int(fields[1]), int(fields[2])
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def _wait_for_exit(pid: int, timeout_s: float) -> None:
@@ -794,112 +874,183 @@ def _field(request: Mapping[str, object], name: str, kind: type[_T]) -> _T:
 # ---------------------------------------------------------------------- starting
 
 
-def spawn_worker(spec: WorkerSpec) -> subprocess.Popen[bytes]:
-    """Start a worker as leader of its own session; it dies with this process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """What a child is to become.
 
-    It has no descriptors but 0 to 2, no signal ignored and none blocked. Raises `StartError`.
+    A stream is a descriptor of the runner's, or a path to append to; None is the runner's own, but
+    stdin is then empty where it is not `shares_stdin`. `pass_fds` are its others.
     """
-    with _open_logs(spec) as (stdout, stderr):
-        try:
-            return _spawn(
-                spec.argv,
-                spec.env,
-                cwd=spec.cwd,
-                stdout=stdout,
-                stderr=stderr,
-                cpus=spec.cpus,
-                identity=spec.identity,
-            )
-        except OSError as error:
-            raise StartError(_describe(error, spec)) from error
-        except (ValueError, subprocess.SubprocessError) as error:
-            raise StartError(f"{list(spec.argv)!r:.200}: {error}") from error
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    shares_stdin: bool = False
+    stdout: str | int | None = None
+    stderr: str | int | None = None
+    pass_fds: Collection[int] = ()
+    cpus: Collection[int] | None = None
+    blocked: Collection[int] = ()
+    identity: Identity | None = None
 
 
-@contextmanager
-def _open_logs(spec: WorkerSpec) -> Iterator[tuple[int | None, int | None]]:
-    """Open a worker's log files while it is started; `StartError` if that can not be done."""
-    logs: list[int | None] = []
-    try:
-        for name, path in (("stdout", spec.stdout), ("stderr", spec.stderr)):
-            logs.append(_open_log(name, path, spec.identity))
-        yield logs[0], logs[1]
-    finally:
-        for fd in logs:
-            close_fd(fd)
+def _program_of(spec: WorkerSpec) -> _Program:
+    return _Program(
+        argv=spec.argv,
+        env=spec.env,
+        cwd=spec.cwd,
+        shares_stdin=True,
+        stdout=spec.stdout,
+        stderr=spec.stderr,
+        cpus=spec.cpus,
+        identity=spec.identity,
+    )
 
 
-def _spawn(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    *,
-    cwd: str | None = None,
-    stdin: int | None = None,
-    stdout: int | None = None,
-    stderr: int | None = None,
-    pass_fds: Collection[int] = (),
-    cpus: Collection[int] | None = None,
-    blocked: Collection[int] = (),
-    identity: Identity | None = None,
-) -> subprocess.Popen[bytes]:
-    # Of what goes wrong between fork and exec, subprocess says no more than that something did.
-    said, says = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+def _program_of_zygote(spec: ZygoteSpec, control_fd: int) -> _Program:
+    order = {"argv": spec.argv, "fd": control_fd, "modules": spec.modules}
+    return _Program(
+        argv=spec.argv,
+        env=zygote_environ(spec.env, order),
+        cwd=spec.cwd,
+        stdout=2,  # What is printed on import is for the log.
+        pass_fds=(control_fd,),
+        cpus=spec.cpus,
+        # Workers are to find all dispositions as a fresh interpreter has them.
+        blocked=_IGNORED_SIGNALS,
+        identity=spec.identity,
+    )
 
-    def prepare() -> None:
-        _prepare_child(parent, cpus, blocked)
-        if identity is not None:
-            _hand_to_account(identity, cwd, parent, says)
 
+def _program_of_store_host(spec: _StoreHostSpec, listen_fd: int, ready_fd: int) -> _Program:
+    return _Program(
+        argv=(*spec.argv, "--fd", str(listen_fd), "--ready-fd", str(ready_fd)),
+        env=spec.env,
+        pass_fds=(listen_fd, ready_fd),
+        identity=spec.identity,
+    )
+
+
+def _fork_into(program: _Program, says: int) -> int:
+    """Fork a child that is to become a program, as leader of its own session; return its pid.
+
+    It dies with this process, has no descriptors but those of the program, no signal ignored, and
+    only those blocked that it is to have. What it is about to do it writes to `says`, each step
+    with a NUL; the exec closes that. Without a NUL at the end it is why the program does not run.
+    Raises `OSError` if it can not be forked.
+    """
     parent = os.getpid()
+    # This process ignores what is meant for its workers, and a signal to one that is ignored there
+    # would be lost: it waits until the child takes it as a worker does.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        return subprocess.Popen(
-            argv,
-            env=env,
-            # As root one could enter it where its account can not, and not where root is nobody.
-            cwd=cwd if identity is None else None,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=pass_fds,
-            start_new_session=True,
-            # There is one thread.
-            preexec_fn=prepare,  # noqa: PLW1509
-        )
-    except subprocess.SubprocessError as error:
-        with suppress(BlockingIOError):
-            if why := os.read(said, 4096):
-                raise subprocess.SubprocessError(why.decode(errors="replace")) from error
-        raise
+        pid = os.fork()
+        if pid == 0:
+            _become_program(program, parent, says)
     finally:
-        os.close(said)
-        os.close(says)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
 
 
-def _hand_to_account(identity: Identity, cwd: str | None, parent: int, says: int) -> None:
-    """Have the child be that account, in its folder; write down why that can not be."""
-    doing = f"user {identity.uid}, with its groups and limits"
+def _become_program(program: _Program, parent: int, says: int) -> NoReturn:
     try:
-        become(identity)
-        if cwd is not None:
-            doing = f"cwd {cwd!r}"
-            os.chdir(cwd)
-        # Who becomes another user has lost it.
-        _put_on_leash(parent)
-    except (OSError, ValueError) as error:
-        os.write(says, f"{doing}: {_reason(error)}".encode(errors="replace")[:4096])
-        raise
+        _prepare_child(program, parent, says)
+        _open_streams(program, says)
+        if program.cwd is not None:
+            with _step(f"cwd {program.cwd!r}", says):
+                os.chdir(program.cwd)
+        for fd in program.pass_fds:
+            os.set_inheritable(fd, True)
+        with _step(f"argv[0] {program.argv[0]!r}", says):
+            _execute(program)
+    except StartError as error:
+        _write_all(says, str(error))
+    except BaseException as error:
+        _write_all(says, f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(NOT_STARTED)
 
 
-def _prepare_child(parent: int, cpus: Collection[int] | None, blocked: Collection[int]) -> None:
-    """Give the child, between fork and exec, signals of a fresh process, its CPUs and its leash."""
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
+def _prepare_child(program: _Program, parent: int, says: int) -> None:
+    """Give a child the session, descriptors, signals, CPUs, leash and account of its program."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    before = 2
+    for fd in sorted({says, *program.pass_fds}):
+        os.closerange(before + 1, fd)
+        before = fd
+    os.closerange(before + 1, os.sysconf("SC_OPEN_MAX"))
     for signum in signal.valid_signals():
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    be_spared_no_more()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _put_on_leash(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
+    if program.cpus is not None:
+        with _step(f"cpus {program.cpus!r:.80}", says):
+            os.sched_setaffinity(0, program.cpus)
+    be_spared_no_more()
+    if program.identity is not None:
+        with _step(f"user {program.identity.uid}, with its groups and limits", says):
+            become(program.identity)
+        # Who becomes another user has lost it.
+        _put_on_leash(parent)
+
+
+def _open_streams(program: _Program, says: int) -> None:
+    """Have the streams of the program for 0 to 2, opened with the rights of its account."""
+    if not program.shares_stdin:
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    for fd, name, stream in ((1, "stdout", program.stdout), (2, "stderr", program.stderr)):
+        if isinstance(stream, str):
+            with _step(f"{name} {stream!r}", says, path=stream):
+                log = _open_log(stream)
+            os.dup2(log, fd)
+            os.close(log)
+        elif stream is not None:
+            os.dup2(stream, fd)
+
+
+def _open_log(path: str) -> int:
+    """Open a log file to append to."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o666)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _execute(program: _Program) -> None:
+    try:
+        os.execvpe(program.argv[0], program.argv, program.env)
+    except FileNotFoundError as error:
+        text = os.strerror(errno.ENOENT)
+        if Path(program.argv[0]).exists():
+            text += (
+                "; the file is there, so it is the interpreter named in its first line that is not"
+            )
+        raise OSError(errno.ENOENT, text) from error
+
+
+@contextmanager
+def _step(what: str, says: int, *, path: str | None = None) -> Iterator[None]:
+    """Say what a child is about to do; `StartError` says what of it can not be done."""
+    _write_all(says, f"{what}\0")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        folder = getattr(error, "filename", None)
+        where = what if path is None or folder in (None, path) else f"{what}: its folder {folder!r}"
+        raise StartError(f"{where}: {_reason(error)}") from error
+
+
+def _write_all(fd: int, text: str) -> None:
+    left = text.encode(errors="replace")
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def _put_on_leash(parent: int) -> None:
@@ -916,49 +1067,32 @@ def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
             score.write_bytes(b"0")
 
 
-def _open_log(name: str, path: str | None, identity: Identity | None) -> int | None:
-    """Open a worker's log file to append to, if it has one, with the rights of its account."""
-    if path is None:
-        return None
-    try:
-        with acting_as(identity):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
-            fd = os.open(path, flags, 0o666)
-    except (OSError, ValueError) as error:
-        folder = getattr(error, "filename", path)
-        where = f"{name} {path!r}" if folder == path else f"{name} {path!r}: its folder {folder!r}"
-        raise StartError(f"{where}: {_reason(error)}") from error
-    os.set_blocking(fd, True)
-    return fd
-
-
-def _describe(error: OSError, spec: WorkerSpec) -> str:
-    if spec.cwd is not None and error.filename == spec.cwd:
-        return f"cwd {spec.cwd!r}: {_reason(error)}"
-    text = f"argv[0] {spec.argv[0]!r}: {_reason(error)}"
-    if isinstance(error, FileNotFoundError) and Path(spec.cwd or ".", spec.argv[0]).exists():
-        text += "; the file is there, so it is the interpreter named in its first line that is not"
-    return text
-
-
 def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def write_line(text: str) -> None:
+    """Write a line to stderr, unless nobody takes it: that must not hold up or end anything."""
+    with suppress(OSError):
+        poll = select.poll()
+        poll.register(2, select.POLLOUT)
+        if poll.poll(0) == [(2, select.POLLOUT)]:
+            line = f"rdzv: {text}".encode(errors="backslashreplace")
+            os.write(2, line[: select.PIPE_BUF - 1] + b"\n")
 
 
 # ---------------------------------------------------------------------- the loop
 
 
-class _Forked:
-    """A child that another process has forked, with what is needed of Popen."""
+class _Process:
+    """A child of this process, which it has forked itself or has had forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Reap it if it has exited; return its return code then."""
+        """Reap it if it has exited; return its exit code then, or less than 0 for a signal."""
         if self._returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -971,13 +1105,39 @@ class _Forked:
 
 
 @dataclass(eq=False, slots=True)
+class _Launch:
+    """A child from its fork until it runs its program, or exits without."""
+
+    name: str
+    """What it is to be, as a user knows it."""
+    fd: int
+    """Where it says what it does, to the end once it runs or is gone."""
+    on_run: Callable[[], None]
+    slow_at: float | None
+    pid: int = 0
+    said: bytearray = field(default_factory=bytearray)
+
+    @property
+    def doing(self) -> str:
+        """What it was about to do last."""
+        return self.said.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
+
+    @property
+    def failure(self) -> str:
+        """Why its program does not run, "" as long as nothing speaks against it."""
+        return self.said.rpartition(b"\0")[2].decode(errors="replace")
+
+
+@dataclass(eq=False, slots=True)
 class _Child:
     """A process that the runner has started, until it is reaped."""
 
-    process: subprocess.Popen[bytes] | _Forked
-    pidfd: int | None
+    process: _Process
     on_exit: Callable[[int], None]
-    """Called with its return code, in Popen's sense."""
+    """Called with its exit code, which is less than 0 for a signal."""
+    launch: _Launch | None = None
+    pidfd: int | None = None
+    """None where SIGCHLD has to tell of its exit."""
 
 
 @dataclass(eq=False, slots=True)
@@ -991,6 +1151,8 @@ class _Round:
     """The workers, by pid, that have not exited."""
     leaderless: set[int] = field(default_factory=set)
     """The workers, by pid, that have; others may still be in their process groups."""
+    failed: bool = False
+    """Whether one of its workers could not be started."""
     signals_sent: set[int] = field(default_factory=set)
     notified_by: int | None = None
     """The signal that told its workers that the node is about to leave."""
@@ -1004,7 +1166,7 @@ class _Round:
 class _Zygote:
     """A zygote, until it is reaped."""
 
-    process: subprocess.Popen[bytes]
+    process: _Process
     control: socket.socket
     spec: ZygoteSpec
     ready_until: float | None
@@ -1112,6 +1274,8 @@ class Runner:
         self._served: _Served | None = None
         self._orphaned_until: float | None = None
         """Without an agent in charge: when that ends everything."""
+        self._accept_again_at: float | None = None
+        """When it listens for agents again: it could not take one."""
         self._ending = False
         """Whether no agent came in time: everything ends with the round."""
         self._kept: dict[str, str] = {}
@@ -1121,12 +1285,17 @@ class Runner:
         self._last_round: int | None = None
         self._shutting_down = False
         self._finished = False
+        self._told_error = False
         self._round: _Round | None = None
         self._killing: _Killing | None = None
+        self._own_children = _OwnChildren()
         self._children: dict[int, _Child] = {}
+        self._launches: list[_Launch] = []
+        self._reap_again_at: float | None = None
         self._store_hosts: dict[int, _Child] = {}
         self._fence_at_ms = 0
-        self._alarm: _Alarm | None = None
+        # Made now, so that no fence fails for want of a descriptor.
+        self._alarm = _Alarm()
         self._zygote_spec: ZygoteSpec | None = None
         self._zygote: _Zygote | None = None
         self._zygotes_lost = 0
@@ -1153,39 +1322,55 @@ class Runner:
     def run(self) -> None:
         """Serve until everything is shut down, or the agent is lost and everything killed."""
         doorbell = _sigchld_doorbell()
-        self._watch(doorbell.fileno(), partial(self._reap_adopted, doorbell))
+        self._watch(doorbell.fileno(), partial(self._answer_doorbell, doorbell))
         assert self._agent is not None
         self._watch(self._agent.fileno(), self._serve_agent)
+        self._watch(self._alarm.fileno(), self._keep_fence)
         while not self._finished:
             for key, _ in self._selector.select(self._timeout_s()):
                 # What came earlier in this batch may have ended the watch over this one.
                 if self._selector.get_map().get(key.fd) is key:
-                    key.data()
-            self._do_what_is_due()
+                    self._attempt(key.data)
+            self._attempt(self._do_what_is_due)
             # Here, so that what was asked for together is forked together.
-            self._ask_zygote()
-            self._advance()
+            self._attempt(self._ask_zygote)
+            self._attempt(self._advance)
         self._listen_no_more()
 
+    def _attempt(self, call: Callable[[], object]) -> None:
+        """Call; what fails that is not provided for is told once, for the agent to decide."""
+        try:
+            call()
+        except OSError as error:
+            if not self._told_error:
+                self._told_error = True
+                self._emit("error", reason=f"the runner fails: {error}")
+
     def _watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call when a descriptor can be read; `OSError` if that is one too many."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
+    def _unwatch(self, fd: int) -> None:
+        """Watch a descriptor no more, before it is closed; nothing if it is not watched."""
+        with suppress(KeyError):
+            self._selector.unregister(fd)
+
     def _close_watched(self, fd: int) -> None:
-        self._selector.unregister(fd)
+        self._unwatch(fd)
         os.close(fd)
 
     def _timeout_s(self) -> float | None:
         if self._killing is not None:
             return SWEEP_INTERVAL_S
         times = [birth.give_up_at for birth in self._births]
+        times += [launch.slow_at for launch in self._launches if launch.slow_at is not None]
         if self._round is not None and self._round.kill_at is not None:
             times.append(self._round.kill_at)
         if self._zygote is not None:
             times += [t for t in (self._zygote.ready_until, self._zygote.park_at) if t is not None]
-        if self._zygote_retry_at is not None:
-            times.append(self._zygote_retry_at)
-        if self._orphaned_until is not None:
-            times.append(self._orphaned_until)
+        at_last = self._zygote_retry_at, self._orphaned_until
+        again = self._reap_again_at, self._accept_again_at
+        times += [t for t in (*at_last, *again) if t is not None]
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
     # ------------------------------------------------------------------ the agent
@@ -1253,7 +1438,7 @@ class Runner:
     def _lose_agent(self) -> None:
         if self._agent is None:
             return
-        self._selector.unregister(self._agent.fileno())
+        self._unwatch(self._agent.fileno())
         self._agent.close()
         self._agent = None
         was_in_charge, self._adopted = self._adopted, False
@@ -1275,11 +1460,12 @@ class Runner:
         if self._served is None:
             try:
                 listener = listen_at(path)
+                with closed_if_failing(listener):
+                    self._watch(listener.fileno(), self._meet_agent)
             except OSError as error:
                 self._emit("serve_failed", reason=f"{path}: {_reason(error)}")
                 return
             self._served = _Served(path, listener, orphan_timeout_s, grace_s)
-            self._watch(listener.fileno(), self._meet_agent)
         self._served.orphan_timeout_s, self._served.grace_s = orphan_timeout_s, grace_s
 
     def _keep(self, request: Mapping[str, object]) -> None:
@@ -1293,10 +1479,14 @@ class Runner:
     def _meet_agent(self) -> None:
         """Say hello to who connects, unless there is an agent, or it is somebody else's."""
         assert self._served is not None
+        listener = self._served.listener
         try:
-            connection, _ = self._served.listener.accept()
-        except OSError:
-            return  # It has gone again.
+            connection, _ = listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # It has gone again.
+                self._unwatch(listener.fileno())  # It would be readable all the while.
+                self._accept_again_at = time.monotonic() + PAUSE_S
+            return
         pid, uid = peer_of(connection)
         if uid not in (0, os.geteuid()):
             connection.close()
@@ -1309,9 +1499,21 @@ class Runner:
                 channel.send({"type": "refused", "reason": reason})
             channel.close()
             return
+        try:
+            self._watch(channel.fileno(), self._serve_agent)
+        except OSError:
+            channel.close()  # It may try again.
+            return
         self._agent = channel
-        self._watch(channel.fileno(), self._serve_agent)
         self._send(self._hello())
+
+    def _listen_again(self, now: float) -> None:
+        assert self._served is not None
+        try:
+            self._watch(self._served.listener.fileno(), self._meet_agent)
+            self._accept_again_at = None
+        except OSError:
+            self._accept_again_at = now + PAUSE_S
 
     def _hello(self) -> Mapping[str, object]:
         held = self._round
@@ -1340,12 +1542,10 @@ class Runner:
     def _end_orphaned(self) -> None:
         """Stop the workers, and then everything: no agent has come."""
         assert self._served is not None
-        with suppress(OSError):
-            sys.stderr.write(
-                f"rdzv: runner pid {os.getpid()}: no agent within "
-                f"{self._served.orphan_timeout_s:g} s; its workers are stopped\n"
-            )
-            sys.stderr.flush()
+        write_line(
+            f"runner pid {os.getpid()}: no agent within "
+            f"{self._served.orphan_timeout_s:g} s; its workers are stopped"
+        )
         self._orphaned_until, self._ending = None, True
         self._listen_no_more()
         self._lose_agent()
@@ -1356,21 +1556,69 @@ class Runner:
 
     def _listen_no_more(self) -> None:
         if self._served is not None and self._served.listener.fileno() >= 0:
-            self._selector.unregister(self._served.listener.fileno())
+            self._accept_again_at = None
+            self._unwatch(self._served.listener.fileno())
             self._served.listener.close()
             with suppress(OSError):
                 self._served.path.unlink()
 
     # ------------------------------------------------------------------ children
 
+    def _launch(
+        self, name: str, program: _Program, on_run: Callable[[], None] = lambda: None
+    ) -> _Launch:
+        """Fork a child that is to become a program, to be looked after; never wait for it.
+
+        `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if it
+        can not be forked.
+        """
+        fd, says = os.pipe2(os.O_CLOEXEC)
+        launch = _Launch(name, fd, on_run, time.monotonic() + START_SLOW_S)
+        try:
+            os.set_blocking(fd, False)
+            self._watch(fd, partial(self._hear_launch, launch))
+            launch.pid = _fork_into(program, says)
+        except OSError:
+            self._close_watched(fd)
+            raise
+        finally:
+            os.close(says)
+        self._launches.append(launch)
+        return launch
+
+    def _hear_launch(self, launch: _Launch) -> None:
+        try:
+            while said := os.read(launch.fd, _RECEIVE_BYTES):
+                launch.said += said
+        except BlockingIOError:
+            return
+        self._launches.remove(launch)
+        self._close_watched(launch.fd)
+        if not launch.failure:
+            launch.on_run()
+
+    def _tell_of_slow_launches(self, now: float) -> None:
+        for launch in self._launches:
+            if launch.slow_at is not None and now >= launch.slow_at:
+                launch.slow_at = None
+                write_line(
+                    f"{launch.name}, pid {launch.pid}, is not started after {START_SLOW_S:g} s, "
+                    f"and waits for this: {launch.doing or 'to run'}"
+                )
+
     def _look_after(
-        self, process: subprocess.Popen[bytes] | _Forked, on_exit: Callable[[int], None]
+        self, process: _Process, on_exit: Callable[[int], None], launch: _Launch | None = None
     ) -> _Child:
-        # By pidfds, because epoll returns them in the order of the exits: who failed first?
-        child = _Child(process, os.pidfd_open(process.pid), on_exit)
-        assert child.pidfd is not None
-        self._children[process.pid] = child
-        self._watch(child.pidfd, partial(self._notice_exit, child))
+        child = self._children[process.pid] = _Child(process, on_exit, launch)
+        # By pidfds, because epoll returns them in the order of the exits: who failed first? Where
+        # there is none to be had, only that is lost.
+        with suppress(OSError):
+            child.pidfd = os.pidfd_open(process.pid)
+            try:
+                self._watch(child.pidfd, partial(self._notice_exit, child))
+            except OSError:
+                close_fd(child.pidfd)
+                child.pidfd = None
         return child
 
     def _notice_exit(self, child: _Child) -> None:
@@ -1384,18 +1632,42 @@ class Runner:
         if code is None:
             return  # A debugger sees it first; SIGCHLD comes when that lets go.
         del self._children[child.process.pid]
+        if child.launch in self._launches:
+            self._hear_launch(child.launch)
         child.on_exit(code)
 
-    def _reap_adopted(self, doorbell: socket.socket) -> None:
-        """Reap the orphans that have exited: only SIGCHLD tells of those."""
+    def _answer_doorbell(self, doorbell: socket.socket) -> None:
         with suppress(BlockingIOError):
             doorbell.recv(4096)
-        for pid in children_of(os.getpid()):
-            child = self._children.get(pid)
-            if child is None:
-                reap([pid])
-            elif child.pidfd is None:
-                self._reap_child(child)
+        self._reap_unwatched()
+
+    def _reap_unwatched(self) -> None:
+        """Reap the children that have exited and have no pidfd: only SIGCHLD tells of those."""
+        self._reap_again_at = None
+        for child in [child for child in self._children.values() if child.pidfd is None]:
+            self._reap_child(child)
+        try:
+            reap(pid for pid in self._own_children.pids() if pid not in self._children)
+        except OSError:
+            self._reap_again_at = time.monotonic() + PAUSE_S
+
+    def _kill_what_is_left(self) -> list[int]:
+        """Send SIGKILL to all that the end of a round does not leave alone; return their pids.
+
+        The children alone decide whether anything is left. Raises `OSError` if they can not be
+        listed, and so may be there.
+        """
+        exempt = self._exempt()
+        left = [pid for pid in self._own_children.pids() if pid not in exempt]
+        for pid in left:
+            # Not reaped, so the number is its own.
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        below = descendants_of(left)[len(left) :]
+        family = {*left, *below}
+        for pid in below:
+            signal_relative(pid, signal.SIGKILL, family)
+        return left + below
 
     # ------------------------------------------------------------------ workers
 
@@ -1417,30 +1689,42 @@ class Runner:
         for spec in specs:
             if started.kill_at is not None:
                 return  # It ends already: one before has failed to start, for instance.
-            try:
-                process = spawn_worker(spec)
-            except StartError as error:
-                self._fail_start(started, spec, str(error))
-                return
-            started.running.add(process.pid)
-            self._look_after(
-                process, partial(self._report_exit, started, spec.local_rank, process.pid)
+            self._start_worker(started, spec)
+
+    def _start_worker(self, started: _Round, spec: WorkerSpec) -> None:
+        name = f"round {started.number}: the worker of local_rank {spec.local_rank}"
+        try:
+            launch = self._launch(
+                name, _program_of(spec), lambda: self._emit_started(started, spec, launch.pid)
             )
-            self._emit_started(started, spec, process.pid)
+        except OSError as error:
+            self._fail_start(started, spec, f"{name} can not be forked: {_reason(error)}")
+            return
+        started.running.add(launch.pid)
+        on_exit = partial(self._end_worker, started, spec, launch)
+        self._look_after(_Process(launch.pid), on_exit, launch)
+
+    def _end_worker(self, of: _Round, spec: WorkerSpec, launch: _Launch, code: int) -> None:
+        if launch.failure:
+            of.running.discard(launch.pid)
+            self._fail_start(of, spec, launch.failure)
+        else:
+            self._report_exit(of, spec.local_rank, launch.pid, code)
 
     def _emit_started(self, started: _Round, spec: WorkerSpec, pid: int) -> None:
         started.pids[spec.local_rank] = pid
         self._emit("started", round=started.number, local_rank=spec.local_rank, pid=pid)
         if started.notified_by is not None:
-            with suppress(OSError):
-                os.killpg(pid, started.notified_by)
+            signal_group(pid, started.notified_by)
 
     def _fail_start(self, failed: _Round, spec: WorkerSpec, reason: str) -> None:
+        """Have the round killed; the first reason is told, for the others may follow from it."""
         failed.kill_at = time.monotonic()
         self._drop_births(self._worker_births())
-        kill_descendants(self._exempt())
-        number, local_rank = failed.number, spec.local_rank
-        self._emit("start_failed", round=number, local_rank=local_rank, reason=reason)
+        if not failed.failed:
+            failed.failed = True
+            number, local_rank = failed.number, spec.local_rank
+            self._emit("start_failed", round=number, local_rank=local_rank, reason=reason)
 
     def _report_exit(self, of: _Round, local_rank: int, pid: int, code: int) -> None:
         of.running.discard(pid)
@@ -1492,22 +1776,22 @@ class Runner:
         told.notified_by = signum
         births = self._worker_births()
         waiting = {birth.child.process.pid for birth in births if birth.child is not None}
+        waiting |= {launch.pid for launch in self._launches}
         self._signal_groups(told, signum, but=waiting)
 
     def _signal_groups(self, stopping: _Round, signum: int, but: Collection[int] = ()) -> None:
         """Signal the process groups of a round's workers, also of those that have exited."""
         for pid in stopping.running.difference(but):
-            # Not reaped yet, so the number is still its own.
-            with suppress(OSError):
-                os.killpg(pid, signum)
+            signal_group(pid, signum)
         if not stopping.leaderless:
             return
-        found = descendants_of(os.getpid(), self._exempt())
-        family = {os.getpid(), *found}
-        for pid in found:
-            with suppress(OSError):
-                if _parent_and_group(pid)[1] in stopping.leaderless:
-                    signal_relative(pid, signum, family)
+        with suppress(OSError):  # They are killed after the grace all the same.
+            found = descendants_of(self._own_children.pids(), self._exempt())
+            family = {os.getpid(), *found}
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    if os.getpgid(pid) in stopping.leaderless:
+                        signal_relative(pid, signum, family)
 
     # ------------------------------------------------------------------ warm workers
 
@@ -1565,11 +1849,7 @@ class Runner:
         self._start_host_instead(birth, reason)
 
     def _start_host_instead(self, birth: _HostBirth, reason: str) -> None:
-        with suppress(OSError):
-            sys.stderr.write(
-                f"rdzv: round {birth.spec.round}: its store host starts cold: {reason}\n"
-            )
-            sys.stderr.flush()
+        write_line(f"round {birth.spec.round}: its store host starts cold: {reason}")
         try:
             if not self._shutting_down:
                 self._spawn_store_host(birth.spec, birth.listen_fd)
@@ -1588,8 +1868,7 @@ class Runner:
 
     def _close_link(self, fork: _Fork | None) -> None:
         if fork is not None and fork.link.fileno() >= 0:
-            if fork.told:
-                self._selector.unregister(fork.link.fileno())
+            self._unwatch(fork.link.fileno())
             fork.link.close()
 
     def _do_what_is_due(self) -> None:
@@ -1597,6 +1876,11 @@ class Runner:
         now = time.monotonic()
         if self._orphaned_until is not None and now >= self._orphaned_until:
             self._end_orphaned()
+        if self._accept_again_at is not None and now >= self._accept_again_at:
+            self._listen_again(now)
+        if self._reap_again_at is not None and now >= self._reap_again_at:
+            self._reap_unwatched()
+        self._tell_of_slow_launches(now)
         if self._zygote_retry_at is not None and now >= self._zygote_retry_at:
             self._zygote_retry_at = None
             if not self._shutting_down:
@@ -1627,31 +1911,20 @@ class Runner:
     def _start_zygote(self) -> None:
         spec = self._zygote_spec
         assert spec is not None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            order = {"argv": spec.argv, "fd": theirs.fileno(), "modules": spec.modules}
-            try:
-                process = _spawn(
-                    spec.argv,
-                    zygote_environ(spec.env, order),
-                    cwd=spec.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # What is printed on import is for the log.
-                    pass_fds=(theirs.fileno(),),
-                    cpus=spec.cpus,
-                    # Workers are to find all dispositions as a fresh interpreter has them.
-                    blocked=_IGNORED_SIGNALS,
-                    identity=spec.identity,
-                )
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                ours.close()
-                self._tell_zygote_lost(f"can not start {spec.argv[0]!r}: {error}", final=False)
-                return
-        zygote = _Zygote(process, ours, spec, time.monotonic() + PRELOAD_TIMEOUT_S)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, closed_if_failing(ours):
+                ours.setblocking(False)
+                launch = self._launch("the zygote", _program_of_zygote(spec, theirs.fileno()))
+                process = _Process(launch.pid)
+                zygote = _Zygote(process, ours, spec, time.monotonic() + PRELOAD_TIMEOUT_S)
+                self._watch(ours.fileno(), partial(self._read_zygote, zygote))
+        except OSError as error:
+            reason = f"can not start {spec.argv[0]!r}: {_reason(error)}"
+            self._tell_zygote_lost(reason, final=False)
+            return
         self._zygote = zygote
-        self._look_after(process, partial(self._lose_zygote, zygote))
-        self._watch(ours.fileno(), partial(self._read_zygote, zygote))
+        self._look_after(process, partial(self._lose_zygote, zygote, launch), launch)
 
     def _read_zygote(self, zygote: _Zygote) -> bool:
         """Read a message of the zygote's; False if there is none, now or any more."""
@@ -1688,7 +1961,7 @@ class Runner:
 
     def _close_control(self, zygote: _Zygote) -> None:
         if zygote.control.fileno() >= 0:
-            self._selector.unregister(zygote.control.fileno())
+            self._unwatch(zygote.control.fileno())
             zygote.control.close()
 
     def _give_up_zygote(self, zygote: _Zygote, reason: str) -> None:
@@ -1700,7 +1973,7 @@ class Runner:
         zygote.process.kill()
         self._give_up([birth for birth in self._births if birth.child is None], reason)
 
-    def _lose_zygote(self, zygote: _Zygote, code: int) -> None:
+    def _lose_zygote(self, zygote: _Zygote, launch: _Launch, code: int) -> None:
         while zygote.control.fileno() >= 0 and self._read_zygote(zygote):
             pass
         self._close_control(zygote)
@@ -1708,8 +1981,10 @@ class Runner:
         self._zygote = None
         if self._shutting_down:
             return
-        ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-        self._tell_zygote_lost(zygote.lost_because or f"it {ended}", final=zygote.final)
+        ended = f"it was killed by signal {-code}" if code < 0 else f"it exited with {code}"
+        if launch.failure:
+            ended = f"can not start {zygote.spec.argv[0]!r}: {launch.failure}"
+        self._tell_zygote_lost(zygote.lost_because or ended, final=zygote.final)
         waiting = [birth for birth in self._births if birth.child is None]
         self._give_up(waiting, self._no_zygote_because)
 
@@ -1793,8 +2068,8 @@ class Runner:
             if fork.birth is None or fork.birth in self._births:  # Else it was given up, and exits.
                 try:
                     self._adopt_one(fork, pid)
-                except OSError:
-                    reason = reason or "it died before it ran anything"
+                except OSError as error:
+                    reason = reason or str(error)
         if not reason:
             self._zygotes_lost = 0
         for fork in forks:
@@ -1820,9 +2095,9 @@ class Runner:
         self._give_up(given_up, reason)
 
     def _adopt_one(self, fork: _Fork, pid: int) -> None:
-        if pid in self._children or _parent_and_group(pid)[0] != os.getpid():
-            raise ProcessLookupError(f"{pid} is no new child")
-        fork.child = self._look_after(_Forked(pid), partial(self._end_fork, fork, pid))
+        if pid in self._children or pid not in self._own_children.pids():
+            raise ProcessLookupError("it died before it ran anything")
+        fork.child = self._look_after(_Process(pid), partial(self._end_fork, fork, pid))
         if fork.birth is None:
             self._parked.append(fork)
         else:
@@ -1836,19 +2111,15 @@ class Runner:
                 self._tell_worker(birth)
             elif isinstance(birth, _HostBirth):
                 self._tell_host(birth)
-        except StartError as error:
-            assert isinstance(birth, _WorkerBirth)
-            self._fail_start(birth.of, birth.spec, str(error))
         except (OSError, ValueError, BufferError) as error:
             self._give_up([birth], str(error))
 
     def _tell_worker(self, birth: _WorkerBirth) -> None:
-        told = {name: getattr(birth.spec, name) for name in ("argv", "env", "cwd", "cpus")}
+        names = ("argv", "env", "cwd", "cpus", "stdout", "stderr")
+        told = {name: getattr(birth.spec, name) for name in names}
         assert self._zygote_spec is not None
         told |= {"given": self._zygote_spec.env, "parent": os.getpid()}
-        with _open_logs(birth.spec) as (stdout, stderr):
-            streams = (0, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            self._tell(birth, told, *streams)
+        self._tell(birth, told, 0, 1, 2)
 
     def _tell_host(self, birth: _HostBirth) -> None:
         told = {name: getattr(birth.spec, name) for name in ("argv", "env")}
@@ -1937,21 +2208,13 @@ class Runner:
     def _renew_fence(self, request: Mapping[str, object]) -> None:
         """Move the fence on; never back."""
         at_ms = _read_fence_at_ms(request)
-        if self._alarm is None:
-            try:
-                self._alarm = _Alarm()
-            except OSError as error:
-                raise RequestError(f"no fence can be kept: {error}") from error
-            self._watch(self._alarm.fileno(), self._keep_fence)
         self._fence_at_ms = max(at_ms, self._fence_at_ms)
         self._keep_fence()
 
     def _keep_fence(self) -> None:
         """Have a round killed that has reached the fence; wake up when it does."""
-        if self._alarm is None:
-            return
         held = self._round
-        if held is None or held.fenced:
+        if held is None or held.fenced or not self._fence_at_ms:
             self._alarm.set(None)
         elif boottime_ms() < self._fence_at_ms:
             self._alarm.set(self._fence_at_ms)
@@ -1971,7 +2234,11 @@ class Runner:
                 return
             self._killing = _Killing(time.monotonic())
             self._drop_births([*self._births] if self._shutting_down else self._worker_births())
-        left = kill_descendants(self._exempt())
+        try:
+            left = self._kill_what_is_left()
+        except OSError:  # It is asked again, as after any other kill.
+            self._tell_if_stuck(self._killing, sorted(self._children.keys() - self._exempt()))
+            return
         if left:
             self._tell_if_stuck(self._killing, left)
             return
@@ -2016,6 +2283,10 @@ class Runner:
 
     def _start_store_host(self, request: Mapping[str, object]) -> None:
         listen_fd = None if self._agent is None else self._agent.take_fd()
+        if listen_fd is None and self._agent is not None and self._agent.lost_fds:
+            number = _field(request, "round", int)
+            self._fail_store_host(number, f"its socket was lost: {os.strerror(errno.EMFILE)}")
+            return
         if listen_fd is None:
             raise RequestError("start_store_host came without a listening socket")
         try:
@@ -2028,39 +2299,50 @@ class Runner:
             if spec.round in self._store_hosts or spec.round in self._host_births():
                 raise RequestError(f"round {spec.round} has a store host")
             if self._zygote is not None and self._zygote.can_host(spec):
+                [copy] = dup_fds(listen_fd)
                 give_up_at = time.monotonic() + FORK_TIMEOUT_S
-                birth = _HostBirth(spec=spec, listen_fd=os.dup(listen_fd), give_up_at=give_up_at)
-                self._births.append(birth)
+                self._births.append(_HostBirth(spec=spec, listen_fd=copy, give_up_at=give_up_at))
             else:
                 self._spawn_store_host(spec, listen_fd)
+        except OSError as error:
+            self._fail_store_host(_field(request, "round", int), _reason(error))
         finally:
             # The host alone may hold it: when it dies, its clients must hear of it.
             os.close(listen_fd)
 
     def _spawn_store_host(self, spec: _StoreHostSpec, listen_fd: int) -> None:
-        ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
-        command = [*spec.argv, "--fd", str(listen_fd), "--ready-fd", str(ready_end)]
-        fds = (listen_fd, ready_end)
         try:
-            process = _spawn(
-                command, spec.env, stdin=subprocess.DEVNULL, pass_fds=fds, identity=spec.identity
-            )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            os.close(ready_fd)
-            sys.stderr.write(f"rdzv: can not start the store host {spec.argv[0]!r}: {error}\n")
-            self._emit("store_host_exited", round=spec.round, exit_code=NOT_STARTED, signal=None)
+            ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
+            try:
+                program = _program_of_store_host(spec, listen_fd, ready_end)
+                self._watch(ready_fd, partial(self._read_ready, spec.round, ready_fd))
+                launch = self._launch(f"the store host of round {spec.round}", program)
+            except OSError:
+                self._close_watched(ready_fd)
+                raise
+            finally:
+                os.close(ready_end)
+        except OSError as error:
+            self._fail_store_host(spec.round, _reason(error))
             return
-        finally:
-            os.close(ready_end)
-        on_exit = partial(self._report_store_host_exit, spec.round)
-        self._store_hosts[spec.round] = self._look_after(process, on_exit)
-        self._watch(ready_fd, partial(self._read_ready, spec.round, ready_fd))
+        on_exit = partial(self._end_store_host, spec, launch)
+        child = self._look_after(_Process(launch.pid), on_exit, launch)
+        self._store_hosts[spec.round] = child
+
+    def _fail_store_host(self, number: int, reason: str) -> None:
+        write_line(f"can not start the store host of round {number}: {reason}")
+        self._emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
 
     def _read_ready(self, number: int, ready_fd: int) -> None:
         said = os.read(ready_fd, 64)
         self._close_watched(ready_fd)
         if said == b"ready\n" and number in self._store_hosts:
             self._emit("store_host_ready", round=number)
+
+    def _end_store_host(self, spec: _StoreHostSpec, launch: _Launch, code: int) -> None:
+        if launch.failure:
+            write_line(f"can not start the store host {spec.argv[0]!r}: {launch.failure}")
+        self._report_store_host_exit(spec.round, code)
 
     def _report_store_host_exit(self, number: int, code: int) -> None:
         del self._store_hosts[number]

@@ -27,8 +27,10 @@ What is forked is forked twice over, so that the runner, being a subreaper, beco
 does nothing until it has read from its link, as a frame (4 bytes of length, big endian, then JSON),
 what it is to be. If the link is closed before, it was given up, and exits.
 
-* A worker: {argv, env, given, cwd, cpus, parent}, where `given` is the environment that the zygote
-  was given, and with it stdin, stdout and stderr. It answers {ready: true} and closes the link; or
+* A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
+  that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
+  append to in place of these, null for none. The worker opens them: the runner must not, as it
+  would hang where their file system does. It answers {ready: true} and closes the link; or
   {failed: reason}, if no worker could be started like this; or {refused: reason}, if one could, but
   not from here.
 * A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening
@@ -40,6 +42,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import gc
 import importlib
 import importlib.util
@@ -290,16 +293,17 @@ def _memory_kb() -> int:
 def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
     """Fork what is asked for, until the runner is gone; return in the workers alone."""
     while True:
-        data, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
+        data, ancillary, flags, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
         if not data:
             os._exit(0)
         request = json.loads(data)
         links = _descriptors(ancillary)
-        if len(links) != request.get("forks"):
+        lost = bool(flags & socket.MSG_CTRUNC)
+        if not lost and len(links) != request.get("forks"):
             # A runner that is older than this file, which was renewed below it.
             _say(control, {"refused": "its runner is of another version"})
             os._exit(1)
-        answer, mine = _fork_all(control, links)
+        answer, mine = _fork_all(control, links, lost=lost)
         if answer is None:
             _become_what_is_asked(links, mine, argv)
             return
@@ -316,12 +320,20 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
-def _fork_all(control: socket.socket, links: Sequence[int]) -> tuple[dict[str, object] | None, int]:
+def _fork_all(
+    control: socket.socket, links: Sequence[int], *, lost: bool
+) -> tuple[dict[str, object] | None, int]:
     """Fork once for each link; return what has come of it, once the process in between is gone.
 
-    In a fork, return None and which of them it is.
+    In a fork, return None and which of them it is. Fork none if links were `lost`, for want of
+    descriptors.
     """
-    read_end, write_end = os.pipe()
+    if lost:
+        return {"pids": [], "reason": f"fork: {os.strerror(errno.EMFILE)}"}, -1
+    try:
+        read_end, write_end = os.pipe()
+    except OSError as error:
+        return {"pids": [], "reason": f"fork: {error.strerror}"}, -1
     try:
         middle = _fork()
     except OSError as error:
@@ -452,6 +464,10 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     """Take on what the worker alone has, and renew what no two processes may share."""
     _leash(spec["parent"])
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        # A runner older than this file has opened them itself.
+        if spec.get(name) is not None:
+            _append_to(name, _text(_bytes(spec[name])), fd)
     argv = [_bytes(word) for word in spec["argv"]]
     env, given = _environment(spec["env"]), _environment(spec["given"])
     _take_arguments(argv, zygote_argv)
@@ -468,6 +484,23 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
     # The zygote has all blocked that is meant for workers; none of it has reached this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _append_to(name: str, path: str, fd: int) -> None:
+    """Have a descriptor append to a log file, as runner.py opens those of a cold worker."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
+        log = os.open(path, flags, 0o666)
+    except (OSError, ValueError) as error:
+        folder = getattr(error, "filename", None)
+        where = "" if folder in (None, path) else f": its folder {folder!r}"
+        reason = getattr(error, "strerror", None) or error
+        raise StartError(f"{name} {path!r}{where}: {reason}") from error
+    os.set_blocking(log, True)
+    os.dup2(log, fd)
+    os.close(log)
 
 
 def _leash(parent: int) -> None:
