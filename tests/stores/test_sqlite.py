@@ -187,6 +187,38 @@ async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
     assert await write(store, "job-0", 1) == 2
 
 
+class RollbackFails(CommitFails):
+    """A connection whose COMMIT fails, and then whatever would drop its transaction."""
+
+    def __init__(self, db: sqlite3.Connection, error: BaseException) -> None:
+        super().__init__(db, happens=False)
+        self._error = error
+
+    def rollback(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("disk I/O error"), KeyError("a bug")])
+async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
+    store: SqliteStore, error: BaseException
+) -> None:
+    """It was lost in the writer's thread, and the caller waited for ever with its job's lock."""
+    assert await write(store, "job-0") == 1
+    real = store._db
+    store._db = RollbackFails(real, error)  # type: ignore[assignment]
+    async with asyncio.timeout(10):
+        lost, *others = await all_of(store, 7, *[0] * WRITERS)
+        assert isinstance(lost, RevisionConflictError)
+        assert {type(outcome) for outcome in others} == {RendezvousConnectionError}
+        # Nor does the next write do anything beside what may be left of this one.
+        with pytest.raises(RendezvousConnectionError):
+            await write(store, "job-99")
+        store._db = real
+        assert await store.list() == ("job-0",) or real.in_transaction
+        assert await write(store, "job-0", 1) == 2
+        assert await store.list() == ("job-0",)
+
+
 async def test_history_stays_bounded_over_commits_that_failed(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path, history_rows=20)
     for n in range(60):

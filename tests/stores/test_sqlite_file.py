@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
+import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.stores import sqlite, sqlite_file
-from rdzv.stores.base import StoreRefusedError
+from rdzv.server import offline
+from rdzv.server.config import Config, Listen
+from rdzv.stores import sqlite, sqlite_file, sqlite_mark
+from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
+from rdzv.stores.sqlite_mark import Mark
 
 DATA = Path(__file__).with_name("data")
 OLDER = range(1, sqlite_file.SCHEMA_VERSION)
@@ -101,7 +108,7 @@ async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> N
         assert db.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
         assert db.execute("PRAGMA application_id").fetchone() == (int.from_bytes(b"rdzv", "big"),)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert files(tmp_path).keys() == {"rdzv.db"}
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
 
 
 async def test_every_commit_is_flushed_to_the_disk(tmp_path: Path) -> None:
@@ -118,7 +125,7 @@ async def test_what_a_crash_left_while_the_file_was_made_is_no_harm(
 ) -> None:
     (tmp_path / left).write_bytes(b"" if left == "rdzv.db" else b"half a file")
     await new_file(tmp_path)
-    assert files(tmp_path).keys() == {"rdzv.db"}
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
 
 
 async def test_a_file_that_schema_1_left_without_tables_is_made_anew(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def _emptied_but_for_its_log(path: Path) -> None:
         (_cut_in_half, r"is damaged: .*--restore"),
         (_damaged_page, r"is damaged: .*--restore"),
         (_damaged_with_a_log, r"is damaged: .*--restore"),
-        (_gone_but_for_its_log, r"is missing, and rdzv\.db-wal is there: .* Bring both files back"),
+        (_gone_but_for_its_log, r"is missing, and rdzv\.db-wal is there: .* Bring all files back"),
         (_emptied_but_for_its_log, r"is empty, and rdzv\.db-wal is there"),
     ],
 )
@@ -229,6 +236,221 @@ async def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rdzv.db").mkdir()
     with pytest.raises(InvalidRequestError, match=r"rdzv\.db can not be written: Is a directory"):
         await SqliteStore.open(tmp_path)
+
+
+def test_all_that_sqlite_finds_is_said(tmp_path: Path) -> None:
+    """Only its first line was, which names the database and nothing else."""
+    path = tmp_path / "x.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("CREATE TABLE one (x)")
+        db.execute("CREATE TABLE two (x)")
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("DELETE FROM sqlite_schema")
+    with closing(sqlite3.connect(path)) as db:
+        found = sqlite_file.problems_in(db)
+    assert [re.sub("[: ]+(is )?", " ", line) for line in found] == [
+        "Page 2 never used",
+        "Page 3 never used",
+    ]
+
+
+# ---------------------------------------------------------------- commits that were lost
+
+
+async def commit(store: SqliteStore, name: str) -> None:
+    await store.compare_and_swap(name, Membership(name, "run", 1, Settings(1, 2), 0), 0)
+
+
+async def crashed(directory: Path) -> Path:
+    """Leave a store as a killed server does: of six jobs the last three are in the log alone."""
+    made = directory / "made"
+    store = await SqliteStore.open(made)
+    for name in ("a", "b", "c"):
+        await commit(store, name)
+    await store._call(lambda: store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    shutil.copytree(made, directory / "earlier")
+    for name in ("d", "e", "f"):
+        await commit(store, name)
+    left = directory / "left"
+    shutil.copytree(made, left)
+    await store.close()
+    return left / "rdzv.db"
+
+
+def _without_log(path: Path) -> None:
+    wal(path).unlink()
+
+
+def _log_cut(path: Path) -> None:
+    os.truncate(wal(path), wal(path).stat().st_size - 4096)
+
+
+def _log_empty(path: Path) -> None:
+    wal(path).write_bytes(b"")
+
+
+def _log_damaged(path: Path) -> None:
+    data = bytearray(wal(path).read_bytes())
+    data[len(data) // 2] ^= 1
+    wal(path).write_bytes(data)
+
+
+def _log_head_damaged(path: Path) -> None:
+    data = bytearray(wal(path).read_bytes())
+    data[17] ^= 1
+    wal(path).write_bytes(data)
+
+
+def _an_older_file(path: Path) -> None:
+    wal(path).unlink()
+    shutil.copy(path.parents[1] / "earlier" / "rdzv.db", path)
+
+
+def _another_store(path: Path) -> None:
+    wal(path).unlink()
+    shutil.copy(path.parents[1] / "another" / "rdzv.db", path)
+
+
+def _before_there_were_marks(path: Path) -> None:
+    wal(path).unlink()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DROP TABLE mark")
+
+
+def wal(path: Path) -> Path:
+    return sqlite_file.beside(path, "-wal")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_without_log, "it has 3 commits, and 6 were stored. .*rdzv.db-wal is missing"),
+        (_log_cut, "it has 5 commits, and 6 were stored. .*damaged, or of another time"),
+        (_log_empty, "it has 3 commits, and 6 were stored"),
+        (_log_damaged, r"it has \d commits, and 6 were stored"),
+        (_log_head_damaged, "it has 3 commits, and 6 were stored"),
+        (_an_older_file, "it has 3 commits, and 6 were stored"),
+        (_another_store, "it is of another store"),
+        (_before_there_were_marks, "it counts no commits, and 6 were stored"),
+    ],
+)
+async def test_a_store_that_has_lost_commits_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    """Three of six jobs were gone, one that had ended ran again, and nothing was said."""
+    path = await crashed(tmp_path)
+    another = await SqliteStore.open(tmp_path / "another")
+    for number in range(8):
+        await commit(another, f"x{number}")
+    await another.close()
+    spoil(path)
+    before = files(path.parent)
+    with pytest.raises(RendezvousStateError, match=f"has lost commits: {says}") as refused:
+        await SqliteStore.open(path.parent)
+    assert "remove rdzv.db-mark, to go on" in str(refused.value)
+    assert files(path.parent) == before
+    assert re.search(f"has lost commits: {says}", await problem_seen(path.parent))
+    assert files(path.parent) == before
+    # The one way to go on without what is lost.
+    sqlite_file.beside(path, "-mark").unlink()
+    await opened_and_closed(path.parent)
+    assert sqlite_file.beside(path, "-mark").exists()
+
+
+def _as_it_is(path: Path) -> None:
+    pass
+
+
+def _folded_by_another_program(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("SELECT count(*) FROM job").fetchone()
+    assert not wal(path).exists()
+
+
+def _mark(text: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        sqlite_file.beside(path, "-mark").write_text(text)
+
+    return write
+
+
+def _earlier_mark(path: Path) -> None:
+    """As after a power cut, which it was not flushed for, or a kill right after a commit."""
+    name = "rdzv.db-mark"
+    shutil.copy(path.parents[1] / "earlier" / name, path.with_name(name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_as_it_is, _folded_by_another_program, _earlier_mark),
+        *(_mark(""), _mark("\0" * 60), _mark("rdzv-mark-1 feed 00000000000000000009 00000000\n")),
+    ],
+)
+async def test_a_store_that_has_lost_nothing_is_not_refused(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    path = await crashed(tmp_path)
+    change(path)
+    assert await problem_seen(path.parent) == ""
+    store = await SqliteStore.open(path.parent)
+    assert await store.list() == ("a", "b", "c", "d", "e", "f")
+    await commit(store, "g")
+    await store.close()
+    assert await problem_seen(path.parent) == ""
+    inside = Mark(counted_in(path).store, 7)
+    assert sqlite_mark.read(path) == inside == counted_in(path)
+
+
+def counted_in(path: Path) -> Mark:
+    with closing(sqlite3.connect(path)) as db:
+        found = sqlite_mark.counted(db)
+    assert found is not None
+    return found
+
+
+async def test_a_store_without_a_mark_is_accepted_once_and_given_one(tmp_path: Path) -> None:
+    path = await crashed(tmp_path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DROP TABLE mark")
+    sqlite_file.beside(path, "-mark").unlink()
+    store = await SqliteStore.open(path.parent)
+    assert len(await store.list()) == 6
+    await commit(store, "g")
+    shutil.copytree(path.parent, tmp_path / "again")
+    await store.close()
+    _without_log(tmp_path / "again" / "rdzv.db")
+    with pytest.raises(RendezvousStateError, match="has lost commits"):
+        await SqliteStore.open(tmp_path / "again")
+
+
+async def test_what_writes_nothing_is_no_commit(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    await store.append([])
+    with pytest.raises(RevisionConflictError):
+        await store.swap_document("cordoned", b"n1", 7)
+    assert sqlite_mark.read(tmp_path / "rdzv.db") == store._mark
+    assert store._mark.number == 0
+    async with store.all_or_nothing():
+        await commit(store, "a")
+        await commit(store, "b")
+    assert store._mark.number == 1
+    await store.close()
+
+
+async def test_a_mark_that_can_not_be_written_costs_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = await SqliteStore.open(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(sqlite_mark.os, "pwrite", refuse)
+        await commit(store, "a")
+    assert "the number of commits can not be written" in caplog.text
+    await store.close()
+    assert (await problem_seen(tmp_path)) == ""
 
 
 # ---------------------------------------------------------------- looking changes nothing
@@ -327,7 +549,7 @@ async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
     (tmp_path / ".look-4711").mkdir()
     (tmp_path / ".look-4711" / "rdzv.db").write_bytes(b"x")
     await new_file(tmp_path)
-    assert files(tmp_path).keys() == {"rdzv.db"}
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
 
 
 # ---------------------------------------------------------------- migration
@@ -372,7 +594,7 @@ async def test_a_copy_from_before_the_migration_is_kept(tmp_path: Path, schema: 
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     await opened_and_closed(tmp_path)
     former = f"rdzv.db.schema-{schema}"
-    assert files(tmp_path).keys() == {"rdzv.db", former}
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark", former}
     with closing(sqlite3.connect(tmp_path / former)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (schema,)
         assert db.execute("SELECT number FROM leadership").fetchone() == (4711,)
@@ -433,7 +655,7 @@ async def test_a_migration_that_is_killed_begins_again(
     assert sqlite_file.inspect(path) == 1
     await opened_and_closed(tmp_path)
     assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
-    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db.schema-1"}
+    assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark", "rdzv.db.schema-1"}
 
 
 # ---------------------------------------------------------------- the directory
@@ -569,6 +791,34 @@ def test_a_read_only_file_system_is_refused(
         InvalidRequestError, match=r"used: Read-only file system; give .*--data-dir"
     ):
         sqlite.claim_directory(tmp_path)
+
+
+@pytest.mark.parametrize("data_there", [True, False])
+async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_there: bool
+) -> None:
+    """With data there the start said "disk I/O error", and --check that all was in order."""
+    if data_there:
+        await opened_and_closed(tmp_path)
+    config = Config(Listen("127.0.0.1", 0), tmp_path)
+    assert (await offline.check(config)).problems == ()
+
+    def full(**_: object) -> typing.NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file.tempfile, "TemporaryFile", full)
+        with pytest.raises(InvalidRequestError, match="No space left on device; see to it"):
+            await SqliteStore.open(tmp_path)
+        found = await offline.check(config)
+    assert files(tmp_path) == before
+    (problem,) = found.problems
+    assert (
+        problem
+        == f"{tmp_path} can not be written to: No space left on device; nothing can be stored"
+    )
+    assert found.lines[-1] == "1 problem(s) found"
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

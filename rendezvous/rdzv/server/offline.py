@@ -20,7 +20,7 @@ from rdzv.stores.election import Election, Fence
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
 from rdzv.stores.sqlite import SqliteStore, Survey
-from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data
+from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
@@ -53,12 +53,14 @@ async def check(config: Config) -> Found:
             if isinstance(store, SqliteStore):
                 survey = await store.survey()
                 lines += _described(survey)
-                problems += [f"{survey.path} is damaged: {what}" for what in survey.problems]
+                problems += [f"{survey.path} {what}" for what in survey.problems]
             else:
                 lines.append(f"store: {store.place}")
             await _check_jobs(store, config, lines, problems)
             if documents := await store.list_documents():
                 lines.append(f"documents: {', '.join(documents)}")
+    if config.store == "sqlite":
+        problems += _without_room(config.data_dir)
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
 
@@ -87,6 +89,17 @@ def _described(survey: Survey) -> Iterator[str]:
         yield f"in use by: {survey.used_by}; it was looked at beside that"
     yield f"leadership: {survey.leadership}"
     yield f"events: {survey.events}"
+
+
+def _without_room(directory: Path) -> Iterator[str]:
+    """Say that nothing can be stored in a data directory, if so."""
+    try:
+        try_room(directory)
+    except (FileNotFoundError, PermissionError):
+        # The directory is yet to be made, or somebody else looks: nothing is known.
+        return
+    except OSError as error:
+        yield f"{directory} can not be written to: {error.strerror or error}; nothing can be stored"
 
 
 async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import re
 import sqlite3
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from rdzv.core.model import Membership
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
-from rdzv.stores import codec
+from rdzv.stores import codec, sqlite_mark
 from rdzv.stores.base import (
     HISTORY_ROWS,
     Record,
@@ -40,9 +41,15 @@ from rdzv.stores.sqlite_file import (
     has_data,
     identify,
     looking,
+    mapped,
     prepare,
+    problems_in,
+    why_incomplete,
 )
+from rdzv.stores.sqlite_mark import Mark, MarkFile
 from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.stores")
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -58,7 +65,6 @@ _MOST_AT_ONCE = 256
 """Writes in one commit: more would not be faster, and the first would wait for the last."""
 _MOST_WAITING = 65_536
 """Writes that wait for one: far above one for each job."""
-_MOST_PROBLEMS = 20
 
 T = TypeVar("T")
 
@@ -75,7 +81,7 @@ class Survey:
     used_by: str
     """Who has the directory: `rdzvd pid 4711`; empty if nobody has."""
     problems: tuple[str, ...]
-    """What is wrong with its structure."""
+    """What is wrong with it, in sentences that begin with their verb."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +120,10 @@ class SqliteStore:
         self._waiting: deque[_Write] = deque()
         self._whole = False
         """A transaction is open that spans many writes."""
+        self._changes = 0
+        """What the connection had changed when the transaction began."""
+        self._lost = ""
+        """What it has lost, if it is only looked at."""
         self._unpruned: dict[str, int] = {}
         """Rows written for a job since its history was last cut."""
 
@@ -278,15 +288,27 @@ class SqliteStore:
                 f"{self._path} can have no write-ahead log on this file system; give a directory "
                 "on a local disk with --data-dir"
             )
+        with mapped(self._path):
+            if (mark := sqlite_mark.counted(self._db)) is None:
+                self._db.execute("BEGIN IMMEDIATE")
+                sqlite_mark.make_table(self._db)
+                self._db.execute("COMMIT")
+                mark = sqlite_mark.counted(self._db)
+            assert mark is not None, "the table was just made"
+            self._mark, self._mark_file = mark, MarkFile(self._path, self._opened)
+            self._mark_file.write(mark)
 
     def _open_to_read(self) -> None:
         if not has_data(self._path):
             raise InvalidRequestError(f"{self._path} holds no data yet; rdzvd will create it")
+        # Before the file: a server may go on with both.
+        mark = sqlite_mark.read(self._path)
         # Beside a server its own notes must be used; where there is none, none must be made.
         opened = closing(connect(self._path, "ro")) if self._used_by else looking(self._path)
         with self._reading():
             self._db = self._opened.enter_context(opened)
             self._schema_version = identify(self._db, self._path)
+            self._lost = sqlite_mark.lost(mark, sqlite_mark.counted(self._db))
 
     def _load(self, rdzv_id: str) -> Stored | None:
         with self._reading():
@@ -330,7 +352,7 @@ class SqliteStore:
 
     def _survey(self) -> Survey:
         with self._reading():
-            found = self._db.execute(f"PRAGMA integrity_check({_MOST_PROBLEMS})").fetchall()
+            problems = [f"is damaged: {what}" for what in problems_in(self._db, "integrity_check")]
             pages, page_bytes, events, leadership = (
                 self._db.execute(query).fetchone()[0]
                 for query in (
@@ -347,7 +369,10 @@ class SqliteStore:
             events=events,
             leadership=leadership,
             used_by=self._used_by,
-            problems=tuple(row[0] for row in found if row[0] != "ok"),
+            problems=(
+                *problems,
+                *([why_incomplete(self._path, self._lost)] if self._lost else []),
+            ),
         )
 
     # ---------------------------------------------------- in a transaction, in the store's thread
@@ -427,9 +452,18 @@ class SqliteStore:
     def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """Write what waits, in one commit, and answer all of it at once."""
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
-        if batch:
+        if not batch:
+            return
+        try:
             self._commit(batch)
-            loop.call_soon_threadsafe(_answer, batch)
+        except BaseException as error:
+            # Nobody hears what this thread raises, and each caller waits with its job's lock.
+            log.exception("a bug of rdzvd, please report it: %s", self._path)
+            unknown = RendezvousConnectionError(
+                f"{self._path}: what was written may have been, or not: {error!r}"
+            )
+            _fail([write for write in batch if write.error is None], unknown)
+        loop.call_soon_threadsafe(_answer, batch)
 
     def _commit(self, batch: Sequence[_Write]) -> None:
         """Write a batch as a whole. Until COMMIT begins, every failure is definite."""
@@ -474,9 +508,20 @@ class SqliteStore:
 
     def _begin(self) -> None:
         with self._reading():
+            if self._db.in_transaction:
+                # It could not be rolled back when it failed.
+                self._db.rollback()
             self._db.execute("BEGIN IMMEDIATE")
+            self._changes = self._db.total_changes
 
     def _end(self) -> None:
+        number = self._mark.number
+        try:
+            if self._db.total_changes != self._changes:
+                number = sqlite_mark.count(self._db)
+        except sqlite3.Error as error:
+            self._rollback()
+            raise foreign(self._path, error) from error
         try:
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -484,12 +529,27 @@ class SqliteStore:
             raise RendezvousConnectionError(
                 f"{self._path}: the commit failed and may have happened: {error}"
             ) from error
+        if number != self._mark.number:
+            self._note_commit(number)
+
+    def _note_commit(self, number: int) -> None:
+        """Write down that a commit has happened, before anyone hears of it."""
+        self._mark = Mark(self._mark.store, number)
+        try:
+            self._mark_file.write(self._mark)
+        except OSError as error:
+            # The commit is there; only that it is, is not known elsewhere.
+            log.warning("the number of commits can not be written beside %s: %s", self._path, error)
 
     def _rollback(self) -> None:
+        """Drop a transaction; where that fails, it is tried again before the next begins."""
         # What was counted in vain is not known, so every job counts as over its bound.
         self._unpruned.clear()
         if self._db.in_transaction:
-            self._db.rollback()
+            try:
+                self._db.rollback()
+            except sqlite3.Error as error:
+                log.error("%s: what was not written can not be rolled back: %s", self._path, error)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
+from rdzv.stores import sqlite_mark
 from rdzv.stores.base import StoreRefusedError
 
 log = logging.getLogger("rdzv.stores")
@@ -30,7 +31,7 @@ APPLICATION_ID = int.from_bytes(b"rdzv", "big")
 """Kept in `PRAGMA application_id` from schema 2 on, so that no other program's file is taken."""
 
 _WAL, _JOURNAL = "-wal", "-journal"
-_BESIDE = (_WAL, _JOURNAL, "-shm")
+_BESIDE = (_WAL, _JOURNAL, "-shm", sqlite_mark.SUFFIX)
 _LOOKING = ".look-"
 
 DOCUMENTS_SINCE = 3
@@ -72,6 +73,11 @@ CREATE TABLE document (
 
 _OWNER_ALONE = 0o600
 
+_ROOM_BYTES = 64 * 1024
+"""What a start writes before anything else: with less room than this nothing can be stored."""
+
+_MOST_PROBLEMS = 20
+
 
 def _to_2(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE history RENAME TO history_1")
@@ -104,6 +110,8 @@ def prepare(path: Path) -> None:
     """
     # SQLite's own files are beside the file itself, should `path` be a link to it.
     path = path.resolve()
+    with mapped(path):
+        try_room(path.parent)
     for left in path.parent.glob(f"{_LOOKING}*"):
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
@@ -129,13 +137,26 @@ def inspect(path: Path) -> int | None:
     _check_writable(path)
     if not has_data(path):
         return None
-    with _mapped(path), looking(path) as db:
-        if not _tables(db):
-            return None
-        version = identify(db, path)
-        if problem := first_problem(db):
-            raise _damaged(path, problem)
+    mark = sqlite_mark.read(path)
+    with mapped(path), looking(path) as db:
+        version = identify(db, path) if _tables(db) else None
+        if problems := problems_in(db):
+            raise _damaged(path, "; ".join(problems))
+        if lost := sqlite_mark.lost(mark, sqlite_mark.counted(db)):
+            raise RendezvousStateError(f"{path} {why_incomplete(path, lost)}")
     return version
+
+
+def why_incomplete(path: Path, lost: str) -> str:
+    """Say that a file has lost commits, which files to look at, and what can be done."""
+    wal, mark = beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)
+    log = "damaged, or of another time" if wal.exists() else "missing"
+    return (
+        f"has lost commits: {lost}. Its write-ahead log {wal.name} is {log}, or the file was "
+        "replaced by an older one; everything was left untouched. Bring the files back as they "
+        f"were; or move {path.name} and all that is named {path.name}-... away, and restore a "
+        f"backup with --restore; or remove {mark.name}, to go on without what is lost"
+    )
 
 
 def identify(db: sqlite3.Connection, path: Path) -> int:
@@ -166,10 +187,12 @@ def _tables(db: sqlite3.Connection) -> set[str]:
     return {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
 
 
-def first_problem(db: sqlite3.Connection) -> str:
-    """Return what is wrong with the structure of an open file; empty if nothing is."""
-    found: str = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    return "" if found == "ok" else found.partition("\n")[0]
+def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str, ...]:
+    """Return what is wrong with the structure of an open file, in SQLite's words."""
+    found = db.execute(f"PRAGMA {check}({_MOST_PROBLEMS})").fetchall()
+    # One row may have many lines, of which the first names the database alone.
+    lines = tuple(line for (row,) in found for line in row.splitlines() if line != "ok")
+    return tuple(line for line in lines if not line.startswith("***")) or lines
 
 
 @contextmanager
@@ -236,14 +259,27 @@ def has_data(path: Path) -> bool:
     path = path.resolve()
     if path.exists() and path.stat().st_size:
         return True
-    wal = beside(path, _WAL)
-    if wal.exists() and wal.stat().st_size:
-        raise RendezvousStateError(
-            f"{path} is {'empty' if path.exists() else 'missing'}, and {wal.name} is there: a part "
-            "of the data was taken away; everything was left untouched. Bring both files back, or "
-            "move the rest away"
-        )
+    for rest in (beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)):
+        if rest.exists() and rest.stat().st_size:
+            raise RendezvousStateError(
+                f"{path} is {'empty' if path.exists() else 'missing'}, and {rest.name} is there: a "
+                "part of the data was taken away; everything was left untouched. Bring all files "
+                "back, or move the rest away"
+            )
     return False
+
+
+def try_room(directory: Path) -> None:
+    """See whether there is room to store anything; what is written for that is removed.
+
+    Raises:
+        OSError: there is not, or nothing can be written.
+
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(_ROOM_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_writable(path: Path) -> None:
@@ -262,12 +298,13 @@ def _check_writable(path: Path) -> None:
 def _create(path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     _remove(new)
-    with _mapped(path):
+    with mapped(path):
         _touch(new)
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
             db.execute("BEGIN")
             for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
                 db.execute(statement)
+            sqlite_mark.make_table(db)
             db.execute("INSERT INTO leadership VALUES (1, 0)")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -304,8 +341,8 @@ def _migrate(path: Path, version: int) -> None:
                 _step(db, number)
         # Opened anew, for a connection believes what it has read before.
         with closing(connect(copy, "rw")) as db:
-            if problem := first_problem(db):
-                raise sqlite3.DatabaseError(problem)
+            if problems := problems_in(db):
+                raise sqlite3.DatabaseError("; ".join(problems))
         # From here on the file changes, and means the same: the log, which would be wrong beside
         # the new file, is folded into the old one.
         _fold(path)
@@ -366,7 +403,8 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[None]:
+def mapped(path: Path) -> Iterator[None]:
+    """Say in our own words what SQLite, or the system, raises while nothing is written."""
     try:
         yield
     except sqlite3.Error as error:
