@@ -290,6 +290,8 @@ class Server:
 class LogLines:
     """A piece of what one worker has written, or a `note` why something of its node is missing.
 
+    Where it is missing of the whole job, `node_id` is empty.
+
     A piece may end anywhere in a line; those of one worker, round and stream are in order.
     """
 

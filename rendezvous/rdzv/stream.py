@@ -225,6 +225,10 @@ def _leader_named(error: RendezvousError) -> Endpoint | None:
 _NOT_RDZV = "what listens there is not an rdzv server"
 _CHECK = "check the address, and that rdzvd runs there"
 
+_PREAMBLE = re.compile(
+    r"failed to connect to all addresses; last error: (UNKNOWN|UNAVAILABLE): (ipv[46]:\S+: )?"
+)
+
 # gRPC tells why a connection failed in its details only. A text that is not here is shown as it is.
 _CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), reason)
@@ -232,6 +236,7 @@ _CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ("connection refused", "connection refused"),
         ("no route to host", "no route to host"),
         ("network is unreachable", "network is unreachable"),
+        ("ping timeout|keepalive", "it does not answer, although the connection is open"),
         ("timed out|timeout occurred", "connection timed out"),
         ("lookup failed|name not found|dns resolution|errors resolving", "no such host name"),
         ("http1|HTTP/2|http2|ssl|handshake", _NOT_RDZV),
@@ -287,7 +292,8 @@ def _connection_reason(details: str) -> str:
     for pattern, reason in _CONNECTION_REASONS:
         if pattern.search(details):
             return reason
-    return details
+    # Only that it could not connect, and as what address, is said before it.
+    return _PREAMBLE.sub("", details) or details
 
 
 def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnectionError:

@@ -217,10 +217,11 @@ def handshake_trouble(
     if not credentials.tls:
         if not _CLOSED.search(details):
             return None
+        # A server that is killed at this moment ends it likewise.
         return (
-            "the other side closed the connection, as a server does that wants TLS",
-            "if it does, give --tls-ca (RDZV_TLS_CA), the CA of its certificate; else check the "
-            "address",
+            "the other side closed the connection before anything was said",
+            "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "
+            "the CA of its certificate; else check the address",
         )
     if _UNTRUSTED.search(details):
         return (

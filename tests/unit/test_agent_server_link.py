@@ -594,6 +594,22 @@ async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
     assert job.everything[0] == events.ServerLost(f"no answer from {endpoint} within 0.1 s")
 
 
+async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a silent prompt for 20 s, and then gRPC's own words."""
+    monkeypatch.setattr(server_link, "SILENT_S", 0.0)
+    caplog.set_level(logging.INFO, "rdzv.agent")
+    job = Job()
+    async with running(link_to(server.endpoint, jobs=(job,))):
+        await server.greet()
+        await job.hear(events.ServerConnected)
+    silent, found = caplog.messages
+    assert silent.startswith(f"no answer from {server.endpoint} within 0 s: it may be stopped")
+    assert found == f"connected to the server at {server.endpoint}"
+    assert not [event for event in job.everything if isinstance(event, events.ServerLost)]
+
+
 async def test_a_stream_without_a_welcome_is_given_up(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from rdzv.errors import (
     RendezvousStateError,
     UnknownJobError,
 )
-from rdzv.stream import Attempts, Backoff, Rota
+from rdzv.stream import Attempts, Backoff, Rota, error_from_status
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -263,6 +263,28 @@ def _reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:29400: "
+            "Delayed close due to in-progress write (ping timeout) (goaway sent)",
+            "it does not answer, although the connection is open",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:29400: "
+            "a word that gRPC has not said before",
+            "a word that gRPC has not said before",
+        ),
+    ],
+)
+def test_why_there_is_no_connection_is_said_without_what_grpc_puts_before_it(
+    details: str, reason: str
+) -> None:
+    error = error_from_status(grpc.StatusCode.UNAVAILABLE, details, (), A, 5.0)
+    assert str(error).startswith(f"can not reach rdzvd at {A}: {reason}; check the address")
+
+
 @contextmanager
 def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
     """Accept until the end of the block, and answer each connection once."""
@@ -293,7 +315,7 @@ def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
     [
         (_answer_like_a_web_server, "what listens there is not an rdzv server"),
         (_greet_like_ssh, "what listens there is not an rdzv server"),
-        (_reset, "the other side closed the connection, as a server does that wants TLS"),
+        (_reset, "the other side closed the connection before anything was said"),
     ],
 )
 def test_what_listens_is_something_else(

@@ -244,6 +244,26 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
         assert (reading.ended, reading.text, reading.notes) == (True, b"ab", [])
 
 
+async def test_who_follows_a_rank_that_is_not_there_hears_so_once_a_round() -> None:
+    """It was silent for ever."""
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True, rank=4)
+        absent = (
+            "job-7 has no RANK 4 in round {}; its RANKs are 0 to 3; it is shown when there is one"
+        )
+        assert reading.notes == [("", absent.format(0))]
+        await end_round(s, n1, n2)
+        assert reading.notes == [("", absent.format(number)) for number in (0, 1)]
+        later = await begin(s, follow=True, round=7)
+        assert [text for _, text in later.notes] == [
+            "job-7 has had no round 7 yet; its last is 1; it is shown when there is one"
+        ]
+        assert (await begin(s, follow=True, rank=3)).notes == []
+        await reading.stop()
+        await later.stop()
+
+
 async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
     async with server() as s:
         n1, _ = await pair(s)

@@ -171,6 +171,18 @@ def test_labels_must_all_be_there() -> None:
     )
 
 
+def test_who_waits_hears_of_nodes_that_have_declined() -> None:
+    nodes = [a_node("n1"), a_node("n2", taken={("old", "r"): 0}), a_node("n3", gpu="a100")]
+    waits = a_job("a", declined={"n1": "no such folder: /data"})
+    assert reason(plan([waits], nodes[:2]), "a") == (
+        "queued: needs 1 node, none is free; n2: taken by old; "
+        "n1 could not run it (no such folder: /data)"
+    )
+    # Also of a job that runs on with too few, where another node is nearer to what it needs.
+    waits = replace(a_job("a", (3, 3), declined={"n1": "no folder"}, here=("n2",)), seated=True)
+    assert reason(plan([waits], nodes), "a").endswith("n1 could not run it (no folder)")
+
+
 def test_who_waits_hears_what_for() -> None:
     nodes = [
         a_node("n1", taken={("old", "r"): 0}),

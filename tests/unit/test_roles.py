@@ -441,6 +441,10 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
         stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
         await denied(server, "bob", "StopJob", stop)
+        scale = pb.ScaleJobRequest(
+            rdzv_id="job-7", run="r1", min_nodes=2, max_nodes=3, reason="by night rate"
+        )
+        await control(server, "ada", "ScaleJob", scale)
         await control(server, "ada", "StopJob", stop)
         await control(server, "ada", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
         made = await control(
@@ -448,10 +452,19 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         )
         rows = await audited(server)
         id_ = server.tokens["ada"].split("_")[1]
-        assert rows[0] == f"SubmitJob job-7, by ada (token {id_}) from 127.0.0.1"
-        assert rows[1] == f"StopJob job-7, by ada (token {id_}) from 127.0.0.1: enough"
-        assert [row.split(",")[0] for row in rows[2:]] == ["ForgetJob job-7", "CreateToken eve"]
-        secret = pb.CreateTokenResponse.FromString(made).text
+        at = f"[ada (token {id_})], from address 127.0.0.1"
+        assert rows[0] == f"submit job job-7 from unknown to queued: by root at head-1 {at}"
+        assert rows[1] == f"scale job job-7 from 1:1 nodes to 2:3 nodes: by night rate {at}"
+        assert rows[2] == f"stop job job-7 from queued to stopped: enough {at}"
+        assert rows[3] == (
+            f"forget job job-7 from stopped to forgotten, by ada (token {id_}), "
+            "from address 127.0.0.1"
+        )
+        made = pb.CreateTokenResponse.FromString(made)
+        assert rows[4].startswith(
+            f"create token eve from nothing to token {made.token.id} with read, by admin (token "
+        )
+        secret = made.text
         assert secret.split("_", 2)[2] not in "".join(rows)
 
 
@@ -463,7 +476,7 @@ async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyP
         rows = {row.name: row.text for row in await server.driver.history("job-7", 10)}
         id_ = server.tokens["ada"].split("_")[1]
         assert "submitted by root at head-1" in rows["RunBegan"]
-        assert "proven to be ada" in rows["RunBegan"]
+        assert "[ada]" in rows["RunBegan"]
         assert f"enough [ada (token {id_})]" in rows["RunEnded"]
 
 
@@ -504,4 +517,6 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
             rows = [row.text for row in await driver.past(access.AUDIT, 10)]
-            assert rows == ["SubmitJob job-7, by anybody from 127.0.0.1"]
+            assert rows == [
+                "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
+            ]

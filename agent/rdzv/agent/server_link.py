@@ -64,6 +64,8 @@ WELCOME_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_MOST_S = 80.0
 """It doubles up to this while servers do not answer in time: one that thousands come back to at
 once would only serve those who have given up on it. Pings tell of one that is gone."""
+SILENT_S = 5.0
+"""After how long without a Welcome it is said that the server does not answer; it is waited for."""
 RENEWAL_MS = 5_000
 """How long the server waits for the stream that follows one which this node has ended."""
 DECLINED_KEPT = 64
@@ -186,6 +188,7 @@ class ServerLink:
         self.is_superseded = asyncio.Event()
         self._told_lost: set[str] = set()
         """Why there is no stream, as far as the log has it since the last one."""
+        self._was_welcomed = False
         self._closing = asyncio.Event()
         self._hang_up: Callable[[], object] = lambda: None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -398,7 +401,7 @@ class ServerLink:
         self._outbox, self._hang_up = outbox, call.cancel
         try:
             async with asyncio.timeout(timeout_s):
-                welcome = await _read(call)
+                welcome = await self._first_answer(call, endpoint)
             return RendezvousConnectionError(await self._listen(call, endpoint, welcome))
         except grpc.aio.AioRpcError as error:
             return self._judge(endpoint, error)
@@ -415,6 +418,25 @@ class ServerLink:
             self._outbox, self._lease_ms = None, None
             self.log_reading.cancel_all()
             call.cancel()
+
+    async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
+        """Return the server's first message; say, while it is waited for, that none comes."""
+        silent = asyncio.get_running_loop().call_later(SILENT_S, self._say_silent, endpoint)
+        try:
+            return await _read(call)
+        finally:
+            silent.cancel()
+
+    def _say_silent(self, endpoint: Endpoint) -> None:
+        reason = f"no answer from {endpoint} within {SILENT_S:g} s"
+        # The same as when the attempt is given up later.
+        if (cause := _FIGURES.sub("", reason)) not in self._told_lost:
+            self._told_lost.add(cause)
+            log.warning(
+                "%s: it may be stopped or overloaded, or a firewall drops packets; trying until a "
+                "server answers",
+                reason,
+            )
 
     async def _outgoing(
         self, outbox: asyncio.Queue[pb.NodeMessage | None]
@@ -536,7 +558,9 @@ class ServerLink:
         self._welcome_timeout_s = WELCOME_TIMEOUT_S
         if self._told_lost:
             self._told_lost.clear()
-            log.info("connected to the server at %s again", endpoint)
+            again = " again" if self._was_welcomed else ""
+            log.info("connected to the server at %s%s", endpoint, again)
+        self._was_welcomed = True
         # The sender still waits for the interval that held before; this ends its wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._renew_fence(self._hello_sent_ms)

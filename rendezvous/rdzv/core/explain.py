@@ -147,7 +147,7 @@ def explain(state: State, now_ms: int) -> str:
         case JobState.STOPPING:
             return _explain_stopping(state, now_ms)
         case JobState.QUEUED:
-            return "queued: no nodes were chosen for it yet" + _missing(state, now_ms)
+            return "no nodes were chosen for it yet" + _missing(state, now_ms)
         case JobState.JOINING:
             return _explain_joining(state, now_ms)
         case _:

@@ -334,12 +334,14 @@ class _Plan:
         misfits = [host for host in self.hosts if host not in fitting]
         if lacking := self._lacking(job, fitting):
             text += f"; if all other jobs had ended it would still lack {counted(lacking, 'node')}"
-        if misfits and len(fitting) < job.min_nodes:
-            nearest = min(misfits, key=lambda host: (_misses(job, host), host.node_id))
-            text += f"; {_misfit(job, nearest)}"
-            others = len(misfits) - 1
+        named = [host for host in misfits if host.node_id in job.declined][:_MOST_REASONS]
+        too_few = len(fitting) < job.min_nodes
+        if misfits and too_few and not named:
+            named = [min(misfits, key=lambda host: _distance(job, host))]
+        text += "".join(f"; {_misfit(job, host)}" for host in named)
+        if others := len(misfits) - len(named) if too_few else 0:
             do = "does" if others == 1 else "do"
-            text += f", and {counted(others, 'other')} {do} not fit either" if others else ""
+            text += f", and {counted(others, 'other')} {do} not fit either"
         return text
 
     def _why_not(self, job: Demand, host: Host) -> str:
@@ -391,19 +393,19 @@ def gpus_needed(spec: JobSpec, resources: Resources) -> int:
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
     """Say what the nearest node lacks, if no node could ever take the job; None if one could."""
     job = Demand("", "", spec, 1, 1, 0)
-    ranked = sorted(hosts, key=lambda host: (_misses(job, host), host.node_id))
+    ranked = sorted(hosts, key=lambda host: _distance(job, host))
     if not ranked or not _misfit(job, ranked[0]):
         return None
     return _misfit(job, ranked[0])
 
 
-def _misses(job: Demand, host: Host) -> int:
-    """Count what a node lacks for the job."""
+def _distance(job: Demand, host: Host) -> tuple[int, str]:
+    """Order nodes by what they lack for the job."""
     has = dict(host.resources.labels)
     lacks = sum(1 for name, value in job.spec.labels if has.get(name) != value)
     there = len(host.resources.gpus)
     short = gpus_needed(job.spec, host.resources) > there or (job.spec.needs_gpu and not there)
-    return lacks + short + (host.node_id in job.declined)
+    return lacks + short + (host.node_id in job.declined), host.node_id
 
 
 def _misfit(job: Demand, host: Host) -> str:

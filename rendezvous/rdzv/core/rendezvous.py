@@ -494,7 +494,8 @@ def _next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner:
 def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
     theirs, ours = command.settings, membership.settings
     differences = [
-        f"{name} is {_shown(name, here)} here and {_shown(name, there)} in the job"
+        f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "
+        "job"
         for name in field_names(Settings)
         if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
@@ -509,7 +510,8 @@ def _shown(name: str, value: object) -> str:
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"
-    return str(value)
+    # As it is said on the command line, which knows seconds.
+    return f"{value / 1000:g} s" if name.endswith("_ms") and isinstance(value, int) else str(value)
 
 
 def _check_reachable(work: _Step, command: Join) -> None:
@@ -924,7 +926,7 @@ def _submit(work: _Step, command: Submit) -> None:
     )
     reason = f"submitted by {command.submitted_by}"
     if submitter := command.spec.submitter:
-        reason += f", proven to be {submitter}"
+        reason += f" [{submitter}]"
     work.events.append(RunBegan(membership.run, membership.run_number, reason))
 
 

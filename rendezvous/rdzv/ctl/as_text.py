@@ -380,7 +380,7 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
     """Show how a job was submitted, and how far it is placed."""
     by = submission.submitted_by or _UNKNOWN
     if submission.submitter:
-        by += f", proven to be {submission.submitter}"
+        by += f" [{submission.submitter}]"
     found = [
         ("submitted", f"by {by}, {duration(submission.age_ms)} ago"),
         *_wanted(

@@ -55,18 +55,25 @@ def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> boo
         escaped=terminal,
         as_it_comes=one_rank and one_stream and not terminal,
     )
-    whole = True
+    whole, absent = True, False
     try:
         for piece in pieces:
             if piece.note is None:
                 printer.take(piece)
-            else:
-                whole = False
-                text = f"rdzvctl: {piece.node_id}: {piece.note}"
-                click.echo(harmless(text), err=True)
+                absent = False
+                continue
+            click.echo(harmless(f"rdzvctl: {note_of(piece)}"), err=True)
+            # A note on the whole job is good until something comes all the same.
+            absent = absent or not piece.node_id
+            whole = whole and not piece.node_id
     finally:
         printer.end()
-    return whole
+    return whole and not absent
+
+
+def note_of(piece: LogLines) -> str:
+    """Say why something is missing, and of which node, if it is of one."""
+    return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
 
 
 class Printer:

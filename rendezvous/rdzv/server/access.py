@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -57,6 +60,31 @@ _REFUSED = {
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """How a call ends of which nobody knows whether it has changed anything."""
+
+
+@dataclass(slots=True)
+class _Change:
+    """What a call has changed, from what to what; empty while it has changed nothing."""
+
+    text: str = ""
+
+
+_change: ContextVar[_Change] = ContextVar("change")
+
+
+def note_change(before: str, after: str) -> None:
+    """Have the audit of the present call say what it has changed."""
+    text = f"from {before} to {after}" if before != after else f"{after} as before"
+    _change.get(_Change()).text = text
+
+
+def verb_of(method: str) -> str:
+    """Return a call's name as people say it.
+
+    >>> verb_of("/rdzv.v1.Control/DrainNode")
+    'drain node'
+    """
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", method.rpartition("/")[2]).lower()
 
 
 class Gate:
@@ -122,15 +150,18 @@ class Gate:
         self._logged_ms, self._unlogged = now_ms, 0
 
     async def audit(
-        self, caller: Caller, method: str, request: object, peer: str, end: str
+        self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
     ) -> None:
-        """Write down who has changed what."""
+        """Write down who has changed what, from what to what."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
-        reason = wire.sentence(getattr(request, "reason", ""), self._config.limits)
-        text = f"{method} {target}, by {caller} from {peer}{f': {reason}' if reason else ''}{end}"
+        submitter = getattr(request, "submitted_by", "")
+        said = getattr(request, "reason", "") or (submitter and f"by {submitter}")
+        reason = wire.sentence(said, self._config.limits)
+        why = f": {signed(reason, caller)}" if reason else f", by {caller}"
+        text = f"{verb} {target}{change and f' {change}'}{why}, from address {peer}{end}"
         log.info("%s", text, extra={"audit": True})
-        row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), method, text)
+        row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
         try:
             await self._replica.driver.append((row,))
         except RendezvousError as error:
@@ -200,11 +231,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     def _guarded(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         row = roles.CALLS.get(method)
-        name = method.rpartition("/")[2]
+        verb = verb_of(method)
 
         async def serve(request: Any, context: Any) -> Any:
             caller = await self._enter(method, request, context)
-            end = ""
+            end, change = "", _Change()
+            _change.set(change)
             try:
                 return await inner(request, context)
             except BaseException:
@@ -215,13 +247,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 if row is not None and row.changes and end != "refused":
-                    await self._gate.audit(caller, name, request, _host(context.peer()), end)
+                    peer = _host(context.peer())
+                    await self._gate.audit(caller, verb, request, peer, change.text, end)
 
         return serve
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
         """Let a caller in, or end the call."""
-        caller, name = callers.NOBODY, method.rpartition("/")[2]
+        caller, verb = callers.NOBODY, verb_of(method)
         try:
             if method not in roles.CALLS:
                 raise DeniedError(
@@ -229,13 +262,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 )
             if (row := roles.CALLS[method]) is not None:
                 caller = await self._gate.caller(_header(context), lambda: _certified(context))
-                await self._gate.admit(caller, row, name, getattr(request, "rdzv_id", None))
+                await self._gate.admit(caller, row, verb, getattr(request, "rdzv_id", None))
             if isinstance(request, _Unreadable):
                 raise _unreadable(method, request.why)
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
                 who = f"{caller} at {_host(context.peer())}"
-                self._gate.note_refusal(who, error.code, f"{name}: {error}")
+                self._gate.note_refusal(who, error.code, f"{verb}: {error}")
             await end_call(context, error)
         callers.present.set(caller)
         return caller
@@ -250,7 +283,7 @@ class _Unreadable:
 
 def _unreadable(method: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the request of {method.rpartition('/')[2]} can not be read: {why}; the sender speaks "
+        f"the request to {verb_of(method)} can not be read: {why}; the sender speaks "
         "another protocol"
     )
 

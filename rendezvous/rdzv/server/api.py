@@ -19,7 +19,7 @@ from aiohttp import web
 
 from rdzv.answers import LogLines
 from rdzv.ctl import as_json
-from rdzv.ctl.logs import Printer
+from rdzv.ctl.logs import Printer, note_of
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -279,7 +279,7 @@ async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncIte
         if piece.note is None:
             printer.take(piece)
         else:
-            out.write(f"rdzv: {piece.node_id}: {piece.note}\n".encode())
+            out.write(f"rdzv: {note_of(piece)}\n".encode())
         if text := taken():
             yield text
     printer.end()

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rdzv.core.model import Membership, State, is_stand_in
+from rdzv.core.model import Membership, Round, State, is_stand_in
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -184,10 +184,12 @@ def _check(membership: Membership, wanted: LogsWanted) -> None:
         )
     of_last = wanted.round in (None, last.number)
     if of_last and wanted.rank is not None and wanted.rank >= last.world_size:
-        raise InvalidRequestError(
-            f"{name} has no RANK {wanted.rank} in round {last.number}; its RANKs are 0 to "
-            f"{last.world_size - 1}"
-        )
+        raise InvalidRequestError(_no_rank(name, wanted.rank, last))
+
+
+def _no_rank(name: str, rank: int, round_: Round) -> str:
+    last = round_.world_size - 1
+    return f"{name} has no RANK {rank} in round {round_.number}; its RANKs are 0 to {last}"
 
 
 class LogReader:
@@ -205,7 +207,10 @@ class LogReader:
         """How many asks are not done."""
         self._came: deque[tuple[LogLines, _Ask, int]] = deque()
         self._notes: dict[str, str] = {}
-        """By node: the latest thing to say of it that is not said yet."""
+        """By node: the latest thing to say of it that is not said yet; of the job as a whole, by an
+        empty name."""
+        self._looked_at: int | None = None
+        """The last round of which it is known whether it has what is wanted."""
         self._anything = False
         """Whether a node had what is wanted, or there was a note why not."""
         self._error: RendezvousError | None = None
@@ -226,6 +231,7 @@ class LogReader:
         for node_id in {**dict.fromkeys(candidates), **positions}:
             round_, offsets = positions.get(node_id, (None, {}))
             self._ask(node_id, round_, offsets, expected=wanted.follow or node_id in state.away)
+        self._say_if_absent(state)
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -337,6 +343,23 @@ class LogReader:
         elif membership.round is not None and membership.round.number >= self._first:
             for node_id in _candidates(state, membership.round.number, self._wanted.rank):
                 self._ask_in_round(node_id, membership.round.number)
+            self._say_if_absent(state)
+
+    def _say_if_absent(self, state: State) -> None:
+        """Tell who follows that the round, or the RANK, is not there, once for each round."""
+        round_, wanted = state.membership.round, self._wanted
+        if not wanted.follow or round_ is None or round_.number == self._looked_at:
+            return
+        self._looked_at = round_.number
+        if round_.number < self._first:
+            text = f"{self.rdzv_id} has had no round {self._first} yet; its last is {round_.number}"
+        elif wanted.rank is not None and wanted.rank >= round_.world_size:
+            text = _no_rank(self.rdzv_id, wanted.rank, round_)
+        else:
+            self._notes.pop("", None)
+            return
+        self._notes[""] = f"{text}; it is shown when there is one"
+        self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
         """Ask a node that has come into a round, for the first time or after it had left."""

@@ -23,6 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rdzv.concurrency import beside
 from rdzv.core.commands import Command, Restart, Scale, Stop
+from rdzv.core.explain import job_state
+from rdzv.core.words import duration, listed
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -32,7 +34,7 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.server import callers, wire
-from rdzv.server.access import AUDIT, Gate, Interceptor, end_call, signed
+from rdzv.server.access import AUDIT, Gate, Interceptor, end_call, note_change, signed
 from rdzv.server.allowance import Allowance
 from rdzv.server.answers import Answers
 from rdzv.server.clock import Clock
@@ -40,7 +42,7 @@ from rdzv.server.config import Config, Limits, Listen, Timings
 from rdzv.server.driver import Driver
 from rdzv.server.grpc_log import quiet_grpc
 from rdzv.server.grpc_server import grpc_server
-from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
+from rdzv.server.messages import Belief, Heard, Holdings, Hung, NodeSummary, Progress, Refused
 from rdzv.server.replica import Replica
 from rdzv.server.streams import Stream
 from rdzv.server.tokens import Token
@@ -417,7 +419,10 @@ class ControlService(pb_grpc.ControlServicer):
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             command = wire.submit_of(request, self._limits)
             caller = callers.present.get()
-            return self._status(await self._replica.driver.submit_job(rdzv_id, command, caller))
+            before = await self._doing(rdzv_id)
+            view = await self._replica.driver.submit_job(rdzv_id, command, caller)
+            note_change(before, view.state)
+            return self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -440,7 +445,10 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             node_id, reason = wire.cordon_of(request, self._limits)
             reason = signed(reason, callers.present.get())
-            return wire.node_summary(await self._replica.driver.cordon(node_id, reason))
+            before = self._use(node_id)
+            found = await self._replica.driver.cordon(node_id, reason)
+            note_change(before, _use_of(found))
+            return wire.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -450,7 +458,10 @@ class ControlService(pb_grpc.ControlServicer):
         """Let a node be placed on again."""
         try:
             node_id = wire.node_id_of(request.node_id, self._limits)
-            return wire.node_summary(await self._replica.driver.uncordon(node_id))
+            before = self._use(node_id)
+            found = await self._replica.driver.uncordon(node_id)
+            note_change(before, _use_of(found))
+            return wire.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -462,7 +473,9 @@ class ControlService(pb_grpc.ControlServicer):
             driver = self._replica.driver
             node_id, deadline_ms, reason = wire.drain_of(request, self._limits)
             reason = signed(reason, callers.present.get())
+            before = self._use(node_id)
             found = await driver.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
+            note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
             return wire.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
@@ -473,7 +486,10 @@ class ControlService(pb_grpc.ControlServicer):
         """Lift a drain."""
         try:
             node_id = wire.node_id_of(request.node_id, self._limits)
-            return wire.node_summary(await self._replica.driver.undrain(node_id))
+            before = self._use(node_id)
+            found = await self._replica.driver.undrain(node_id)
+            note_change(before, _use_of(found))
+            return wire.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -484,7 +500,11 @@ class ControlService(pb_grpc.ControlServicer):
             rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
             command = read(request, self._limits)
             command = replace(command, reason=signed(command.reason, callers.present.get()))
+            scales = isinstance(command, Scale)
+            before = await self._doing(rdzv_id, scales=scales)
             view = await self._replica.driver.obey(rdzv_id, command)
+            bounds = _bounds(view.min_nodes, view.max_nodes)
+            note_change(before, bounds if scales else view.state)
             return self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
@@ -494,7 +514,10 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ForgetJobResponse:
         """Forget a job that has ended."""
         try:
-            await self._replica.driver.forget(wire.rdzv_id_of(request.rdzv_id, self._limits))
+            rdzv_id = wire.rdzv_id_of(request.rdzv_id, self._limits)
+            before = await self._doing(rdzv_id)
+            await self._replica.driver.forget(rdzv_id)
+            note_change(before, "forgotten")
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ForgetJobResponse()
@@ -560,6 +583,7 @@ class ControlService(pb_grpc.ControlServicer):
             expires_in_ms = wire.token_life_of(request, self._limits)
             driver = self._replica.driver
             token, text = await driver.create_token(name, roles, expires_in_ms)
+            note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
         except RendezvousError as error:
             await _abort(context, error)
         return pb.CreateTokenResponse(token=wire.token(token, self._clock.now_ms()), text=text)
@@ -580,6 +604,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Revoke a token, or all of one name."""
         try:
             revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
+            note_change(listed(f"token {token.id}" for token in revoked), "revoked")
         except RendezvousError as error:
             await _abort(context, error)
         return self._tokens(revoked)
@@ -599,10 +624,31 @@ class ControlService(pb_grpc.ControlServicer):
             await _abort(context, error)
         return pb.ListEventsResponse(events=[wire.event_row(row) for row in rows])
 
+    async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
+        """Say what a job does, or with `scales` which bounds it has, before a call changes it."""
+        state = await self._replica.driver.look(rdzv_id)
+        if not state.membership.run:
+            return "unknown"
+        return _bounds(*state.membership.bounds) if scales else job_state(state)
+
+    def _use(self, node_id: str) -> str:
+        """Say whether jobs are placed on a node, before a call changes it."""
+        return next(map(_use_of, self._replica.driver.nodes([node_id])), "unknown")
+
     def _status(self, view: JobView) -> pb.JobStatus:
         progress = self._replica.driver.progress(view.rdzv_id)
         stragglers = self._replica.driver.stragglers(view.rdzv_id)
         return wire.job_status(view, self._clock.now_ms(), progress, stragglers)
+
+
+def _bounds(min_nodes: int, max_nodes: int) -> str:
+    return f"{min_nodes}:{max_nodes} nodes"
+
+
+def _use_of(node: NodeSummary) -> str:
+    if node.drain:
+        return node.drain
+    return "cordoned" if node.cordoned else "quarantined" if node.quarantine else "in service"
 
 
 def _without_agents(rdzv_id: str) -> InvalidRequestError:

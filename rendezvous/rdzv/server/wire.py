@@ -204,9 +204,13 @@ def _label(what: str, text: str, limits: Limits) -> str:
 
 
 def _within(what: str, value: int, lowest: int, highest: int) -> int:
-    if not lowest <= value <= highest:
+    """Check a number; one of milliseconds is shown as people give it, in seconds."""
+    if lowest <= value <= highest:
+        return value
+    if not what.endswith("_ms"):
         raise _refuse(what, value, "is out of bounds", f"give {lowest} to {highest}")
-    return value
+    remedy = f"give {lowest / 1000:.15g} to {highest / 1000:.15g} s"
+    raise _refuse(what.removesuffix("_ms"), f"{value / 1000:.15g} s", "is out of bounds", remedy)
 
 
 def _one_of(what: str, value: int, known: Mapping[int, T]) -> T:
