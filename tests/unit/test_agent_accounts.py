@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,7 @@ from rdzv.agent.progress import ProgressFiles
 from rdzv.agent.run_folders import INDEX, RunFolders
 from rdzv.agent.snapshot import Snapshot
 from rdzv.agent.submitted import Placed, Share, Surroundings, job_environ, working_directory
+from rdzv.agent.watches import Watches
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError
@@ -623,3 +625,67 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
         await begun.wait()
         seen.end_round(again.set_result)
         assert not await again
+
+
+@needs_root
+async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
+    """A folder that is replaced by a link tells nobody what changes where it leads to."""
+    home, private = own_folder(shared, "home"), shared / "private"
+    private.mkdir(mode=0o700)
+    (private / "progress").touch()
+    (home / "link").symlink_to(private)
+    woken = asyncio.Event()
+    source = SimpleNamespace(
+        path=home / "link" / "progress", identity=ADA, watch=None, wake=woken.set
+    )
+    watches = Watches(asyncio.get_running_loop())
+    try:
+        watches.arm(source)
+        assert source.watch == 0, "it is looked at now and then, for it can not be watched"
+    finally:
+        watches.close()
+
+
+@needs_root
+async def test_the_end_of_a_round_removes_progress_of_any_depth_with_the_workers_rights(
+    shared: Path,
+) -> None:
+    progress = ProgressFiles(lambda _: None, shared, ADA)
+    progress.open_round(LINE, 1)
+    folder = progress.folder
+    assert folder is not None
+    inner = os.open(folder / "round_3", os.O_RDONLY)
+    for _ in range(1_300):
+        os.mkdir("d", dir_fd=inner)
+        os.chown("d", ADA.uid, ADA.gid, dir_fd=inner)
+        below = os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(inner)
+        inner = below
+    os.close(inner)
+    (folder / "roots").mkdir()
+    (folder / "roots" / "kept").touch()
+    progress.close_round()
+    assert not (folder / "round_3").exists()
+    progress.close()
+    assert (folder / "roots" / "kept").exists(), "the account could not remove it"
+
+
+def replace_by_link(path: Path, target: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+@needs_root
+async def test_a_file_of_progress_that_is_a_link_is_not_read(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = ProgressFiles(lambda _: None, shared, ADA)
+    progress.open_round(LINE, 1)
+    path = Path(progress.file(0))
+    other = own_folder(shared, "home") / "step"
+    other.write_text("7")
+    other.chmod(0o644)
+    replace_by_link(path, other)
+    assert progress.furthest() is None
+    assert "symbolic links" in caplog.text
+    progress.close()

@@ -257,8 +257,11 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
 
-def identity_of_owner(path: Path) -> Identity | None:
-    """Return as whom the files of a folder are to be read; None: as this process.
+def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | None:
+    """Return as whom the files of a folder are to be handled; None: as this process.
+
+    `with_groups` asks a directory service, which may take its time; what is the account's own does
+    not need them. The folder lies in one of this agent's own, or its owner could be anybody.
 
     Raises:
         OSError: it is not there.
@@ -268,8 +271,9 @@ def identity_of_owner(path: Path) -> Identity | None:
     if os.geteuid() != 0 or found.st_uid == 0:
         return None
     groups: Sequence[int] = ()
-    with contextlib.suppress(KeyError, OSError):
-        groups = os.getgrouplist(pwd.getpwuid(found.st_uid).pw_name, found.st_gid)
+    if with_groups:
+        with contextlib.suppress(KeyError, OSError):
+            groups = os.getgrouplist(pwd.getpwuid(found.st_uid).pw_name, found.st_gid)
     return Identity(found.st_uid, found.st_gid, tuple(groups))
 
 

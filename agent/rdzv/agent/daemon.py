@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import signal
 import stat
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from rdzv import systemd
 from rdzv.agent import runner_link
-from rdzv.agent.accounts import name_of, open_untrusted
+from rdzv.agent.accounts import identity_of_owner, name_of, open_untrusted
 from rdzv.agent.adoption import Heritage, Orphan
 from rdzv.agent.agent_config import Config, read_config
 from rdzv.agent.former import Runners
@@ -37,6 +36,7 @@ from rdzv.agent.run_folders import RunFolders
 from rdzv.agent.server_link import ServerLink
 from rdzv.agent.side_thread import in_thread
 from rdzv.agent.submitted import Surroundings
+from rdzv.agent.trees import remove_tree
 from rdzv.concurrency import single_error
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import ConfigurationError, compare
@@ -115,7 +115,7 @@ class Daemon:
         # First of all: the runners of the agent before wait for no longer than a lease.
         heritage = Heritage(config.runtime_dir, config.node_id)
         orphans = await heritage.take_up()
-        _remove_leftovers(config.runtime_dir, orphans)
+        await in_thread(_remove_leftovers, config.runtime_dir, orphans)
         values = config.values
         topology = values.maybe("topology", str) or ""
         resources = await in_thread(
@@ -381,7 +381,8 @@ def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
     in_use = {orphan.state.progress_folder for orphan in orphans}
     for path in runtime_dir.glob(f"{PREFIX}*"):
         if str(path) not in in_use:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(path, identity_of_owner(path, with_groups=False))
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class JobDriver:
         self._examine = examine
         self._examining: asyncio.Task[None] | None = None
         self._stacks = StackAnswers(self._say_stacks)
-        self._hangs = HangWatch(self.rdzv_id, launch.hang_timeout, self._say_hung)
+        self._hangs = HangWatch(self.rdzv_id, launch.hang_timeout, self._say_hung, launch.identity)
         self._inbox: deque[events.Event] = deque()
         self._busy = False
         self.meter = JobMeter()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rdzv.agent.accounts import Identity, acting_as
 from rdzv.agent.core.hangs import UNINTERRUPTIBLE, Look, Vigil, timeout_ms
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.stacks import process_state
@@ -52,9 +53,17 @@ class HangWatch:
     """Watches the workers of one job. For each round: `open_round`, then `close_round`."""
 
     def __init__(
-        self, rdzv_id: str, timeout: HangTimeout | None, say: Callable[[HungReport], None]
+        self,
+        rdzv_id: str,
+        timeout: HangTimeout | None,
+        say: Callable[[HungReport], None],
+        identity: Identity | None = None,
     ) -> None:
-        """Say with `say` who hangs whenever that changes; without a timeout, watch nobody."""
+        """Say with `say` who hangs whenever that changes; without a timeout, watch nobody.
+
+        Files of progress are looked at with the rights of their account.
+        """
+        self._identity = identity
         self._rdzv_id = rdzv_id
         self._timeout = timeout
         self._say = say
@@ -118,7 +127,7 @@ class HangWatch:
         changed = False
         for local_rank, worker in self._workers.items():
             before = len(worker.vigil.intervals_ms), worker.vigil.word
-            worker.vigil = worker.vigil.after(_seen(worker), passed_ms)
+            worker.vigil = worker.vigil.after(self._seen(worker), passed_ms)
             if (len(worker.vigil.intervals_ms), worker.vigil.word) != before:
                 self._longest_ms = max(self._longest_ms, worker.vigil.intervals_ms[-1])
             limit_ms = timeout_ms(self._timeout, worker.vigil, self._longest_ms)
@@ -130,6 +139,12 @@ class HangWatch:
         if changed or (self._hung() and now_ms - self._said_ms >= SAY_AGAIN_MS):
             self._report()
         self._arm()
+
+    def _seen(self, worker: _Worker) -> Look:
+        state = process_state(worker.pid)
+        switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
+        with acting_as(self._identity):
+            return Look(_word(worker.file), state, switches)
 
     def _tell(self, local_rank: int, worker: _Worker, hung: str) -> None:
         assert self._assignment is not None
@@ -158,12 +173,6 @@ class HangWatch:
             for local_rank, worker in sorted(self._hung().items())
         )
         self._say(HungReport(line.run, line.round, workers))
-
-
-def _seen(worker: _Worker) -> Look:
-    state = process_state(worker.pid)
-    switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
-    return Look(_word(worker.file), state, switches)
 
 
 def _word(file: str) -> tuple[int, ...] | None:

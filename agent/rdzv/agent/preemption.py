@@ -188,6 +188,8 @@ class _Source:
     path: Path
     woken: Callable[[], None]
     watch: int | None = None
+    identity: None = None
+    """Whoever has configured this agent, or started it, has named the file."""
 
     def wake(self) -> None:
         self.woken()

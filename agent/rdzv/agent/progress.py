@@ -13,17 +13,18 @@ there a write would cost a worker milliseconds a step, and the agent could hang 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rdzv.agent.accounts import Identity, acting_as, write_anew
+from rdzv.agent.accounts import Identity, acting_as, open_untrusted, write_anew
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.trees import remove_tree
 from rdzv.agent.watches import Watches
 from rdzv.structs import struct
 
@@ -40,6 +41,8 @@ PREFIX = "rdzv_progress_"
 MAX_BYTES = 64
 """A file that holds more is none of a step."""
 MAX_STEP = 2**64 - 1
+MAX_REMOVED = 10_000
+"""How many files are removed while nothing else goes on; there are a few for each worker."""
 
 # ---------------------------------------------------------------------- what a file says, and rates
 
@@ -160,7 +163,7 @@ class _File:
 
 def _content(path: Path) -> bytes:
     """Return what a file holds; of one that is just being written over, nothing."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
         # Whoever writes now wakes us when that is done.
@@ -281,8 +284,7 @@ class ProgressFiles:
             for file in self._files:
                 self._watches.disarm(file)
         if self._folder is not None and self._assignment is not None:
-            with acting_as(self._identity):
-                shutil.rmtree(self._folder / f"round_{self._assignment.round}", ignore_errors=True)
+            self._remove(self._folder / f"round_{self._assignment.round}")
         self._files, self._assignment = (), None
 
     def close(self) -> None:
@@ -292,8 +294,13 @@ class ProgressFiles:
             self._watches.close()
             self._watches = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove(self._folder)
             self._folder = None
+
+    def _remove(self, path: Path) -> None:
+        # What is left, the next agent removes.
+        with contextlib.suppress(OSError):
+            remove_tree(path, self._identity, MAX_REMOVED)
 
     def _wake(self, file: _File) -> None:
         """Look at a file soon, and not before it is time to say something again."""

@@ -16,16 +16,16 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.agent.accounts import Identity, acting_as, identity_of_owner, open_untrusted
 from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
+from rdzv.agent.trees import Measure, measure, remove_tree
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -128,9 +128,9 @@ class RunFolders:
 
     def written(self, rdzv_id: str) -> Written | None:
         """Return what a job has written on this node, in all its runs; None if that is nothing."""
-        rounds: list[WrittenRound] = []
-        for index in _oldest_first((self._base / folder_name(rdzv_id)).glob(f"*/{INDEX}")):
-            rounds += _read_index(index)
+        found = [_read_index(run) for run in _folders_of(self._base / folder_name(rdzv_id))]
+        oldest_first = sorted(found, key=lambda index: index.changed_s)
+        rounds = [round_ for index in oldest_first for round_ in index.rounds]
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
@@ -139,20 +139,21 @@ class RunFolders:
         Those of runs that are here stay, though they count. Returns what was removed.
         """
         self._finish_removals()
-        found = sorted(self._found(), key=lambda folder: folder.changed_s)
-        left_bytes = sum(folder.size_bytes for folder in found)
+        found = sorted(self._found(now_s), key=lambda run: run[1].changed_s)
+        left_bytes = sum(size.size_bytes for _, size in found)
         removed = []
-        for folder in found:
-            too_old = folder.changed_s < now_s - keep_s
-            if (too_old or left_bytes > keep_bytes) and self._remove(folder.path):
-                left_bytes -= folder.size_bytes
-                removed.append(folder.path)
+        for path, size in found:
+            too_old = size.changed_s < now_s - keep_s
+            if (too_old or left_bytes > keep_bytes) and self._remove(path):
+                left_bytes -= size.size_bytes
+                removed.append(path)
         return removed
 
-    def _found(self) -> Iterator[_Found]:
+    def _found(self, now_s: float) -> Iterator[tuple[Path, Measure]]:
         for job in _folders_of(self._base):
             for run in _folders_of(job):
-                yield _measure(run)
+                with contextlib.suppress(FileNotFoundError):  # It was released just now.
+                    yield run, measure(run, now_s, identity_of_owner(run, with_groups=False))
 
     def _remove(self, path: Path) -> bool:
         gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
@@ -176,14 +177,6 @@ class RunFolders:
             _remove_tree(path)
 
 
-@struct(frozen=True)
-class _Found:
-    path: Path
-    size_bytes: int
-    changed_s: float
-    """When anything in it last changed."""
-
-
 def _folders_of(path: Path, *, removed: bool = False) -> list[Path]:
     try:
         return [
@@ -195,35 +188,11 @@ def _folders_of(path: Path, *, removed: bool = False) -> list[Path]:
         return []
 
 
-def _measure(path: Path) -> _Found:
-    size, changed = 0, 0.0
-    for folder, _, files in os.walk(path):
-        for name in (".", *files):
-            try:
-                status = (Path(folder) / name).lstat()
-            except OSError:
-                continue
-            # What it takes of the disk: a file with holes may be long.
-            size += status.st_blocks * 512
-            changed = max(changed, status.st_mtime)
-    return _Found(path, size, changed)
-
-
 def _remove_tree(path: Path) -> None:
-    shutil.rmtree(
-        path,
-        onerror=lambda _, what, why: log.warning("%s can not be removed: %s", what, why[1]),
-    )
-
-
-def _oldest_first(paths: Iterable[Path]) -> list[Path]:
-    def changed(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except OSError:
-            return 0.0
-
-    return sorted(paths, key=changed)
+    try:
+        remove_tree(path, identity_of_owner(path, with_groups=False))
+    except OSError as error:
+        log.warning("not all of %s can be removed; it is tried again: %s", path, error)
 
 
 # ---------------------------------------------------------------------- the index
@@ -238,17 +207,25 @@ def _as_line(round_: WrittenRound) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-def _read_index(index: Path) -> list[WrittenRound]:
+@struct(frozen=True)
+class _Index:
+    rounds: tuple[WrittenRound, ...] = ()
+    changed_s: float = 0.0
+
+
+def _read_index(run: Path) -> _Index:
     try:
         # The folder says whose it is: the one above it is this agent's own.
-        identity = identity_of_owner(index.parent)
+        identity = identity_of_owner(run)
         with acting_as(identity):
-            fd = open_untrusted(index, os.O_RDONLY)
+            fd = open_untrusted(run / INDEX, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
+            changed_s = os.fstat(file.fileno()).st_mtime
             lines = file.read(_MAX_INDEX_BYTES).splitlines()
     except OSError:
-        return []
-    return [found for line in lines if (found := _read_line(line, identity)) is not None]
+        return _Index()
+    read = (_read_line(line, identity) for line in lines)
+    return _Index(tuple(found for found in read if found is not None), changed_s)
 
 
 def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:

@@ -386,6 +386,8 @@ class _Source:
     tail: _Tail
     woken: Callable[[_Source], None]
     watch: int | None = None
+    identity: None = None
+    """Where there is a console, the workers are no other account's."""
     ends: int = 0
     """How many rounds have ended since its own began: from 1 on, it grows no more."""
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from rdzv.agent.accounts import Identity, acting_as
+
 log = logging.getLogger("rdzv.agent")
 
 _FALLBACK_POLL_S = 0.1
@@ -42,6 +44,10 @@ class Watched(Protocol):
     @property
     def path(self) -> Path:
         """The file; it need not be there yet."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """With whose rights it is watched; None: with those of this process."""
 
     def wake(self) -> None:
         """Hear that the file may have changed. Called in the event loop."""
@@ -74,7 +80,8 @@ class Watches:
             if self._closed:
                 return
             try:
-                source.watch = self._add(source.path)
+                with acting_as(source.identity):
+                    source.watch = self._add(source.path)
             except OSError:
                 source.watch = _POLLED
                 self._loop.call_soon_threadsafe(self._wake_later, source)
