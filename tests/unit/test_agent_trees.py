@@ -21,6 +21,13 @@ NOW = time.time()
 PLENTY = 1 << 40
 
 
+@pytest.fixture(autouse=True)
+def nothing_deep_is_left(tmp_path: Path) -> Iterator[None]:
+    """Pytest removes the folders of old runs, if they are not too deep for Python."""
+    yield
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
 @pytest.fixture
 def shared() -> Iterator[Path]:
     with passable_folder() as folder:
