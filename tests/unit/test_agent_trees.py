@@ -55,9 +55,9 @@ def owned(identity: Identity, top: Path) -> None:
 def test_any_depth_is_measured_and_removed_with_a_few_descriptors(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
-    deep(top, 3_000)
+    deep(top, 1_200)
     blocks = top.stat().st_blocks
-    assert measure(top, NOW).size_bytes >= 3_000 * blocks * 512
+    assert measure(top, NOW).size_bytes >= 1_200 * blocks * 512
     remove_tree(top)
     assert not top.exists()
 
@@ -200,7 +200,7 @@ def age(path: Path, days: float) -> None:
 def test_a_folder_of_any_depth_does_not_stop_the_sweep(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     bad, good = old_run(folders, "bad"), old_run(folders, "good")
-    deep(bad, 1_300)
+    deep(bad, 1_200)
     age(good, 20)
     removed = folders.sweep(14 * DAY, PLENTY, NOW + 15 * DAY)
     assert sorted(removed) == [bad, good]

@@ -979,7 +979,7 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
         await s.join(n1)
         await s.join(n2)
     async with server(store) as s:
-        with pytest.raises(RendezvousConnectionError, match="fence .* let in after 5 s"):
+        with pytest.raises(RendezvousConnectionError, match=r"fence .* let in after 5 s"):
             s.attach("n1", "another")
         await s.clock.advance(5_000)
         s.attach("n1", "another")
