@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from rdzv.core import events, rendezvous
-from rdzv.core.commands import Fail, FailureReport, Join, Leave, Resume, Succeed, Tick
+from rdzv.core.commands import (
+    Command,
+    Fail,
+    FailureReport,
+    Join,
+    Leave,
+    MarkLost,
+    Resume,
+    Succeed,
+    Tick,
+)
 from rdzv.core.model import (
     Cause,
     Claim,
@@ -33,10 +43,12 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.nodes import AgentKind, NodesTuning
+from rdzv.core.placement import FailingCheck
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,
     NodeSupersededError,
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousStateError,
@@ -51,12 +63,17 @@ from rdzv.server.driver import Driver
 from rdzv.server.messages import (
     Belief,
     Closed,
+    Draining,
     Hello,
+    Holding,
+    Hung,
     Joined,
     Lease,
     Line,
+    LogPiece,
     Refused,
     RoundOver,
+    Stacks,
     Told,
     Waiting,
     Welcome,
@@ -983,6 +1000,197 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
             s.attach("n1", "another")
         await s.clock.advance(5_000)
         s.attach("n1", "another")
+
+
+# ---------------------------------------------------------------- one job that fails, and others
+
+
+class UnreadableStore(FlakyStore):
+    """A store in which one job can not be read any more, once that is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable = ""
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        if rdzv_id == self.unreadable:
+            raise RendezvousStateError(f"{rdzv_id} can not be read")
+        return await super().load(rdzv_id)
+
+
+def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> None:
+    """Let each command of this kind break a guarantee in one job, and in no other."""
+    decided: list[Command] = []
+    step = rendezvous.step
+
+    def watched(state: State, command: Command, now_ms: int) -> rendezvous.Transition:
+        decided.append(command)
+        return step(state, command, now_ms)
+
+    def violations(before: State, after: State, _: object) -> list[str]:
+        breaks = isinstance(decided[-1], kind) and after.membership.rdzv_id == rdzv_id
+        return ["a promise"] if breaks and after is not before else []
+
+    monkeypatch.setattr(rendezvous, "step", watched)
+    monkeypatch.setattr(jobs_module, "violations", violations)
+
+
+def asks_for(rdzv_id: str, stream: Stream) -> Belief:
+    """What a node believes that asks for a place in a job."""
+    return Belief(rdzv_id, "", None, has_workers=False, commands=(join(stream),))
+
+
+async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken_for(monkeypatch, "job-8", Join)
+    async with server() as s:
+        await s.join(await s.connect("n2"))
+        n1 = s.attach("n1")
+        await s.driver.greet(n1, [asks_for("job-7", n1), asks_for("job-8", n1)])
+        await settle()
+        said = read(n1)
+        assert n1.open and any(isinstance(message, Line) for message in said)
+        [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
+        assert "can not decide anything about this job: a bug of rdzvd" in waits.reason
+        assert not any(isinstance(message, Refused) for message in said)
+
+
+async def test_who_has_no_other_job_says_everything_again_after_a_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken_for(monkeypatch, "job-8", Join)
+    async with server() as s:
+        n1 = s.attach("n1")
+        await s.driver.greet(n1, [asks_for("job-8", n1)])
+        assert [m.code for m in read(n1) if isinstance(m, Refused)] == [InvariantError.code]
+
+
+async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        s.driver.detach(n1)
+        broken_for(monkeypatch, "job-7", MarkLost)
+        again = s.attach("n1")
+        await s.driver.greet(again, [asks_for("job-8", again)])
+        assert again.open and again.greeted
+        assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
+        assert (await s.driver.look("job-8")).present("n1")
+
+
+async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
+    """The job could be read when the node was refused, and not when it is to be told why."""
+    store = UnreadableStore()
+    async with server(store) as s:
+        _, n2 = await s.pair()
+        await s.driver.hear(n2, "job-9", join(n2))
+        store.unreadable = "job-8"
+        ended = Belief("job-8", "run-9", 0, has_workers=False)
+        await s.driver._refuse(n2, ended, RendezvousClosedError("its run has ended"))
+        assert n2.open
+        [waits] = [m for m in read(n2) if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
+        assert "job-8 can not be read" in waits.reason
+
+
+async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        s.driver._placer.note_holdings("n1", (Holding("job-7", "run-1", 0),))
+        broken_for(monkeypatch, "job-7", MarkLost)
+        await s.driver.note_holdings(n1, ())
+        assert n1.open
+        assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
+
+
+# ---------------------------------------------------------------- what is kept, and for how long
+
+
+async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
+    async with server() as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        for number in range(20):
+            rdzv_id = f"job-{number}"
+            for stream in (n1, n2):
+                await s.driver.hear(stream, rdzv_id, join(stream))
+            await settle()
+            run = (await s.driver.look(rdzv_id)).membership.run
+            for stream in (n1, n2):
+                done = Succeed(stream.node_id, stream.incarnation, run, 0)
+                await s.driver.hear(stream, rdzv_id, done)
+            await settle()
+            assert (await s.driver.look(rdzv_id)).membership.ended is not None
+            read(n1)
+            read(n2)
+        assert not n1._last and not n2._last
+        assert not s.driver._jobs_of
+
+
+async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
+    """A job can be read, and the documents that are read after it can not."""
+    store, clock = FlakyStore(), FakeClock()
+    async with server(store, clock) as s:
+        await s.pair()
+    names = store.list
+
+    async def fails() -> tuple[str, ...]:
+        store.away = RendezvousConnectionError("the store has gone")
+        return (*await names(), "job-8")
+
+    store.list = fails  # type: ignore[method-assign]
+    store.reads = True
+    load = store.load
+
+    async def load_first(rdzv_id: str) -> Stored | None:
+        if rdzv_id == "job-8":
+            raise RendezvousConnectionError("the store has gone")
+        return await load(rdzv_id)
+
+    store.load = load_first  # type: ignore[method-assign]
+    before = [call for _, _, call in clock._calls if not call.cancelled]
+    with pytest.raises(RendezvousConnectionError):
+        async with server(store, clock):
+            raise AssertionError("it can not start")
+    assert [call for _, _, call in clock._calls if not call.cancelled] == before
+
+
+# ---------------------------------------------------------------- a stream that another followed
+
+
+async def test_word_of_a_superseded_stream_changes_nothing() -> None:
+    async with server() as s:
+        former = await s.connect("n1")
+        present = s.attach("n1", incarnation=former.incarnation)
+        assert former.number != present.number
+        placer, hangs = s.driver._placer, s.driver._hangs
+        noted: list[str] = []
+        relays = (
+            (placer, "note_health"),
+            (placer, "note_draining"),
+            (placer, "note_holdings"),
+            (hangs, "note"),
+            (s.driver._logs, "take"),
+            (s.driver._stacks, "take_in"),
+        )
+        for owner, name in relays:
+            setattr(owner, name, lambda *_, name=name: noted.append(name))
+
+        async def say_all(stream: Stream) -> None:
+            driver = s.driver
+            driver.note_health(stream, (FailingCheck("disk", "it is full"),))
+            driver.note_draining(stream, Draining(1_000, "preempted", 0, own=True))
+            await driver.note_holdings(stream, ())
+            driver.note_hung(stream, Hung("job-7", "run-1", 0, ()))
+            driver.take_log(stream, LogPiece(1))
+            driver.take_stacks_in(stream, Stacks(1, last=True))
+
+        await say_all(former)
+        assert noted == []
+        await say_all(present)
+        assert sorted(noted) == sorted(name for _, name in relays)
 
 
 # ---------------------------------------------------------------- a run that goes on as another

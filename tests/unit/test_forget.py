@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from test_driver import FakeClock, Server, join, read, server, settle
 
+from rdzv.core import rendezvous
 from rdzv.core.commands import Leave, Succeed
 from rdzv.core.model import (
     Ended,
@@ -349,6 +350,20 @@ async def test_a_job_that_can_not_be_read_is_left_alone(
         await settle()
     assert store.deleted == ["old"]
     assert await store.list() == ("bad",)
+
+
+async def test_a_job_that_somebody_is_still_in_is_not_pruned(
+    store: DeletingStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stored(store, "old", 0)
+    seat = {"n1": Seat(1, NOW_MS)}
+    restore = rendezvous.restore
+    monkeypatch.setattr(
+        rendezvous, "restore", lambda *given: replace(restore(*given), waiting={}, seats=seat)
+    )
+    async with server(store, clock):
+        await settle()
+    assert store.deleted == []
 
 
 async def test_a_job_that_has_begun_another_run_meanwhile_stays(

@@ -23,7 +23,7 @@ from rdzv.c10d.watch import Watch
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
-from rdzv.core.model import JobSpec, JobState, Offer, Result, Settings, State, Tuning
+from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settings, State, Tuning
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.rendezvous import step, vacant
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
@@ -515,6 +515,17 @@ def agrees(state: State, now_ms: int) -> str:
     if job_state(state) is JobState.JOINING:
         assert bool(missing_nodes(state)) is (state.ready < state.membership.min_nodes)
     return reason
+
+
+def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
+    seats = {"n1": Seat(1, 0, leaving="SIGTERM"), "n2": Seat(2, 0)}
+    began = step(vacant("job-7", CONFIG.tuning), _first_join(), 0).state
+    settings = Settings(min_nodes=3, max_nodes=3)
+    state = replace(
+        began, membership=replace(began.membership, settings=settings), waiting={}, seats=seats
+    )
+    assert missing_nodes(state) == 2
+    assert missing_nodes(replace(state, away={"n2": Away(0, 5_000, firm=False)})) == 3
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ from rdzv.core.submitted import awaited
 from rdzv.core.words import listed
 from rdzv.errors import (
     InvalidRequestError,
+    InvariantError,
     LimitExceededError,
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -240,8 +241,9 @@ class Driver:
         with single_error():
             async with asyncio.TaskGroup() as group:
                 driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
-                await driver._start()
                 try:
+                    # A start that fails may have loaded jobs, whose timers run.
+                    await driver._start()
                     yield driver
                 finally:
                     await driver._stop()
@@ -402,6 +404,8 @@ class Driver:
     def _forget(self, job: Job, node_id: str) -> None:
         """Forget a node that is in a job no more."""
         job.node_ids.discard(node_id)
+        if stream := self._streams.get(node_id):
+            stream.forget(job.rdzv_id)
         if rdzv_ids := self._jobs_of.get(node_id):
             rdzv_ids.discard(job.rdzv_id)
             if not rdzv_ids:
@@ -556,9 +560,9 @@ class Driver:
         """
         state = self._jobs.peek(said.rdzv_id)
         now_ms = self._clock.now_ms()
-        if state is None or not self._progress.note(
-            state, stream.node_id, stream.incarnation, said, now_ms
-        ):
+        if state is None or not self._is_present(stream):
+            return
+        if not self._progress.note(state, stream.node_id, stream.incarnation, said, now_ms):
             return
         self._stragglers.note(state, lambda: self._progress.shown(state, now_ms), now_ms)
         if said.rdzv_id in self._changes or self._followers:
@@ -585,22 +589,24 @@ class Driver:
 
         A job that it has let go of goes on without it: what it said of that may be lost.
         """
+        if not self._is_present(stream):
+            return
         held = {(holding.rdzv_id, holding.run) for holding in holdings}
         for rdzv_id, runs in self._placer.held(stream.node_id).items():
             for run in sorted(run for run in runs if (rdzv_id, run) not in held):
                 await self._note_let_go(stream, rdzv_id, run)
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._placer.note_holdings(stream.node_id, holdings)
             self._tell_followers(None)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
         """Note what is wrong with a node by its own checks."""
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._placer.note_health(stream.node_id, failing)
 
     def note_draining(self, stream: Stream, draining: Draining) -> None:
         """Note that a node is about to leave all its jobs."""
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._placer.note_draining(stream.node_id, draining)
             self._show_drain(stream.node_id)
 
@@ -612,24 +618,29 @@ class Driver:
             return
         if state.incarnation(node_id) == stream.incarnation:
             lost = MarkLost(node_id, stream.incarnation, reason)
-            await self._insist(stream, rdzv_id, lost)
+            await self._insist_or_log(stream, rdzv_id, lost)
         elif node_id in awaited(state):
-            await self._insist(stream, rdzv_id, Withdraw(run, (node_id,), reason))
+            withdrawn = Withdraw(run, (node_id,), reason)
+            await self._insist_or_log(stream, rdzv_id, withdrawn)
 
     def take_log(self, stream: Stream, piece: LogPiece) -> None:
         """Pass on a piece of a log to whoever reads it."""
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._logs.take(stream.node_id, piece)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
         """Look into it that workers of a node hang, or do so no more; see `Hangs.note`."""
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._hangs.note(stream.node_id, stream.incarnation, said)
 
     def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
         """Pass on what workers are doing to whoever has asked."""
-        if self._streams.get(stream.node_id) is stream:
+        if self._is_present(stream):
             self._stacks.take_in(stream.node_id, said)
+
+    def _is_present(self, stream: Stream) -> bool:
+        """Whether no newer stream speaks for the node: what comes late on an older one is void."""
+        return self._streams.get(stream.node_id) is stream
 
     async def wait_alone(self, timeout_s: float) -> None:
         """Wait until every node has gone, or for so long."""
@@ -703,7 +714,8 @@ class Driver:
             state = self._jobs.peek(rdzv_id)
             if state is not None and state.incarnation(node_id) == stream.incarnation:
                 reason = "it came back, and takes no part any more"
-                await self._insist(stream, rdzv_id, MarkLost(node_id, stream.incarnation, reason))
+                lost = MarkLost(node_id, stream.incarnation, reason)
+                await self._insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
         """Tell a node that comes back which submitted jobs it is to take up, or to let go of."""
@@ -773,8 +785,34 @@ class Driver:
                 said = reason
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
+    async def _insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
+        """Submit what follows from a node's word. A job that fails here concerns no other job."""
+        try:
+            await self._insist(stream, rdzv_id, command)
+        except RendezvousError as error:
+            log.error("job %s could not be told about %s: %s", rdzv_id, stream.node_id, error)
+
     async def _refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
-        """Tell a node that it was refused; if that is because its run is over, tell it how."""
+        """Tell a node that it was refused; if that is because its run is over, tell it how.
+
+        A node that is told of an error of this server ends its stream, and says everything again.
+        One that has other jobs goes on with them instead: the error is about one job.
+        """
+        try:
+            await self._refuse_as_it_is(stream, belief, error)
+        except (InvariantError, RendezvousStateError) as own:
+            log.error("job %s: %s is not heard: %s", belief.rdzv_id, stream.node_id, own)
+            if self._jobs_of.get(stream.node_id, set()) - {belief.rdzv_id}:
+                reason = f"the server can not decide anything about this job: {own}"
+                stream.send(Waiting(belief.rdzv_id, reason))
+            else:
+                stream.send(Refused(belief.rdzv_id, own.code, str(own)))
+
+    async def _refuse_as_it_is(
+        self, stream: Stream, belief: Belief, error: RendezvousError
+    ) -> None:
+        if isinstance(error, InvariantError | RendezvousStateError):
+            raise error
         if isinstance(error, UnknownNodeError):
             self._unknown_job(stream, belief)
             return

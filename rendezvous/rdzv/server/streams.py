@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rdzv.core.model import UNKNOWN_INSTANCE, Instance
 from rdzv.errors import LimitExceededError, RendezvousError
 from rdzv.server.callers import ANYBODY, Caller
-from rdzv.server.messages import Joined, Line, RoundOver, Told, Waiting
+from rdzv.server.messages import Closed, Joined, Line, Refused, RoundOver, Told, Waiting
 
 
 class Stream:
@@ -67,14 +67,18 @@ class Stream:
 
     def _repeats(self, told: Told) -> bool:
         """Whether this says how things are with a job, just as the last such message did."""
-        if isinstance(told, Joined):
+        if isinstance(told, Joined | Closed | Refused):
             # What was said of a round before its node knew the run was not taken in.
-            self._last.pop(told.rdzv_id, None)
+            self.forget(told.rdzv_id)
         if not isinstance(told, Line | RoundOver | Waiting):
             return False
         repeated = self._last.get(told.rdzv_id) == told
         self._last[told.rdzv_id] = told
         return repeated
+
+    def forget(self, rdzv_id: str) -> None:
+        """Forget what was said last about a job that the node is in no more."""
+        self._last.pop(rdzv_id, None)
 
     async def next(self) -> Told:
         """Wait for the next message to write."""
