@@ -189,7 +189,8 @@ def _check(membership: Membership, wanted: LogsWanted) -> None:
 
 def _no_rank(name: str, rank: int, round_: Round) -> str:
     last = round_.world_size - 1
-    return f"{name} has no RANK {rank} in round {round_.number}; its RANKs are 0 to {last}"
+    ranks = f"its RANKs are 0 to {last}" if last else "its only RANK is 0"
+    return f"{name} has no RANK {rank} in round {round_.number}; {ranks}"
 
 
 class LogReader:
