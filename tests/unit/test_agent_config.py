@@ -113,6 +113,23 @@ def test_root_takes_jobs_only_if_it_is_named(
     assert read_config(written(tmp_path, "", account="root"))
 
 
+SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd" / "agent.toml"
+
+
+@pytest.mark.parametrize("option", ["--check-config", "--print-config"])
+def test_root_may_look_at_the_file_as_it_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Its head recommends both, and the unit starts the agent as another account."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    result = CliRunner().invoke(main.main, [f"--config={SHIPPED}", option])
+    assert result.exit_code == 0, result.output
+    assert "it does not start as root, the account here: rdzv-agent runs as root" in result.stderr
+    with pytest.raises(InvalidRequestError, match="rdzv-agent runs as root"):
+        read_config(SHIPPED)
+
+
 def test_root_runs_the_jobs_that_its_own_file_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

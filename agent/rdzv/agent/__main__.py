@@ -13,7 +13,13 @@ from typing import NoReturn
 import click
 
 from rdzv import systemd
-from rdzv.agent.agent_config import DEFAULT_FILE, Config, check_state_dir, read_config
+from rdzv.agent.agent_config import (
+    DEFAULT_FILE,
+    Config,
+    check_state_dir,
+    read_config,
+    why_not_here,
+)
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.summary import summary
@@ -81,7 +87,11 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """
     set_up_logging("rdzv-agent")
     try:
-        config = read_config(path)
+        # Root looks at what the unit starts as an account of its own.
+        as_root = (check_config or print_config) and os.geteuid() == 0
+        config = read_config(path, for_another=as_root)
+        if as_root and (why := why_not_here(config.values)):
+            click.echo(f"rdzv-agent: it does not start as root, the account here: {why}", err=True)
         if check_config and not config.launches:
             check_state_dir(config)
         if check_config or print_config:

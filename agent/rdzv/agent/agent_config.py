@@ -122,12 +122,18 @@ def _check_python(values: Values) -> str:
 
 
 def _check_account(values: Values) -> str:
-    account, own = values.maybe("account", str), own_account()
+    account = values.maybe("account", str)
     if account is not None and values.tables("user"):
         return (
             f"`account` = {account!r} and [[user]] both say what submitted jobs run as; leave "
             "`account` out"
         )
+    return ""
+
+
+def why_not_here(values: Values) -> str:
+    """Say why an rdzv-agent of this process's account does not start; empty: it does."""
+    account, own = values.maybe("account", str), own_account()
     if account is not None and account != own:
         return (
             f"`account` = {account!r} is not the one that rdzv-agent runs as, {own}; leave it out, "
@@ -649,7 +655,7 @@ KNOBS = Knobs(
         Rule(("labels",), _check_labels),
         Rule(("env",), _check_env),
         Rule(("python",), _check_python),
-        Rule(("account", "job", "user"), _check_account),
+        Rule(("account", "user"), _check_account),
         Rule(("user", "job"), _check_users),
         Rule(("health", "job"), _check_health),
         Rule(("metrics_listen", "insecure"), _check_metrics_listen),
@@ -823,8 +829,8 @@ def _check_passable(path: Path) -> None:
             )
 
 
-def read_config(path: Path) -> Config:
-    """Read and check a configuration.
+def read_config(path: Path, *, for_another: bool = False) -> Config:
+    """Read and check a configuration; `for_another`: of an agent that another account starts.
 
     Raises:
         InvalidRequestError: it can not be read, or a value makes no sense; all that is wrong is
@@ -832,6 +838,8 @@ def read_config(path: Path) -> Config:
 
     """
     values = load(KNOBS, path)
+    if not for_another and (why := why_not_here(values)):
+        raise InvalidRequestError(f"{path}: {why}")
     endpoints = parse_endpoints(values.get("server", str))
     try:
         launches = _read_jobs(values, endpoints)
