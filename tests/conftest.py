@@ -91,8 +91,7 @@ def _same_logging_afterwards() -> Iterator[None]:
     yield
     for logger in _our_loggers():
         level, handlers, propagate = before.get(logger, (logging.NOTSET, [], True))
-        if logger.level != level:  # It has every logger forget what it has cached.
-            logger.setLevel(level)
+        logger.setLevel(level)
         logger.handlers[:] = handlers
         logger.propagate = propagate
 

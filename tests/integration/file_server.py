@@ -282,7 +282,7 @@ _OPERATIONS: dict[int, Callable[[_FileSystem, _Node, bytes], bytes]] = {
     17: _FileSystem.statfs,
     18: _FileSystem.nothing,  # RELEASE
     20: _FileSystem.nothing,  # FSYNC
-    25: _FileSystem.nothing,  # FLUSH
+    # Not FLUSH (25): a process that is killed would not end before that was answered.
     26: _FileSystem.init,
     27: _FileSystem.opendir,
     28: _FileSystem.readdir,

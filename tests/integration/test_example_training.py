@@ -89,9 +89,7 @@ class Launcher:
         self.folder = folder
         self.jobs: list[Job] = []
 
-    def __call__(
-        self, *arguments: str, nproc: int = 2, max_restarts: int = 3, flags: tuple[str, ...] = ()
-    ) -> Job:
+    def __call__(self, *arguments: str, nproc: int = 2, max_restarts: int = 3) -> Job:
         mark = uuid.uuid4().hex
         # torchrun's restarts are reliable only when each has a store of its own.
         environ = os.environ | {"EXAMPLE_MARK": mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -99,7 +97,6 @@ class Launcher:
             *LAUNCHERS[self.name],
             f"--nproc-per-node={nproc}",
             f"--max-restarts={max_restarts}",
-            *flags,
             str(SCRIPT),
             *TRAINING,
             *arguments,
@@ -174,8 +171,6 @@ def test_killed_workers_change_nothing_in_the_result(
         f"--snapshot={tmp_path / 'snapshot.pt'}",
         f"--final-weights={tmp_path / 'disturbed.pt'}",
         "--step-seconds=0.1",
-        # Its restarts import nothing; those of cold workers have tests of their own.
-        flags=("--warm",),
     )
     for epoch, victim in (2, 1), (4, 0):
         job.wait_for(f"\nepoch {epoch} | step {epoch * STEPS_PER_EPOCH} | ")

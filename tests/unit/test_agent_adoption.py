@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +370,19 @@ class Story:
         self.driver.resume(self.runner, state)  # type: ignore[arg-type]
         await self.driver.get_ready()
 
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def begin_round(self, line: Assignment) -> None:
+        """Have a round complete, and wait until the workers' files were made, or it has failed."""
+        said = len(self.link.said)
+        self.driver.post(events.RoundCompleted(line))
+        await self.until(
+            lambda: len(self.link.said) > said or self.driver.written.at(line.round) is not None
+        )
+
     def line(self, round_: int = 0, **changes: Any) -> Assignment:
         line = Assignment("r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
         return replace(line, **changes)
@@ -402,12 +415,12 @@ async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
     s.driver.post(events.Joined("r1", 1))
     await s.die_and_come_back()
     assert (s.phase(), s.driver.joined) == (pb.Belief.JOINING, True)
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     assert s.runner.asked == [("start", 0, 2)]
 
 
 async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     before = s.driver.belief()
     await s.die_and_come_back()
     after = s.driver.belief()
@@ -423,9 +436,10 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
     s: Story,
 ) -> None:
     s.runner.deaf_to.add("start")
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     assert s.runner.asked == []
     await s.die_and_come_back()
+    await s.until(lambda: s.runner.asked)
     assert s.runner.asked == [("start", 0, 2)]
 
 
@@ -433,7 +447,7 @@ async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story)
     (join,) = [message.join for message in s.link.said if message.HasField("join")]
     port = join.offer.store_port
     await s.die_and_come_back()
-    s.driver.post(events.RoundCompleted(s.line(group_rank=0, master_port=port)))
+    await s.begin_round(s.line(group_rank=0, master_port=port))
     (failed,) = [m.store_host_failed for m in s.link.said if m.HasField("store_host_failed")]
     assert f"the agent that had offered port {port} was restarted before the" in failed.reason
     assert s.runner.store_hosts == set()
@@ -442,7 +456,7 @@ async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story)
 async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the_next(
     s: Story,
 ) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     s.runner.deaf_to.add("stop")
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     await s.die_and_come_back()
@@ -458,7 +472,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
 
 async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:
     """Its end may have been heard by an agent that died before it had noted it."""
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     s.driver.post(events.Fenced(0, 10))
     await s.die_and_come_back()
     assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
@@ -469,10 +483,10 @@ async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(
 
 
 async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     await s.die_and_come_back()
     (s.folder / "run/round_0/0/error.json").write_text('{"message": "boom", "timestamp": 1}')
-    s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
     (failed,) = [message.failed for message in s.link.said if message.HasField("failed")]
     (failure,) = failed.failures
     assert (failure.local_rank, failure.exit_code) == (0, 3)
@@ -482,21 +496,21 @@ async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> No
 
 
 async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
-    s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    await s.begin_round(s.line())
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
     await s.die_and_come_back()
     belief = s.driver.belief()
     assert belief is not None
     assert [failure.exit_code for failure in belief.failures] == [3]
     # It is told again where the former agent died before it said that it has heard it.
-    s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 4_000))
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 4_000))
     belief = s.driver.belief()
     assert belief is not None
     assert len(belief.failures) == 1
 
 
 async def test_success_is_remembered(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     for local_rank in (0, 1):
         s.runner.tell(runner_link.WorkerExited(0, local_rank, 100 + local_rank, 0, None, 0))
     await s.die_and_come_back()
@@ -508,7 +522,7 @@ async def test_success_is_remembered(s: Story) -> None:
 
 
 async def test_a_withdrawal_goes_on(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     s.driver.post(events.Withdrawn("r1", "scaled down"))
     await s.die_and_come_back()
     belief = s.driver.belief()
@@ -520,7 +534,7 @@ async def test_a_withdrawal_goes_on(s: Story) -> None:
 
 
 async def test_what_has_ended_has_ended(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     s.runner.store_hosts.add(0)
     s.runner.deaf_to.add("stop")
     s.driver.post(events.Signalled(15, "SIGTERM"))
@@ -533,7 +547,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
 
 
 async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     (file,) = s.folder.glob("rdzv_progress_*/round_0/0/progress")
     await s.die_and_come_back()
     file.write_text("17\n")
@@ -553,7 +567,7 @@ async def test_the_runner_waits_as_long_as_the_server_does(s: Story) -> None:
 
 
 async def test_a_job_that_is_handed_over_is_left_alone(s: Story) -> None:
-    s.driver.post(events.RoundCompleted(s.line()))
+    await s.begin_round(s.line())
     await s.driver.hand_over(60_000)
     assert s.driver.handed_over
     assert s.runner.served[-1] == (60.0, 30.0)

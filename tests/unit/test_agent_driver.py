@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,8 @@ from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.launch import Launch, Output
 from rdzv.client import Endpoint
-from rdzv.core.model import Settings
+from rdzv.core.model import Settings, Tally
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 100.0
@@ -83,6 +84,12 @@ class Fixture:
         return [message.WhichOneof("body") for message in self.link.said]
 
 
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 @pytest.fixture
 async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
     made = Fixture(tmp_path)
@@ -125,6 +132,7 @@ async def test_it_says_once_that_it_has_joined(
 
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
+    await until(lambda: f.runner.asked)
     ((what, round_, (worker,)),) = f.runner.asked
     assert (what, round_) == ("start", 0)
     assert worker.cwd == str(f.launch.chdir)
@@ -247,3 +255,27 @@ async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture
     f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
     f.runner.tell(runner_link.WorkersGone(0))
     assert (await said(f, "join")).join.left_round == 0
+
+
+@pytest.mark.parametrize(
+    ("window_ms", "tally", "said"),
+    [
+        (0, None, "restarts 4 of 3"),
+        (30_000, Tally(restart_ages_ms=(2_000,)), "restarts 1 of 3 in the last 30 s, 4 in all"),
+        (30_000, None, "restarts 0 of 3 in the last 30 s, 4 in all"),
+    ],
+)
+async def test_restarts_are_counted_as_the_server_counts_them(
+    f: Fixture,
+    caplog: pytest.LogCaptureFixture,
+    window_ms: int,
+    tally: Tally | None,
+    said: str,
+) -> None:
+    caplog.set_level("INFO", "rdzv.agent")
+    settings = Settings(1, 1, max_restarts=3, restart_window_ms=window_ms)
+    launch = replace(f.launch, job=replace(f.launch.job, settings=settings))
+    driver = JobDriver(launch, f.link, "r1")  # type: ignore[arg-type]
+    driver.post(events.RoundCompleted(replace(LINE, restarts=4, max_restarts=3, tally=tally)))
+    assert caplog.text.rstrip().endswith(said)
+    await driver.close()

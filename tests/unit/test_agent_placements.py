@@ -65,11 +65,13 @@ class Driver:
         self._node.drivers[self.rdzv_id, self.run] = self
 
     def resume(self, *_: Any) -> None:
+        if self._node.trouble is not None:
+            raise self._node.trouble
         self.joined = True
         self._node.drivers[self.rdzv_id, self.run] = self
 
-    async def get_ready(self) -> None:
-        pass
+    async def get_ready(self, why_not: str = "") -> None:
+        self.why_not = why_not
 
     def describe(self) -> str:
         return "running"
@@ -578,12 +580,12 @@ def orphan(node: Node, *gpus: str, args: tuple[str, ...] = ("--no-python", "/bin
     placement = KeptPlacement("n1", "i1", "old", "r1", spec, len(gpus), gpus, {"OF": "before"})
     job = Job("old", "n1", Settings(1, 1), local_world_size=3)
     state = KeptState(AgentState(job, run="r1"), Offer("127.0.0.1", 3))
-    ended: list[bool] = []
+    left: list[bool] = []
     runner = SimpleNamespace(
         path=node.folder / "socket",
         hello=SimpleNamespace(pid=77),
-        ended=ended,
-        end=lambda: ended.append(True),
+        left=left,
+        leave=lambda: left.append(True),
     )
     return Orphan(runner, placement, state)  # type: ignore[arg-type]
 
@@ -617,14 +619,62 @@ async def test_an_adopted_job_that_is_placed_again_is_the_same(node: Node) -> No
     await node.until_free()
 
 
-async def test_one_that_can_not_be_gone_on_with_is_ended_and_not_held(
+async def test_workers_run_on_whose_arguments_are_refused_today(node: Node) -> None:
+    """As by a stricter parser after an upgrade: no round is started by them, and none is ended."""
+    await node.placements.adopt([orphan(node, args=("--no-such-flag", "/bin/true"))])
+    assert node.held() == {"old"}
+    driver = node.drivers["old", "r1"]
+    assert driver.launch.job.local_world_size == 3
+    await asyncio.sleep(0)
+    assert "--no-such-flag" in driver.why_not
+    driver.end()
+    await node.until_free()
+
+
+async def test_workers_keep_gpus_that_the_configuration_names_no_more(gpu_node: Node) -> None:
+    await keep_gpus(gpu_node)
+
+
+async def test_workers_keep_gpus_of_a_node_that_has_none_any_more(node: Node) -> None:
+    await keep_gpus(node)
+
+
+async def keep_gpus(node: Node) -> None:
+    await node.placements.adopt([orphan(node, "GPU-a", "GPU-gone")])
+    driver = node.drivers["old", "r1"]
+    assert driver.launch.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-gone"
+    await asyncio.sleep(0)
+    assert driver.why_not == ""
+    driver.end()
+    await node.until_free()
+
+
+async def test_a_folder_that_can_not_be_made_stops_no_worker(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolders, "open", full)
+    await node.placements.adopt([orphan(node)])
+    driver = node.drivers["old", "r1"]
+    await asyncio.sleep(0)
+    assert "No space left" in driver.why_not
+    driver.end()
+    await node.until_free()
+
+
+async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not_held(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lost = orphan(node, args=("--no-such-flag", "/bin/true"))
-    await node.placements.adopt([lost, orphan(node)])
-    assert lost.runner.ended == [True]
-    assert "old: can not be gone on with; it ends here" in caplog.text
-    assert len(node.made) == 1
+    node.trouble = ValueError("of a state that makes no sense")
+    lost = orphan(node)
+    await node.placements.adopt([lost])
+    assert lost.runner.left == [True]
+    assert "old: can not be gone on with; its workers run on until the server gives" in caplog.text
+    assert (node.held(), node.runners) == (set(), set())
+    node.trouble = None
+    await node.placements.adopt([orphan(node)])
     node.drivers["old", "r1"].end()
     await node.until_free()
 

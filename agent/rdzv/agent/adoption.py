@@ -29,10 +29,14 @@ from rdzv.agent.kept import (
     decode_state,
 )
 from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
+from rdzv.agent.side_thread import in_time
 from rdzv.agent.strays import kill_strays, mark_of
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
+
+STRAYS_WITHIN_S = 10.0
+"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -115,12 +119,14 @@ class Heritage:
         try:
             if (found := await FoundRunner.meet(path)) is None:
                 # It removes it itself, unless it was killed.
-                kill_strays(mark_of(path))
+                await in_time(STRAYS_WITHIN_S, kill_strays, mark_of(path))
                 _remove(path)
             return found
         except NotAdoptableError as error:
             self._tell_left(path, str(error))
-            return None
+        except TimeoutError as error:
+            log.error("what the dead runner of %s has left behind may live on: %s", path, error)
+        return None
 
     def _adopt(self, found: FoundRunner, former: Instance | None) -> Orphan | None:
         try:

@@ -31,13 +31,14 @@ from rdzv.agent.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_i
 from rdzv.agent.placements import Placements
 from rdzv.agent.preemption import heeded
 from rdzv.agent.progress import PREFIX
-from rdzv.agent.resources import describe, find_resources
+from rdzv.agent.resources import NONE, describe, find_resources
 from rdzv.agent.run_folders import RunFolders
 from rdzv.agent.server_link import ServerLink
 from rdzv.agent.side_thread import in_thread
 from rdzv.agent.submitted import Surroundings
 from rdzv.agent.trees import remove_tree
 from rdzv.concurrency import single_error
+from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.knobs import ConfigurationError, compare
 from rdzv.structs import replace
@@ -118,13 +119,19 @@ class Daemon:
         await in_thread(_remove_leftovers, config.runtime_dir, orphans)
         values = config.values
         topology = values.maybe("topology", str) or ""
-        resources = await in_thread(
-            find_resources,
-            values.get("gpus", str),
-            labels=config.labels,
-            capacity=config.capacity,
-            topology=topology,
-        )
+
+        def find(gpus: str) -> Resources:
+            labels, capacity = config.labels, config.capacity
+            return find_resources(gpus, labels=labels, capacity=capacity, topology=topology)
+
+        try:
+            resources = await in_thread(find, values.get("gpus", str))
+        except InvalidRequestError as error:
+            if not orphans:
+                raise
+            log.error("%s; until this agent is started again, jobs get no GPU here; the workers of "
+                      "the agent before run on", error)  # fmt: skip
+            resources = await in_thread(find, NONE)
         around = Surroundings(
             node_id=config.node_id,
             endpoints=config.endpoints,

@@ -19,7 +19,7 @@ from rdzv.agent import runner_link, strays, wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.machine import EXIT_FAILED, rejoin, rejoins_after_failure
 from rdzv.agent.core.model import Assignment, Leaving, Phase
-from rdzv.agent.errors import describe_exit, read_error
+from rdzv.agent.errors import WorkerError, describe_exit, read_error, unread
 from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.hangs import HangWatch, HungReport
 from rdzv.agent.kept import (
@@ -34,7 +34,6 @@ from rdzv.agent.kept import (
 )
 from rdzv.agent.launch import (
     Launch,
-    check_startable,
     has_torch,
     local_address,
     reachable_host_name,
@@ -45,11 +44,12 @@ from rdzv.agent.notice import NoticeFile
 from rdzv.agent.progress import ProgressFiles, Report
 from rdzv.agent.runner import WorkerSpec
 from rdzv.agent.server_link import ServerLink
+from rdzv.agent.side_thread import Aside, in_time
 from rdzv.agent.snapshot import Snapshot
 from rdzv.agent.stacks import StackAnswers, StacksAsked, Target
 from rdzv.agent.witness import Witness
 from rdzv.agent.worker_group import LocalWorkerGroup
-from rdzv.core.model import LeaveCause, Moved, Offer
+from rdzv.core.model import MAX_RESTART_AGES, LeaveCause, Moved, Offer
 from rdzv.core.stacks import WorkerStack
 from rdzv.core.words import duration
 from rdzv.endpoints import Endpoint
@@ -61,6 +61,12 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 RUNNER_CLOSE_TIMEOUT_S = 10.0
+ERROR_FILE_WITHIN_S = 2.0
+"""How long the end of a round waits for a word of why a worker has failed."""
+SWEEP_WITHIN_S = 10.0
+"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
+SWEEP_AGAIN_S = 1.0
+"""How soon it is looked again where it could not be: until then they count as there."""
 LET_GO_TIMEOUT_S = 2.0
 """How long a runner may take to read what it is to keep, before this process ends without it."""
 
@@ -108,6 +114,9 @@ class JobDriver:
         """By LOCAL_RANK: the workers of this round that have been started."""
         self._examine = examine
         self._examining: asyncio.Task[None] | None = None
+        self._error_files = Aside(ERROR_FILE_WITHIN_S)
+        self._losing: asyncio.Task[None] | None = None
+        """Ends what a dead runner has left behind."""
         self._stacks = StackAnswers(self._say_stacks)
         self._hangs = HangWatch(self.rdzv_id, launch.hang_timeout, self._say_hung, launch.identity)
         self._inbox: deque[events.Event] = deque()
@@ -220,17 +229,25 @@ class JobDriver:
             left_ms = max(stop.at_ms + stop.grace_ms - _now_ms(), 0)
             self._do(commands.StopWorkers(stop.round, left_ms, stop.signum))
 
-    async def get_ready(self) -> None:
-        """After `resume`: get ready for the rounds to come. What goes wrong is told when one does.
+    async def get_ready(self, why_not: str = "") -> None:
+        """After `resume`: get ready for the rounds to come, unless something speaks against it.
 
-        Meanwhile the workers run on, and are looked after.
+        What does, or goes wrong, is why the next round fails to start. Meanwhile the workers run
+        on, and are looked after.
         """
-        try:
-            await self._witness.open()
-            await self._workers.prepare()
-        except (InvalidRequestError, OSError) as error:
-            log.error("%s: no further round can be started here: %s", self.rdzv_id, error)
-            self._unready = str(error)
+        self._unready = why_not
+        if not why_not:
+            try:
+                await self._witness.open()
+                await self._workers.prepare()
+            except (InvalidRequestError, OSError) as error:
+                self._unready = str(error)
+            except Exception as error:
+                log.exception("%s: a bug of rdzv-agent", self.rdzv_id)
+                self._unready = f"a bug of its rdzv-agent: {error!r}"
+        if self._unready:
+            text = "%s: no further round can be started here; its workers run on: %s"
+            log.error(text, self.rdzv_id, self._unready)
         self._ready.set()
         if self._workers.zygote is not None:
             self._owner.keep_zygote(self._workers.zygote)
@@ -307,6 +324,9 @@ class JobDriver:
         await self._stacks.close()
         if self._runner is not None:
             await self._runner.close(RUNNER_CLOSE_TIMEOUT_S)
+        if self._losing is not None:
+            async with asyncio.timeout(RUNNER_CLOSE_TIMEOUT_S):
+                await asyncio.shield(self._losing)
         self._progress.close()
         await self._workers.close()
         await self._witness.close()
@@ -549,12 +569,6 @@ class JobDriver:
         if self._unready:
             self._fail_start(assignment, self._unready)
             return
-        try:
-            # Again before each round: what was there at the join may have gone since.
-            check_startable(self._launch)
-        except InvalidRequestError as error:
-            self._fail_start(assignment, str(error))
-            return
         self._pids.clear()
         self._progress.open_round(assignment, self._launch.job.local_world_size)
         self._notified_by = None
@@ -568,13 +582,15 @@ class JobDriver:
                 assignment, lambda workers: self._guard(self._start_in, assignment, workers)
             )
 
-    def _start_in(self, assignment: Assignment, workers: list[WorkerSpec] | OSError) -> None:
+    def _start_in(self, assignment: Assignment, workers: list[WorkerSpec] | Exception) -> None:
         """Start the workers where they are to write, unless the round has ended meanwhile."""
         if not self._runs(assignment):
             return
-        if isinstance(workers, OSError):
+        if isinstance(workers, InvalidRequestError | OSError):
             self._fail_start(assignment, str(workers))
             return
+        if isinstance(workers, Exception):
+            raise workers
         self._keep()
         self._start_store_host(assignment)
         self._hangs.open_round(assignment)
@@ -619,8 +635,21 @@ class JobDriver:
 
     # ------------------------------------------------------------------ the runner's side
 
-    def _hear_runner(self, event: runner_link.RunnerEvent) -> None:
-        self._guard(self._take_from_runner, event)
+    def _hear_runner(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
+        """Take what the runner says; return what is done when it is taken, if it is not yet."""
+        match event:
+            case runner_link.WorkerExited() if event.exit_code != 0:
+                taken = asyncio.get_running_loop().create_future()
+                self._guard(self._explain_exit, event, taken)
+                return taken
+            case runner_link.RunnerExited():
+                lost = self._lose_runner(event)
+                self._losing = asyncio.create_task(lost, name=f"runner of {self.rdzv_id}")
+                self._losing.add_done_callback(self._note_failure)
+                return self._losing
+            case _:
+                self._guard(self._take_from_runner, event)
+                return None
 
     def _take_from_runner(self, event: runner_link.RunnerEvent) -> None:
         self.meter.runner_said(event)
@@ -634,8 +663,7 @@ class JobDriver:
             case runner_link.WorkersStartFailed():
                 self.post(events.StartFailed(event.round, event.reason))
             case runner_link.WorkerExited():
-                self._hangs.worker_exited(event.local_rank)
-                self.post(self._explain_exit(event))
+                self._take_exit(event, WorkerError("", "", 0))
             case runner_link.WorkersGone():
                 self._workers.close_round()
                 self._hangs.close_round()
@@ -659,8 +687,6 @@ class JobDriver:
             case runner_link.RunnerRefused():
                 log.error("%s: its runner refuses to go on: %s", self.rdzv_id, event.reason)
                 self._owner.kill()
-            case runner_link.RunnerExited():
-                self._lose_runner(event)
 
     def _workers_gone(self, round_: int, moved: Moved) -> None:
         """Take note that none is left: at once, or when the node was looked at that is to rejoin.
@@ -689,32 +715,66 @@ class JobDriver:
             self.post(events.Unhealthy(gone.round, reason))
         self.post(gone)
 
-    def _lose_runner(self, event: runner_link.RunnerExited) -> None:
+    async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
         """Kill what a dead runner has left behind, before anyone is told that it is gone."""
+        self.meter.runner_said(event)
         if event.exit_code != 0 or not self._ended.done():
-            runner_link.sweep_orphans()
-            if self._keeping is not None:
-                # Was it adopted, they are init's.
-                strays.kill_strays(strays.mark_of(self._keeping.socket))
+            while not await self._end_leftovers():  # noqa: ASYNC110
+                await asyncio.sleep(SWEEP_AGAIN_S)
         if not self._ended.done():
             how = "nobody knows how" if event.exit_code is None else event.exit_code
             reason = f"its runner exited unexpectedly ({how})"
             self.post(events.RunnerLost(reason))
 
-    def _explain_exit(self, event: runner_link.WorkerExited) -> events.WorkerExited:
-        """Add to an exit what the worker's error file says of it."""
-        succeeded = event.exit_code == 0
-        error_file = self._workers.error_file(event.local_rank)
-        error = read_error(error_file, event.signal, event.pid, self._launch.identity)
-        return events.WorkerExited(
-            round=event.round,
-            local_rank=event.local_rank,
-            pid=event.pid,
-            exit_code=event.exit_code,
-            signal=event.signal,
-            message="" if succeeded else error.message,
-            traceback="" if succeeded else error.traceback,
-            age_ms=max(event.age_ms, error.age_ms),
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._fail(error)
+
+    async def _end_leftovers(self) -> bool:
+        """Kill what a dead runner has left; say whether all processes could be looked at."""
+        try:
+            await runner_link.sweep_orphans()
+            if self._keeping is not None:
+                # Was it adopted, they are init's.
+                mark = strays.mark_of(self._keeping.socket)
+                await in_time(SWEEP_WITHIN_S, strays.kill_strays, mark)
+        except OSError as error:
+            text = "%s: what its dead runner has left behind can not be looked for: %s"
+            log.error(text, self.rdzv_id, error)
+            return False
+        return True
+
+    def _explain_exit(self, event: runner_link.WorkerExited, taken: asyncio.Future[None]) -> None:
+        """Take a failed worker's exit when its error file was read, or does not answer."""
+        heard_ms = _now_ms()
+
+        def take(error: WorkerError | Exception) -> None:
+            if isinstance(error, Exception):
+                error = unread(error)
+            late = replace(event, age_ms=event.age_ms + _now_ms() - heard_ms)
+            self.meter.runner_said(late)
+            self._guard(self._take_exit, late, error)
+            if not taken.done():
+                taken.set_result(None)
+
+        file = self._workers.error_file(event.local_rank)
+        self._error_files.call(
+            take, read_error, file, event.signal, event.pid, self._launch.identity
+        )
+
+    def _take_exit(self, event: runner_link.WorkerExited, error: WorkerError) -> None:
+        self._hangs.worker_exited(event.local_rank)
+        self.post(
+            events.WorkerExited(
+                round=event.round,
+                local_rank=event.local_rank,
+                pid=event.pid,
+                exit_code=event.exit_code,
+                signal=event.signal,
+                message=error.message,
+                traceback=error.traceback,
+                age_ms=max(event.age_ms, error.age_ms),
+            )
         )
 
     # ------------------------------------------------------------------ the user's side
@@ -785,7 +845,7 @@ class JobDriver:
     def _tell_round(self, line: Assignment) -> None:
         last = line.rank_first + self._launch.job.local_world_size - 1
         log.info(
-            "%s: round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %d of %d",
+            "%s: round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %s",
             self.rdzv_id,
             line.round,
             line.group_rank,
@@ -795,9 +855,19 @@ class JobDriver:
             line.world_size,
             line.master_addr,
             line.master_port,
-            line.restarts,
-            line.max_restarts,
+            _restarts(line, self._launch.job.settings.restart_window_ms),
         )
+
+
+def _restarts(line: Assignment, window_ms: int) -> str:
+    """Say how many restarts count against how many, as the server does; and how many there were."""
+    if not window_ms:
+        return f"{line.restarts} of {line.max_restarts}"
+    # An older server does not tell; one that does tells of no more than these.
+    counted = 0 if line.tally is None else len(line.tally.restart_ages_ms)
+    more = " or more" if counted == MAX_RESTART_AGES else ""
+    within = f"in the last {duration(window_ms)}"
+    return f"{counted}{more} of {line.max_restarts} {within}, {line.restarts} in all"
 
 
 def _only_loopback(offer: Offer) -> bool:

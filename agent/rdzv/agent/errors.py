@@ -32,7 +32,8 @@ class WorkerError:
     message: str
     traceback: str
     age_ms: int
-    """How long ago it failed: by the error file's time if there is one, else now."""
+    """How long ago it failed, by the error file's time; 0 if there is none, or no clock to compare
+    it with."""
 
 
 def read_error(
@@ -41,7 +42,7 @@ def read_error(
     """Explain an exit by the worker's error file, or in words if there is none.
 
     The file is read with its worker's rights, for it may be a link. Never raises: a file that can
-    not be read is itself the message.
+    not be read is itself the message. May hang, where a file server does.
     """
     if path == Path(os.devnull):
         return WorkerError(_without_error_file(signum, pid), "", 0)
@@ -49,20 +50,39 @@ def read_error(
         # A FIFO would have the agent wait for somebody to write into it.
         with acting_as(identity):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            stat = os.fstat(file.fileno())
-            text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
+            with os.fdopen(fd, "rb") as file:
+                stat = os.fstat(file.fileno())
+                text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
+            now_ns = _touch(path.parent)
     except FileNotFoundError:
         return WorkerError(_without_error_file(signum, pid), "", 0)
     except OSError as error:
-        return WorkerError(f"the error file can not be read: {error}", "", 0)
-    age_ms = max(round((time.time() - stat.st_mtime) * 1000), 0)
+        return unread(error)
+    age_ms = 0 if now_ns is None else max((now_ns - stat.st_mtime_ns) // 1_000_000, 0)
     message, traceback = _parse(text.decode(errors="replace"))
     if not message:
         message = _without_error_file(signum, pid)
     return WorkerError(
         message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
     )
+
+
+def unread(error: Exception) -> WorkerError:
+    """Say that there may be an error file, and why nobody knows what is in it."""
+    return WorkerError(f"the error file can not be read: {error}", "", 0)
+
+
+def _touch(folder: Path) -> int | None:
+    """Return the time by the clock of the file system that a folder is on; None: it is not told.
+
+    That may be the clock of a file server, which is not this machine's. The folder of an error file
+    is its worker's own, so it may be touched.
+    """
+    try:
+        os.utime(folder)
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def write_error(path: Path, failure: NodeFailure) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rdzv.agent import runner_link, xid
 from rdzv.agent.resources import parts_of
-from rdzv.agent.side_thread import in_thread
+from rdzv.agent.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed
 
 SAID_BYTES = 16 * 1024
@@ -51,7 +51,8 @@ class Command(Plain):
     async def look(self, unused_gpus: frozenset[str]) -> str:
         """Run it; whatever it has begun ends with it."""
         try:
-            process = await asyncio.create_subprocess_exec(
+            await in_time(self.timeout_s, find_program, self.args[0])
+            process = await runner_link.start_spared(
                 *self.args,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -61,7 +62,6 @@ class Command(Plain):
             )
         except OSError as error:
             return f"can not be started: {error.strerror or error}"
-        runner_link.spare(process.pid)
         said = bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -18,7 +18,7 @@ from rdzv.agent.accounts import Account, Identity, acting_as, started_as
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import Job
 from rdzv.agent.numa import NumaBinding
-from rdzv.agent.runner_link import spare, spare_no_more
+from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.core.hangs import HangTimeout
 from rdzv.endpoints import Endpoint
 from rdzv.errors import InvalidRequestError
@@ -302,7 +302,7 @@ async def _ask(
 
     """
     with started_as(account) as how:
-        process = await asyncio.create_subprocess_exec(
+        process = await start_spared(
             python,
             *args,
             stdin=asyncio.subprocess.DEVNULL,
@@ -311,16 +311,11 @@ async def _ask(
             env=environ,
             **how,
         )
-    # It is no runner's, so the death of one is not to end it.
-    spare(process.pid)
     try:
         async with asyncio.timeout(timeout_s):
             return await process.communicate()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        spare_no_more(process.pid)
+        await end_spared(process)
 
 
 _COUNT = """

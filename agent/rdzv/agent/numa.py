@@ -26,7 +26,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +43,6 @@ CUDA_LIBRARY = "libcuda.so.1"
 CUDA_TIMEOUT_S = 60.0
 """How long the CUDA driver may take to list GPUs; without persistence mode it wakes up each."""
 
-_KILL_TIMEOUT_S = 1.0
 
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES by which users, frameworks and Slurm say: no GPU for this job."""
@@ -369,7 +367,7 @@ async def _ask_cuda(
     """Return the GPUs that CUDA shows, and if it shows none, why."""
     try:
         with started_as(account) as how:
-            process = await asyncio.create_subprocess_exec(
+            process = await runner_link.start_spared(
                 # Isolated (-I -S), because PYTHONPATH and the like are the job's.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -380,15 +378,13 @@ async def _ask_cuda(
             )
     except OSError as error:
         raise _cuda_failed(f"can not be asked ({error})") from error
-    runner_link.spare(process.pid)
     try:
         async with asyncio.timeout(timeout_s):
             said, complaint = await process.communicate()
     except TimeoutError:
         raise _cuda_failed(f"does not list its GPUs within {timeout_s:g} s") from None
     finally:
-        await _end(process)
-        runner_link.spare_no_more(process.pid)
+        await runner_link.end_spared(process)
     if process.returncode or not said:
         raise _cuda_failed(f"fails: {_last_words(process.returncode, complaint)}")
     answer = json.loads(said.splitlines()[-1])  # Whatever is preloaded may have printed before.
@@ -402,15 +398,6 @@ def _last_words(return_code: int | None, complaint: bytes) -> str:
         return describe_exit(None, -return_code)
     said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
     return said or describe_exit(return_code, None)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill a process, unless it has ended; one that hangs in the kernel is not waited for."""
-    if process.returncode is None:
-        process.kill()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await process.wait()
 
 
 def _cuda_failed(how: str) -> InvalidRequestError:

@@ -20,10 +20,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from rdzv.agent.accounts import Accounts
 from rdzv.agent.adoption import Heritage, Orphan
 from rdzv.agent.core import events
+from rdzv.agent.core.model import Job
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.former import Runners
@@ -34,13 +36,14 @@ from rdzv.agent.ledger import Ledger
 from rdzv.agent.meter import Meter
 from rdzv.agent.run_folders import RunFolder, RunFolders
 from rdzv.agent.server_link import ServerLink
-from rdzv.agent.side_thread import in_thread
+from rdzv.agent.side_thread import ANSWER_WITHIN_S, Aside, in_time
 from rdzv.agent.submitted import (
     Holding,
     Key,
     Placed,
     Share,
     Surroundings,
+    bare_launch,
     make_launch,
     working_directory,
 )
@@ -52,6 +55,12 @@ log = logging.getLogger("rdzv.agent")
 
 CLOSE_AGAIN_S = 10.0
 """How soon it is tried again to end what survives SIGKILL."""
+
+ADOPT_WITHIN_S = 1.0
+"""How long a job's folder may take to answer when it is adopted: the server waits for this node."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(eq=False, slots=True)
@@ -195,43 +204,86 @@ class Placements:
             try:
                 await self._adopt(orphan)
             except Exception:
-                log.exception("%s: can not be gone on with; it ends here", orphan.placement.rdzv_id)
-                orphan.runner.end()
+                # Another agent may do better, in the time that its runner waits for one.
+                log.exception(
+                    "%s: can not be gone on with; its workers run on until the server gives this "
+                    "node up, unless an agent that can is started before",
+                    orphan.placement.rdzv_id,
+                )
+                orphan.runner.leave()
 
     async def _adopt(self, orphan: Orphan) -> None:
+        """Go on with a job: its workers run, whatever speaks against starting them today."""
         kept, found = orphan.placement, orphan.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
-        account = kept.account
-        identity = None if account is None else account.identity
-        folder = self._folders.open(kept.rdzv_id, kept.run, identity)
-        share = Share(kept.granted if self._resources.gpus else None, folder.path, account)
-        around = replace(self._around, environ=kept.environ)
         job = orphan.state.state.job
-        launch = await make_launch(placed, around, share, job.local_world_size)
+        launch, folder, why_not = await self._launch_again(kept, placed, job)
         driver = JobDriver(
-            replace(launch, job=job),
+            launch,
             self._link,
             kept.run,
             Keeping(found.path, kept),
             self._examine(kept.granted),
         )
-        driver.written.listeners.add(lambda: folder.note(driver.written))
+        self._note_rounds(driver, folder)
         driver.meter = self.meter.job(job.local_world_size)
         held = _Held(placed, kept.gpus)
         self._ledger.take_over(held, kept.granted)
+        try:
+            driver.resume(found, orphan.state)
+        except BaseException:
+            self._ledger.release(held)
+            self._link.remove(driver)
+            await driver.hand_over(self._link.tolerated_ms)
+            raise
         self._runners.note(found.hello.pid)
-        driver.resume(found, orphan.state)
         held.driver = driver
         log.info(
             "%s: adopted, with runner pid %d: %s", held.name, found.hello.pid, driver.describe()
         )
-        self._hold(held, lambda: self._go_on(held, driver, folder))
+        self._hold(held, lambda: self._go_on(held, driver, folder, why_not))
 
-    async def _go_on(self, held: _Held, driver: JobDriver, folder: RunFolder) -> None:
+    async def _launch_again(
+        self, kept: KeptPlacement, placed: Placed, job: Job
+    ) -> tuple[Launch, RunFolder, str]:
+        """Return how the job is launched, where it writes, and why no round of it can be started.
+
+        That is so where this agent, or this node, would not take up the job any more.
+        """
+        identity = None if kept.account is None else kept.account.identity
+        folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
+        # GPUs that the configuration does not name any more stay the job's.
+        gpus = kept.granted if kept.granted or self._resources.gpus else None
+        share = Share(gpus, folder.path, kept.account)
+        around = replace(self._around, environ=kept.environ)
         try:
-            await self._see_through(held, driver, driver.get_ready())
+            await in_time(ADOPT_WITHIN_S, self._folders.open, placed.rdzv_id, placed.run, identity)
+            launch = await make_launch(placed, around, share, job.local_world_size)
+        except (InvalidRequestError, OSError) as error:
+            why_not = str(error)
+        except Exception as error:
+            log.exception("%s: a bug of rdzv-agent", placed.rdzv_id)
+            why_not = f"a bug of its rdzv-agent: {error!r}"
+        if why_not:
+            launch = bare_launch(placed, around, share, job)
+        return replace(launch, job=job), folder, why_not
+
+    async def _go_on(self, held: _Held, driver: JobDriver, folder: RunFolder, why_not: str) -> None:
+        try:
+            await self._see_through(held, driver, driver.get_ready(why_not))
         finally:
             self._folders.release(folder)
+
+    def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
+        """Have each round written down, so that its logs are found after the job's end."""
+        noting = Aside(ANSWER_WITHIN_S)
+
+        def tell(failed: Exception | None) -> None:
+            if failed is not None:
+                text = "%s: logs can not be found after the job's end: %s"
+                log.warning(text, driver.rdzv_id, failed)
+
+        driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
 
     async def hand_over(self, within_ms: int) -> None:
         """Leave every job that runs to the agent after this one; take up no other."""
@@ -343,17 +395,20 @@ class Placements:
         """
         placed = held.placed
         await self._runners.former_gone()
-        # In threads, since directory services and file servers may hang.
-        account = await in_thread(
-            self._accounts.account_for, placed.spec.submitter, placed.spec.account
+        spec = placed.spec
+        account = await _answered(
+            "its account", self._accounts.account_for, spec.submitter, spec.account
         )
         identity = None if account is None else account.identity
-        await in_thread(check_chdir, working_directory(placed, self._around, account), identity)
+        chdir = working_directory(placed, self._around, account)
+        await _answered(f"the folder {chdir}", check_chdir, chdir, identity)
         gpus = await self._gpus(held)
         if failing := await self._health.look(frozenset(gpus)):
             raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
         try:
-            folder = self._folders.open(placed.rdzv_id, placed.run, identity)
+            folder = await _answered(
+                "its folder", self._folders.open, placed.rdzv_id, placed.run, identity
+            )
         except OSError as error:
             raise InvalidRequestError(
                 f"its folder can not be made in the agent's state_dir: {error}"
@@ -361,7 +416,7 @@ class Placements:
         try:
             share = Share(gpus if self._resources.gpus else None, folder.path, account)
             launch = await make_launch(placed, self._around, share)
-            await in_thread(check_startable, launch)
+            await _answered("its script, program or logs", check_startable, launch)
             await self._drive(held, launch, folder, gpus)
         finally:
             self._folders.release(folder)
@@ -415,7 +470,7 @@ class Placements:
         examine = self._examine(gpus)
         driver = JobDriver(launch, self._link, placed.run, keeping, examine)
         driver.meter = self.meter.job(launch.job.local_world_size)
-        driver.written.listeners.add(lambda: folder.note(driver.written))
+        self._note_rounds(driver, folder)
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
@@ -482,3 +537,18 @@ class Placements:
         log.log(level, "%s: ended on this node: %s", held.name, text)
         if outcome.result is None and not driver.joined and not held.given_back:
             self._decline(held, outcome.text)
+
+
+async def _answered(
+    what: str, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R:
+    """Call a function that may hang: directory services and file servers may.
+
+    Raises:
+        InvalidRequestError: it does; a job cannot be taken up here then.
+
+    """
+    try:
+        return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
+    except TimeoutError as error:
+        raise InvalidRequestError(f"{what} can not be looked at: {error}") from error

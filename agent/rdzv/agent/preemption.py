@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.side_thread import in_thread
+from rdzv.agent.side_thread import find_program, in_thread, in_time
 from rdzv.agent.watches import Watches
 from rdzv.core.words import duration
 from rdzv.structs import struct
@@ -35,6 +35,8 @@ HALF_WRITTEN_S = 1.0
 """How long a file may stay empty before it counts as a notice that says no more."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
+START_WITHIN_S = 10.0
+"""How long the file system of the command may take to find it."""
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
@@ -93,7 +95,7 @@ class _Watching:
             while True:
                 changed.clear()
                 # Before the look: what is written after it wakes us again.
-                watches.arm(source)
+                await in_thread(watches.arm, source)
                 text = await in_thread(_read, path)
                 if text == "" and await _soon(changed, HALF_WRITTEN_S):
                     continue
@@ -114,7 +116,7 @@ class _Watching:
             try:
                 code, line = await _run(command)
             except OSError as error:
-                why = f"can not be started: {error.strerror}"
+                why = f"can not be started: {error.strerror or error}"
             else:
                 if code == 0:
                     self._take(line, f"preempted, as {command[0]} says")
@@ -204,6 +206,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
         OSError: it can not be started.
 
     """
+    await in_time(START_WITHIN_S, find_program, command[0])
     async with _pipe() as (said, write_fd):
         return await _run_into(command, said, write_fd)
 
@@ -213,13 +216,11 @@ async def _run_into(
 ) -> tuple[int, str]:
     # Not a pipe of asyncio's: it would wait for whoever has inherited it, and not for the command.
     try:
-        process = await asyncio.create_subprocess_exec(
+        process = await runner_link.start_spared(
             *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True
         )
     finally:
         os.close(write_fd)
-    # Of a lost runner everything is killed that has no other parent.
-    runner_link.spare(process.pid)
     reading = asyncio.create_task(_first_line(said))
     try:
         code = await process.wait()

@@ -84,6 +84,10 @@ class RunFolders:
         self._lock = threading.Lock()
         self._in_use: set[Path] = set()
 
+    def folder(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
+        """Return the folder of a run that may not be there, nor answer."""
+        return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
+
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Make the folder of a run, which is in use until `release`.
 

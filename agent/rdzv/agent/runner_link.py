@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from rdzv.agent.runner import (
     ZygoteSpec,
     become_subreaper,
     boottime_ms,
-    sweep_descendants,
 )
 from rdzv.structs import struct
 
@@ -50,10 +51,13 @@ __all__ = [
     "ZygoteLost",
     "ZygoteReady",
     "ZygoteSpec",
+    "aside",
     "become_subreaper",
     "boottime_ms",
+    "end_spared",
     "spare",
     "spare_no_more",
+    "start_spared",
     "sweep_orphans",
 ]
 
@@ -68,6 +72,9 @@ _MAX_TOLD = 100
 MEET_TIMEOUT_S = 3.0
 """How long a runner may take to say hello; one that is stopped, or hangs, says nothing."""
 _BUSY_RETRY_S = 0.05
+
+SWEEP_TIMEOUT_S = 2.0
+"""How long what a dead runner has left may take to be gone."""
 
 
 class NotAdoptableError(Exception):
@@ -137,7 +144,7 @@ class FoundRunner:
         with suppress(OSError):  # It has ended, and the link is going to notice.
             self._channel.send({"type": "adopt"})
 
-    def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
+    def link(self, on_event: OnEvent) -> RunnerLink:
         """Return the hold on a runner that was adopted."""
         return RunnerLink(None, self._channel, on_event, self.hello)
 
@@ -358,6 +365,10 @@ RunnerEvent = (
     | RunnerExited
 )
 
+OnEvent = Callable[[RunnerEvent], asyncio.Future[None] | None]
+"""Handles an event, and must not raise. It returns what is done once the event was handled; None:
+it was. The next event comes only then, and only then may the runner forget this one."""
+
 _EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "started": WorkerStarted,
     "start_failed": WorkersStartFailed,
@@ -404,7 +415,7 @@ class StartedRunner:
         """Its process id."""
         return self._process.pid
 
-    def link(self, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
+    def link(self, on_event: OnEvent) -> RunnerLink:
         """Return the hold on it; from now on that is to be closed."""
         self._linked = True
         return RunnerLink(self._process, Channel(self._socket), on_event)
@@ -421,15 +432,15 @@ class RunnerLink:
     """One runner, and through it the processes of one job on this node.
 
     Requests return at once and are carried out in order; what becomes of them are events. Events
-    are handed over one after another from the event loop, never from within a request, and
-    handling them must not raise. Requests to a runner that has exited do nothing.
+    are handed over one after another from the event loop, never from within a request; see
+    `OnEvent`. Requests to a runner that has exited do nothing.
     """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes] | None,
         channel: Channel,
-        on_event: Callable[[RunnerEvent], None],
+        on_event: OnEvent,
         adopted: Hello | None = None,
     ) -> None:
         """Take over a runner: one that was just started, by `spawn`, or that was adopted."""
@@ -443,6 +454,10 @@ class RunnerLink:
         self._channel = channel
         self._on_event = on_event
         self._exited = asyncio.Event()
+        self._exit: RunnerExited | None = None
+        """How it has ended, once it has."""
+        self._handling: asyncio.Future[None] | None = None
+        """The event that is being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
         self._told: set[str] = set()
         self._asked_to_end = False
@@ -462,7 +477,7 @@ class RunnerLink:
         self._loop.add_reader(channel.fileno(), self._read)
 
     @classmethod
-    async def spawn(cls, on_event: Callable[[RunnerEvent], None]) -> RunnerLink:
+    async def spawn(cls, on_event: OnEvent) -> RunnerLink:
         """Start a runner. When this process dies, it kills everything that it has started."""
         return StartedRunner().link(on_event)
 
@@ -636,19 +651,31 @@ class RunnerLink:
     def _deliver(self) -> None:
         try:
             # Whoever handles an event may let go of this runner.
-            while not self._exited.is_set():
+            while not self._exited.is_set() and self._handling is None:
                 if (message := self._channel.next_message()) is None:
                     break
                 event, number = _decode(message), _number_of(message)
                 self._tell(event)
-                self._on_event(event)
-                self._last_event = number or self._last_event
+                handling = self._on_event(event)
+                if handling is None or handling.done():
+                    self._last_event = number or self._last_event
+                else:
+                    self._handling = handling
+                    handling.add_done_callback(partial(self._go_on, number))
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
             # Not before it was handled: what an agent dies of is told to the next one again.
             self._heard = self._last_event
             self._send({"type": "heard", "number": self._heard})
+
+    def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
+        """Hand over what has waited until an event was handled."""
+        self._handling = None
+        self._last_event = number or self._last_event
+        self._deliver()
+        if self._exit is not None:
+            self._end(self._exit)
 
     def _tell(self, event: RunnerEvent) -> None:
         """Write what nobody but the runner knows of; the same once, however often it comes."""
@@ -690,18 +717,26 @@ class RunnerLink:
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
+            self._pidfd = None
         code = 0 if self._asked_to_end else None
         if self._process is not None:
             code = self._process.wait()  # Does not block: the pidfd says that it is dead.
+        self._exit = RunnerExited(code)
         try:
             self._drain()
         finally:
-            self._loop.remove_reader(self._channel.fileno())
-            self._loop.remove_writer(self._channel.fileno())
-            self._channel.close()
-            self._exited.set()
-            _runner_pids.discard(self.pid)
-            self._on_event(RunnerExited(code))
+            self._end(self._exit)
+
+    def _end(self, how: RunnerExited) -> None:
+        """Say that the runner is gone, unless what it has said before is still being handled."""
+        if self._handling is not None or self._exited.is_set():
+            return
+        self._loop.remove_reader(self._channel.fileno())
+        self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+        self._exited.set()
+        _runner_pids.discard(self.pid)
+        self._on_event(how)
 
     def _drain(self) -> None:
         try:
@@ -726,10 +761,98 @@ _runner_pids: set[int] = set()
 _spared_pids: set[int] = set()
 """Other children of this process, which have nothing to do with runners."""
 
+_starting: set[object] = set()
+"""Other children that are being started, whose pids are not known yet."""
 
-def sweep_orphans() -> None:
-    """Kill what dead runners have left behind, in a subreaper; the other runners go on."""
-    sweep_descendants(_runner_pids | _spared_pids)
+
+async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
+    """Kill what dead runners have left behind, in a subreaper; the other runners go on.
+
+    Waits until all are gone, for so long at most: one may be in the kernel.
+
+    Raises:
+        OSError: the children can not be listed, so some may be there.
+
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        late = time.monotonic() > deadline_s
+        others = _runner_pids | _spared_pids
+        try:
+            # A child that is just being started is nobody's yet.
+            left = [] if _starting else runner.kill_descendants(others)
+            runner.reap(pid for pid in left if pid in runner.children_of(os.getpid()))
+        except OSError:
+            if late:
+                raise
+            left = []
+        else:
+            if not left and not _starting:
+                return
+        if late and left:
+            pids = ", ".join(map(str, left))
+            log.error("SIGKILL does not end what a dead runner has left: pid %s", pids)
+            return
+        await (_exited(left[0], runner.SWEEP_INTERVAL_S) if left else asyncio.sleep(_BUSY_RETRY_S))
+
+
+async def _exited(pid: int, within_s: float) -> None:
+    """Wait for the end of a process, for so long at most."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, exited.set)
+    try:
+        async with asyncio.timeout(within_s):
+            await exited.wait()
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def start_spared(
+    *args: str, chdir: Path | None = None, **how: Any
+) -> asyncio.subprocess.Process:
+    """Start a program in a process that is no runner's; to be ended by `end_spared`.
+
+    Neither the program nor the folder `chdir` that it starts in need be on a file system that
+    answers: the process waits for that, and not the event loop. So what can not be started says so
+    on its stderr, and exits with 125 (the folder), 126 or 127.
+    """
+    this = object()
+    _starting.add(this)
+    try:
+        process = await asyncio.create_subprocess_exec(*aside(args, chdir), **how)
+        spare(process.pid)
+    finally:
+        _starting.remove(this)
+    return process
+
+
+async def end_spared(process: asyncio.subprocess.Process) -> None:
+    """Kill a process, unless it has ended; one that hangs in the kernel is not waited for."""
+    if process.returncode is None:
+        process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await process.wait()
+    spare_no_more(process.pid)
+
+
+def aside(command: Sequence[str], chdir: Path | None = None) -> list[str]:
+    """Return a command line that becomes this one by itself, in a folder.
+
+    A process is only there for whoever starts it once its program was opened, which takes until a
+    file server answers; env(1) is on this machine.
+    """
+    if "=" in command[0]:
+        # env(1) would take it for a variable.
+        command = ["/bin/sh", "-c", 'exec "$0" "$@"', *command]
+    return ["/usr/bin/env", *([] if chdir is None else ["-C", str(chdir)]), *command]
 
 
 def spare(pid: int) -> None:

@@ -77,9 +77,9 @@ class SideProcess(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                with started_as(account, chdir) as how:
+                with started_as(account) as how:
                     process = subprocess.Popen(  # noqa: ASYNC220
-                        [python, str(_SCRIPT), str(theirs.fileno())],
+                        runner_link.aside([python, str(_SCRIPT), str(theirs.fileno())], chdir),
                         stdin=subprocess.DEVNULL,
                         env=environ,
                         pass_fds=[theirs.fileno()],

@@ -1,16 +1,25 @@
-"""Calls that may hang, as those to a file server do, in threads that nobody waits for."""
+"""Calls that may hang, as those to a file server do, in threads that nobody waits for for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+ANSWER_WITHIN_S = 30.0
+"""How long a file server may take for what a job cannot begin without; then the job goes without
+this node. Short pauses, as when such a server is restarted, are waited out."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -24,6 +33,94 @@ async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
     name = function.__name__
     threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def in_time(
+    within_s: float, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R:
+    """Do as `in_thread`, for that long at most.
+
+    Raises:
+        TimeoutError: it has not returned in time; its thread is left behind.
+
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            return await in_thread(function, *args, **kwargs)
+    except TimeoutError as error:
+        # The function may raise one, too: that of a file server that gives up itself.
+        raise error if error.args else no_answer(within_s) from None
+
+
+def no_answer(within_s: float) -> TimeoutError:
+    """Return the error of a call that has not returned in time."""
+    return TimeoutError(f"no answer within {within_s:g} s from the file system that it is on")
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program. May hang.
+
+    Raises:
+        OSError: it is not there, or cannot be executed.
+
+    """
+    if (path := shutil.which(name)) is not None:
+        return path
+    code = errno.EACCES if Path(name).exists() else errno.ENOENT
+    raise OSError(code, os.strerror(code), name)
+
+
+class Aside:
+    """Calls of one kind, from callbacks of the event loop: each in a thread, for a limited time.
+
+    While one that was too late has not returned, others fail at once. So threads do not pile up,
+    and whoever has many files on a server that hangs waits for it once.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        """Wait for that long for each call."""
+        self._within_s = within_s
+        self._late: Future[Any] | None = None
+
+    def call(
+        self,
+        then: Callable[[_R | Exception], None],
+        function: Callable[_P, _R],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Call a function; `then` gets what it returns or raises, once, in the event loop.
+
+        Never from within this call. A call that is too late has raised TimeoutError.
+        """
+        loop, future = asyncio.get_running_loop(), Future[_R]()
+        if self._late is not None and not self._late.done():
+            loop.call_soon(then, no_answer(self._within_s))
+            return
+        told = False
+
+        def tell() -> None:
+            nonlocal told
+            if told:
+                return
+            told = True
+            timer.cancel()
+            if not future.done():
+                self._late = future
+                then(no_answer(self._within_s))
+            elif isinstance(error := future.exception(), Exception):
+                then(error)
+            else:
+                then(future.result())
+
+        def work() -> None:
+            settle(future, partial(function, *args, **kwargs))
+            # The loop has closed if nobody cares any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell)
+
+        timer = loop.call_later(self._within_s, tell)
+        threading.Thread(target=work, name="aside", daemon=True).start()
 
 
 def settle(future: Future[_R], call: Callable[[], _R]) -> None:

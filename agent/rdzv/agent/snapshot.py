@@ -11,18 +11,17 @@ longer than `TIMEOUT_S`. What can not be seen counts as changed: no job is given
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 from rdzv.agent.accounts import Identity, acting_as
+from rdzv.agent.side_thread import Aside
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -84,6 +83,7 @@ class Snapshot:
         self._path = path
         self._identity = identity
         self._look = look
+        self._aside = Aside(TIMEOUT_S)
         self._last: Sight | None = None
         """What was there at the last look; None: that is not known."""
         self._looked = False
@@ -95,11 +95,11 @@ class Snapshot:
             then()
             return
 
-        def note(seen: Sight | OSError) -> None:
+        def note(seen: Sight | Exception) -> None:
             self._note(seen)
             then()
 
-        self._look_aside(self._path, note)
+        self._aside.call(note, self._see, self._path)
 
     def end_round(self, then: Callable[[bool], None]) -> None:
         """Call `then` with whether it has changed since the last look, or that is not known."""
@@ -108,13 +108,17 @@ class Snapshot:
             return
         before = self._last
 
-        def note(seen: Sight | OSError) -> None:
+        def note(seen: Sight | Exception) -> None:
             self._note(seen)
             then(before is None or self._last is None or before != self._last)
 
-        self._look_aside(self._path, note)
+        self._aside.call(note, self._see, self._path)
 
-    def _note(self, seen: Sight | OSError) -> None:
+    def _see(self, path: Path) -> Sight:
+        with acting_as(self._identity):
+            return self._look(path)
+
+    def _note(self, seen: Sight | Exception) -> None:
         self._looked = True
         if isinstance(seen, Sight):
             self._last = seen
@@ -123,31 +127,4 @@ class Snapshot:
         if not self._warned:
             self._warned = True
             text = "--snapshot=%s can not be seen (%s); that counts as progress"
-            log.warning(text, self._path, seen.strerror or seen)
-
-    def _look_aside(self, path: Path, note: Callable[[Sight | OSError], None]) -> None:
-        """Look in a thread, and note what it has seen, or that it takes too long."""
-        loop = asyncio.get_running_loop()
-        noted = False
-
-        def once(seen: Sight | OSError) -> None:
-            nonlocal noted
-            timer.cancel()
-            if not noted:
-                noted = True
-                note(seen)
-
-        def work() -> None:
-            seen: Sight | OSError
-            try:
-                with acting_as(self._identity):
-                    seen = self._look(path)
-            except OSError as error:
-                seen = error
-            # The loop has closed if nobody cares any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(once, seen)
-
-        late = TimeoutError(None, f"no answer within {TIMEOUT_S:g} s")
-        timer = loop.call_later(TIMEOUT_S, once, late)
-        threading.Thread(target=work, name="snapshot", daemon=True).start()
+            log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

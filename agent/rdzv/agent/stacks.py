@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent.runner_link import spare, spare_no_more
+from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.core.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
 from rdzv.structs import replace, struct
 
@@ -204,7 +204,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
         TimeoutError: it took too long, and was killed.
 
     """
-    process = await asyncio.create_subprocess_exec(
+    process = await start_spared(
         py_spy,
         *("dump", "--json", *way, "--pid", str(pid)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -214,17 +214,13 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
         # Ctrl-C is the agent's to hear.
         start_new_session=True,
     )
-    spare(process.pid)
     try:
         async with asyncio.timeout(timeout_s):
             output, complaint = await process.communicate()
     except TimeoutError:
         raise TimeoutError(f"py-spy took longer than {timeout_s:g} s") from None
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        spare_no_more(process.pid)
+        await end_spared(process)
     if process.returncode != 0:
         raise ValueError(_complaint(complaint) or f"py-spy ended with {process.returncode}")
     if len(output) > MAX_OUTPUT_BYTES:

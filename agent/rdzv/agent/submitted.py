@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rdzv import flags
 from rdzv.agent.accounts import Account
+from rdzv.agent.core.model import Job
 from rdzv.agent.launch import Launch, Output, ask_count_devices, count_cpus
 from rdzv.agent.options import parse_launch
 from rdzv.core.model import JobSpec
@@ -157,6 +158,18 @@ async def make_launch(
         output=_to_files(launch.output, job.local_world_size, share.run_dir),
         progress_dir=around.progress_dir,
         account=share.account,
+    )
+
+
+def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
+    """Return what it takes to look after workers that run; no others can be started by it."""
+    return Launch(
+        job,
+        script="",
+        environ=job_environ(placed, around, share),
+        account=share.account,
+        progress_dir=around.progress_dir,
+        output=Output(run_dir=share.run_dir),
     )
 
 

@@ -11,7 +11,7 @@ from rdzv.agent.accounts import started_as
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import Launch
 from rdzv.agent.runner import MAX_PARKED, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec, zygote_environ
-from rdzv.agent.runner_link import spare, spare_no_more
+from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")
@@ -150,8 +150,8 @@ async def check_warm(launch: Launch) -> str:
 
 async def _ask(launch: Launch) -> bytes:
     script = "-m" if launch.module else "-c" if launch.run_path else launch.script
-    with started_as(launch.account, launch.chdir) as how:
-        process = await asyncio.create_subprocess_exec(
+    with started_as(launch.account) as how:
+        process = await start_spared(
             launch.python,
             # Where the zygote's way in is not taken, this runs instead, and never the script.
             *("-u", "-c", "print('no')"),
@@ -159,15 +159,12 @@ async def _ask(launch: Launch) -> bytes:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env=zygote_environ(launch.environ, {"check": preloaded(launch.warm), "script": script}),
+            chdir=launch.chdir,
             **how,
         )
-    spare(process.pid)
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             answer, _ = await process.communicate()
             return answer
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        spare_no_more(process.pid)
+        await end_spared(process)

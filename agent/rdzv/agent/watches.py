@@ -65,6 +65,8 @@ class Watches:
         self._lock = threading.Lock()
         self._sources: dict[int, set[Watched]] = {}
         self._closed = False
+        self._fires = 0
+        """How often watches have fired; one that is just being set may be among them."""
         self._fd: int | None = None
         try:
             self._fd = _inotify_init()
@@ -75,28 +77,40 @@ class Watches:
             loop.add_reader(self._fd, self._read)
 
     def arm(self, source: Watched) -> None:
-        """Wake a source at the next change of its file, or in its folder if it has none yet."""
+        """Wake a source at the next change of its file, or in its folder if it has none yet.
+
+        Hangs where a file server does; others are armed and woken all the same.
+        """
         with self._lock:
             if self._closed:
                 return
-            try:
-                with acting_as(source.identity):
-                    source.watch = self._add(source.path)
-            except OSError:
-                source.watch = _POLLED
+            fires = self._fires
+        try:
+            with acting_as(source.identity):
+                watch = self._add(source.path)
+        except OSError:
+            watch = _POLLED
+        with self._lock:
+            if self._closed:
+                return
+            source.watch = watch
+            if watch == _POLLED:
                 self._loop.call_soon_threadsafe(self._wake_later, source)
+            elif self._fires != fires:
+                # Perhaps this one: it was not known yet.
+                self._loop.call_soon_threadsafe(self._wake, [source])
             else:
-                self._sources.setdefault(source.watch, set()).add(source)
+                self._sources.setdefault(watch, set()).add(source)
 
     def _add(self, path: Path) -> int:
-        if self._fd is None:
+        if (fd := self._fd) is None:
             raise OSError
         with suppress(FileNotFoundError):
-            return _inotify_add_watch(self._fd, path, _CHANGED)
-        folder = _inotify_add_watch(self._fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
+            return _inotify_add_watch(fd, path, _CHANGED)
+        folder = _inotify_add_watch(fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
         with suppress(FileNotFoundError):
             # It may have appeared in between; its folder's watch, once it fires, wakes nobody.
-            return _inotify_add_watch(self._fd, path, _CHANGED)
+            return _inotify_add_watch(fd, path, _CHANGED)
         return folder
 
     def disarm(self, source: Watched) -> None:
@@ -127,6 +141,7 @@ class Watches:
     def _read(self) -> None:
         assert self._fd is not None
         with self._lock:
+            self._fires += 1
             woken = [
                 source
                 for watch in self._fired(os.read(self._fd, _CHUNK))

@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rdzv.agent import numa, warm
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.launch import NO_FILES, Launch
-from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
+from rdzv.agent.launch import NO_FILES, Launch, check_startable
+from rdzv.agent.logs import (
+    RoundOutput,
+    RunLogs,
+    WorkerFiles,
+    WorkerOutput,
+    Written,
+    usual_output,
+)
 from rdzv.agent.logs_specs import LogsSpecs
 from rdzv.agent.runner import WorkerSpec, ZygoteSpec
+from rdzv.agent.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.tee import Stream, Tee, line_prefix
+from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")
 
@@ -48,6 +58,7 @@ class LocalWorkerGroup:
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._output = RoundOutput((), {})
+        self._files = Aside(ANSWER_WITHIN_S)
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
@@ -82,34 +93,63 @@ class LocalWorkerGroup:
         self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
     def open_round(
-        self, assignment: Assignment, then: Callable[[list[WorkerSpec] | OSError], None]
+        self, assignment: Assignment, then: Callable[[list[WorkerSpec] | Exception], None]
     ) -> None:
         """Make the files of a round, follow those that are teed, and say how to start each worker.
 
-        `then` hears it, or why it can not be done: at once, or with --logs-specs
-        when that has answered, unless another round was opened meanwhile.
+        `then` hears it, or why it can not be done, once the file systems have answered, and with
+        --logs-specs whoever says where they write; unless another round was opened meanwhile.
         """
+        self._files.call(partial(self._send_output, assignment, then), self._make_files, assignment)
+
+    def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
+        """Make the files of a round, if nobody else does; in a thread, for that may hang.
+
+        Raises:
+            InvalidRequestError: what was there at the join is not there any more.
+            OSError: the files can not be made.
+        """
+        check_startable(self._launch)
         if self._logs_specs is not None:
-            size = self._launch.job.local_world_size
-            own = self._launch.environ
-            base = {name: own[name] for name in _PASSED_ON if name in own}
-            environs = {n: self._environ(base, assignment, n) for n in range(size)}
-            for environ in environs.values():
-                del environ["TORCHELASTIC_ERROR_FILE"]
+            return []
+        try:
+            return self._logs.open_round(assignment, self._launch.job.local_world_size)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(f"the log directory can not be written: {error}") from error
+
+    def _send_output(
+        self,
+        assignment: Assignment,
+        then: Callable[[list[WorkerSpec] | Exception], None],
+        files: list[WorkerFiles] | Exception,
+    ) -> None:
+        """Send what the workers write to their files, or where --logs-specs has it."""
+        if isinstance(files, TimeoutError):
+            what = "its script, program or logs can not be looked at"
+            then(InvalidRequestError(f"{what}: {files}"))
+        elif isinstance(files, Exception):
+            then(files)
+        elif self._logs_specs is None:
+            then(self._open(assignment, usual_output(files, self._launch.output)))
+        else:
             self._logs_specs.reify(
                 assignment.round,
-                environs,
+                self._environs_to_reify(assignment),
                 lambda output: then(
                     output if isinstance(output, OSError) else self._open(assignment, output)
                 ),
             )
-            return
-        try:
-            files = self._logs.open_round(assignment, self._launch.job.local_world_size)
-        except OSError as error:
-            then(OSError(f"the log directory can not be written: {error}"))
-        else:
-            then(self._open(assignment, usual_output(files, self._launch.output)))
+
+    def _environs_to_reify(self, assignment: Assignment) -> dict[int, dict[str, str]]:
+        own = self._launch.environ
+        base = {name: own[name] for name in _PASSED_ON if name in own}
+        size = self._launch.job.local_world_size
+        environs = {n: self._environ(base, assignment, n) for n in range(size)}
+        for environ in environs.values():
+            del environ["TORCHELASTIC_ERROR_FILE"]
+        return environs
 
     def _open(self, assignment: Assignment, output: RoundOutput) -> list[WorkerSpec] | OSError:
         self._output = output

@@ -1,0 +1,105 @@
+"""A file server hangs under one job of rdzv-agent: the agent, and its other jobs, go on.
+
+The agent is watched as by systemd: it has to give signs of life all the time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import BIN, Cluster, cluster
+from file_server import WHY_NOT, FileServer, serving
+from test_daemon import REPORT, Daemons, worker
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+WATCHDOG_S = 5.0
+
+
+class Watched(Daemons):
+    """An agent with room for two jobs, and somebody who counts its signs of life."""
+
+    def __init__(self, made: Cluster) -> None:
+        super().__init__(made)
+        self.signs = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def watch(self) -> None:
+        where = self.folder / "notify"
+        self.signs.bind(str(where))
+        config = self.config("n1", 'capacity = 2\ngpus = "none"\n')
+        self.agent = self.cluster.start(
+            "n1",
+            [str(BIN / "rdzv-agent"), "--config", str(config)],
+            environ={
+                "NOTIFY_SOCKET": str(where),
+                "WATCHDOG_USEC": str(round(WATCHDOG_S * 1_000_000)),
+            },
+        )
+        self.until("n1 is connected", lambda: self.node("n1").get("state") == "connected")
+        self.last_sign_s = time.monotonic()
+        self.longest_s = 0.0
+
+    def look(self) -> None:
+        """Take the signs of life that have come; note the longest time without any."""
+        while select.select([self.signs], [], [], 0)[0]:
+            if b"WATCHDOG=1" in self.signs.recv(4096):
+                self.last_sign_s = time.monotonic()
+        self.longest_s = max(self.longest_s, time.monotonic() - self.last_sign_s)
+
+    def until(self, what: str, holds: Callable[[], object]) -> object:
+        def look_and_see() -> object:
+            if hasattr(self, "last_sign_s"):
+                self.look()
+            return holds()
+
+        return super().until(what, look_and_see)
+
+
+@pytest.fixture(name="d")
+def _watched(tmp_path: Path) -> Iterator[Watched]:
+    with cluster(tmp_path) as made:
+        watched = Watched(made)
+        with watched.signs:
+            yield watched
+
+
+@pytest.fixture(name="remote")
+def _remote(tmp_path: Path) -> Iterator[FileServer]:
+    with serving(tmp_path / "remote") as server:
+        yield server
+
+
+def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
+    d: Watched, remote: FileServer
+) -> None:
+    script = remote.mount / "report.py"
+    script.write_text(Path(REPORT).read_text())
+    d.watch()
+    log_dir = f"--log-dir={remote.mount / 'logs'}"
+    d.submit("far", "--max-restarts=3", "--nproc-per-node=1", log_dir, str(script))
+    d.submit("near", "--max-restarts=3", *worker())
+    (far,), (near,) = d.reports("far", 1), d.reports("near", 1)
+    remote.hang()
+    os.kill(far["pid"], signal.SIGKILL)
+    os.kill(near["pid"], signal.SIGKILL)
+    # That of the job which needs the server begins no other round, and the agent says what it
+    # waits for; the other job is where it was.
+    d.until("far's failure is told", lambda: "the error file can not be read" in d.agent.text)
+    assert "no answer within 2 s from the file system that it is on" in d.agent.text
+    d.reports("near", 2)
+    d.until("near runs", lambda: d.status("near").state == "running")
+    d.until("far's restart is spent", lambda: d.status("far").restarts == 1)
+    remote.go_on()
+    d.reports("far", 2)
+    d.cluster.finish()
+    for name in ("far", "near"):
+        d.until_state(name, "succeeded")
+    assert d.agent.process.poll() is None
+    assert d.longest_s < WATCHDOG_S, f"{d.longest_s:.1f} s without a sign of life"
