@@ -6,8 +6,9 @@ message already, such as the server for its HTTP API, reads it by the same funct
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from rdzv.core.lags import Word, lags
 from rdzv.structs import struct
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -60,12 +61,17 @@ class NodeStatus:
 
 @struct(frozen=True)
 class RankProgress:
-    """How far one worker is, as it has said itself so long ago. `rate` is in steps a second."""
+    """How far one worker is, as it has said itself so long ago. `rate` is in steps a second.
+
+    `behind` is how many steps it is behind the foremost worker, at least, at one and the same
+    moment: the steps themselves are of different moments.
+    """
 
     rank: int
     step: int
     age_ms: int
     rate: float | None
+    behind: int = 0
 
 
 @struct(frozen=True)
@@ -446,10 +452,7 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
         last_end=status.last_end or None,
         last_failure=_last_failure(status),
         backend=status.backend or OWN_BACKEND,
-        progress=tuple(
-            RankProgress(one.rank, one.step, one.age_ms, one.rate or None)
-            for one in status.progress
-        ),
+        progress=_progress(status.progress),
         stragglers=tuple(
             Straggler(one.rank, one.step_s, one.median_s, one.age_ms) for one in status.stragglers
         ),
@@ -458,6 +461,14 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
         no_progress=status.no_progress,
         owner=status.owner or None,
         has_secret=status.has_secret,
+    )
+
+
+def _progress(said: Sequence[pb.RankProgress]) -> tuple[RankProgress, ...]:
+    behind = lags([Word(one.step, one.age_ms, one.rate or None) for one in said])
+    return tuple(
+        RankProgress(one.rank, one.step, one.age_ms, one.rate or None, steps)
+        for one, steps in zip(said, behind, strict=True)
     )
 
 

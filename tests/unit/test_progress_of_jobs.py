@@ -248,13 +248,25 @@ def test_one_line_says_how_far_a_job_is() -> None:
     assert shown() == ""
     assert shown(*all_of(1204)) == "step 1204, 14.2 steps/s, last 0.3 s ago"
     behind = all_of(1204)
-    behind[5] = pb.RankProgress(rank=5, step=1200, age_ms=400, rate=13)
+    behind[5] = pb.RankProgress(rank=5, step=1200, age_ms=300, rate=13)
     assert shown(*behind) == "step 1200..1204, 13 steps/s, last 0.3 s ago (slowest: RANK 5)"
+    # A tenth of a second earlier the others were at 1202 or 1203.
+    behind[5].age_ms = 400
+    assert shown(*behind) == "step 1201..1204, 13 steps/s, last 0.3 s ago (slowest: RANK 5)"
     behind[5].age_ms = 40_000
     assert shown(*behind).endswith("last 0.3 s ago (slowest: RANK 5, 40 s ago)")
     equal = all_of(7)
     equal[2].age_ms = 11_000
     assert shown(*equal).endswith("last 0.3 s ago (slowest: RANK 2, 11 s ago)")
+
+
+def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> None:
+    nodes = all_of(1204)[:8] + all_of(1191, age_ms=1_200)[8:16]
+    assert shown(*nodes).startswith("step 1204, 14.2 steps/s, last 0.3 s ago; of 16 of 24")
+    lines = as_text.status(status(*nodes), PAGE).splitlines()
+    (head,) = [n for n, line in enumerate(lines) if line.startswith("GROUP_RANK")]
+    column = lines[head].index("STEP")
+    assert [line[column:].split()[0] for line in lines[head + 1 : head + 3]] == ["1204", "1204"]
 
 
 def test_a_rate_that_is_not_known_is_left_out() -> None:
@@ -283,9 +295,10 @@ def test_nodes_have_their_steps_where_they_fit(width: int | None, there: bool) -
 
 def test_programs_read_all_of_it() -> None:
     job = status(pb.RankProgress(rank=3, step=7, age_ms=5, rate=0.5), pb.RankProgress(rank=4))
-    assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None))
-    assert '"progress": [{"rank": 3, "step": 7, "age_ms": 5, "rate": 0.5}' in as_json.one_line(
-        as_json.status(job)
+    assert job.progress == (RankProgress(3, 7, 5, 0.5), RankProgress(4, 0, 0, None, 7))
+    assert (
+        '"progress": [{"rank": 3, "step": 7, "age_ms": 5, "rate": 0.5, "behind": 0}'
+        in as_json.one_line(as_json.status(job))
     )
 
 

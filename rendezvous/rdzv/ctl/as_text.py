@@ -299,14 +299,14 @@ def _master(job: JobStatus) -> str:
 def progress(job: JobStatus) -> str:
     """Say how far the workers are: the slowest of them sets the pace."""
     newest_ms = min(one.age_ms for one in job.progress)
-    slowest = min(job.progress, key=lambda one: (one.step, -one.age_ms))
+    slowest = max(job.progress, key=lambda one: (one.behind, one.age_ms))
     rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
-    text = f"step {_steps(job.progress)}"
+    text = f"step {_steps(job.progress, job)}"
     if len(rates) == len(job.progress):
         text += f", {min(rates):.3g} steps/s"
     text += f", last {duration(newest_ms)} ago"
     silent = slowest.age_ms - newest_ms >= _BEHIND_MS
-    if silent or any(one.step > slowest.step for one in job.progress):
+    if silent or slowest.behind:
         since = f", {duration(slowest.age_ms)} ago" if silent else ""
         text += f" (slowest: RANK {slowest.rank}{since})"
     if job.world_size is not None and len(job.progress) < job.world_size:
@@ -326,8 +326,14 @@ def straggling(job: JobStatus) -> str:
     )
 
 
-def _steps(progress: Sequence[RankProgress]) -> str:
-    first, last = min(one.step for one in progress), max(one.step for one in progress)
+def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
+    """Say how far workers are at the moment of the job's foremost word.
+
+    One whose rate is not known is as far as it has said.
+    """
+    most = max(one.step for one in job.progress)
+    steps = [one.step if one.rate is None else most - one.behind for one in progress]
+    first, last = min(steps), max(steps)
     return f"{first}..{last}" if last > first else str(first)
 
 
@@ -489,7 +495,7 @@ def _node_row(
         _state(node.state),
         Cell(duration(node.state_age_ms)),
         Cell(_ranks(node)),
-        Cell(_node_steps(node, by_rank)),
+        Cell(_node_steps(node, job, by_rank)),
         _number(node.local_world_size),
         Cell(node.role or _UNKNOWN) if with_role else Cell(""),
         Cell(node.address or _UNKNOWN),
@@ -504,14 +510,14 @@ def _ranks(node: NodeStatus) -> str:
     return f"{node.rank_first}..{rank_last}" if rank_last > node.rank_first else str(rank_last)
 
 
-def _node_steps(node: NodeStatus, by_rank: Mapping[int, RankProgress]) -> str:
+def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress]) -> str:
     """Say how far a node's workers are; what none of them says leaves no column."""
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
     # Not the other way: a server may say any size.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
-    return _steps(said) if said else _UNKNOWN
+    return _steps(said, job) if said else _UNKNOWN
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:

@@ -228,11 +228,12 @@ export class JobView {
     const said = job.progress;
     this.progress.hidden = !said.length;
     if (!said.length) return;
-    const steps = said.map((one) => one.step);
-    const [least, most] = [Math.min(...steps), Math.max(...steps)];
+    // The last words of nodes are of different moments: how far each is behind, the server has compared at one.
+    const most = Math.max(...said.map((one) => one.step));
+    const least = most - Math.max(...said.map((one) => one.behind));
     const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
     const rate = rates.length ? Math.min(...rates) : null;
-    const slowest = said.filter((one) => one.step === least).slice(0, 4).map((one) => one.rank);
+    const slowest = said.filter((one) => one.behind === most - least).slice(0, 4).map((one) => one.rank);
     const latest = Math.min(...said.map((one) => one.age_ms));
     if (!this.progress.firstChild) {
       this.steps = h("p", { class: "big" });
@@ -242,12 +243,12 @@ export class JobView {
       this.progress.append(h("h2", { id: "progress" }, "Progress"), this.steps, this.lag, this.detail, h("p", { class: "dim" }, "last said ", this.said, " ago"));
     }
     put(this.steps, `step ${least.toLocaleString("en")}${most > least ? `–${most.toLocaleString("en")}` : ""}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
-    put(this.detail, most > least ? `slowest: RANK ${slowest.join(", ")}, ${counted(most - least, "step")} behind` : `all ${counted(said.length, "worker")} alike`);
+    put(this.detail, most > least ? `slowest: RANK ${slowest.join(", ")}, ${counted(most - least, "step")} behind` : `all ${counted(said.length, "worker")} in step`);
     updateAge(this.said, job.at - latest);
     // How far each RANK is, the slowest at the bottom.
     const wide = 100 / said.length;
     const bars = said.map((one, at) => {
-      const high = most > least ? 3 + (13 * (one.step - least)) / (most - least) : 16;
+      const high = most > least ? 3 + (13 * (most - one.behind - least)) / (most - least) : 16;
       return `M${(at * wide).toFixed(2)} 16v-${high.toFixed(1)}h${(wide * 0.85).toFixed(2)}v${high.toFixed(1)}Z`;
     });
     mark(this.lag.firstChild, "d", bars.join(""));

@@ -1,0 +1,80 @@
+"""How far workers are behind the foremost one, at one and the same moment.
+
+Pure. The last words of workers are of different moments: a worker that said step 87 a second ago
+is at 100 by now, where it makes 13 steps a second. So the foremost worker is taken back, by its
+rate, to the moment of an earlier word: where it was then is known, and how far the other one has
+come since is not. What is said is the least that a worker is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rdzv.structs import struct
+
+SILENT_MS = 10_000
+"""A worker that has been silent for so much longer than another, ..."""
+SILENT_STEPS = 3
+"""... and for more than so many of its steps, is not taken to have gone on."""
+ROUNDING_STEPS = 1
+"""Workers that take each step together are seen up to so many steps apart."""
+UNSTEADY = 0.25
+"""A rate is that of a minute; that of the moment may be so much lower or higher."""
+
+
+@struct(frozen=True)
+class Word:
+    """What a worker has said last."""
+
+    step: int
+    age_ms: int
+    rate: float | None
+    """Steps a second; None: not known."""
+
+
+def lags(words: Sequence[Word]) -> tuple[int, ...]:
+    """Return how many steps each worker is behind the foremost, at least; 0 where it may be none.
+
+    >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
+    (0, 0, 34)
+    """
+    newest_ms = min((word.age_ms for word in words), default=0)
+    moving = [word for word in words if not _silent(word, newest_ms)]
+    if not moving:
+        return ()
+    foremost = max(moving, key=lambda word: (_present_step(word, newest_ms), -word.age_ms))
+    most = max(word.step for word in words)
+    return tuple(
+        max(most - word.step, 0) if _silent(word, newest_ms) else _lag(word, foremost)
+        for word in words
+    )
+
+
+def _silent(word: Word, newest_ms: int) -> bool:
+    silent_ms = word.age_ms - newest_ms
+    if silent_ms < SILENT_MS:
+        return False
+    return word.rate is None or word.rate * silent_ms / 1000 > SILENT_STEPS
+
+
+def _present_step(word: Word, newest_ms: int) -> float:
+    """Guess how far a worker was when the newest word was said."""
+    return word.step + _steps(word, word.age_ms - newest_ms)
+
+
+def _steps(word: Word, for_ms: int) -> float:
+    return (word.rate or 0.0) * for_ms / 1000
+
+
+def _lag(word: Word, foremost: Word) -> int:
+    """Compare two workers at the moment of the earlier of their words.
+
+    Where that is the foremost's, the other one was no further then than it says now.
+    """
+    before_ms = max(word.age_ms - foremost.age_ms, 0)
+    if before_ms and foremost.rate is None:
+        # How far the foremost was then is not known.
+        return 0
+    taken_back = _steps(foremost, before_ms)
+    lag = foremost.step - taken_back - word.step
+    return round(lag) if lag > ROUNDING_STEPS + UNSTEADY * taken_back else 0
