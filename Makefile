@@ -46,8 +46,21 @@ picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has
 	@$(BIN)/python bench/dashboard.py
 
 .PHONY: test
-test: check  ## everything that CI runs, in under ten minutes; STRICT=1: a skip is a failure
-	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder --durations=5
+# Four processes on two cores: half of the tests wait for something most of the time.
+test: check  ## all tests but those of `ci`, in under ten minutes; STRICT=1: a skip is a failure
+	@$(BIN)/python -m pytest tests -q -n 4 --dist loadfile --no-loadscope-reorder --durations=5 \
+	  -m 'not campaign and not clusters'
+
+.PHONY: clusters
+clusters: $(READY)  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
+	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters
+
+.PHONY: campaigns
+campaigns: $(READY)  ## tests that do the same many times over: restarts, kills, fail-overs
+	@$(BIN)/python -m pytest tests -q --durations=5 -m campaign
+
+.PHONY: ci
+ci: test clusters campaigns  ## all of them
 
 .PHONY: unit
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.

@@ -91,7 +91,8 @@ def _same_logging_afterwards() -> Iterator[None]:
     yield
     for logger in _our_loggers():
         level, handlers, propagate = before.get(logger, (logging.NOTSET, [], True))
-        logger.setLevel(level)
+        if logger.level != level:  # It has every logger forget what it has cached.
+            logger.setLevel(level)
         logger.handlers[:] = handlers
         logger.propagate = propagate
 

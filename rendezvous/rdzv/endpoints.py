@@ -6,7 +6,7 @@ import ipaddress
 import re
 from urllib.parse import quote
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, short
 from rdzv.protocol import DEFAULT_PORT
 from rdzv.structs import struct
 
@@ -56,7 +56,7 @@ def _check_v6(text: str, host: str) -> None:
         ipaddress.IPv6Address(host)
     except ValueError:
         raise _bad_endpoint(
-            text, f"{host!r} is no IPv6 address", "only IPv6 addresses stand in brackets"
+            text, f"{short(host)!r} is no IPv6 address", "only IPv6 addresses stand in brackets"
         ) from None
 
 
@@ -70,18 +70,20 @@ def _check_host(text: str, host: str, rest: str) -> None:
         raise _bad_endpoint(text, "it names no host", "write HOST or HOST:PORT")
     if not _HOST_NAME.fullmatch(host):
         raise _bad_endpoint(
-            text, f"{host!r} is no host name or address", "write HOST, HOST:PORT or [IPv6]:PORT"
+            text,
+            f"{short(host)!r} is no host name or address",
+            "write HOST, HOST:PORT or [IPv6]:PORT",
         )
 
 
 def _parse_port(text: str, port: str) -> int:
     if port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535:
         return int(port)
-    raise _bad_endpoint(text, f"{port!r} is no port", "a port is a number from 1 to 65535")
+    raise _bad_endpoint(text, f"{short(port)!r} is no port", "a port is a number from 1 to 65535")
 
 
 def _bad_endpoint(text: str, reason: str, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(f"endpoint {text!r} can not be used: {reason}; {remedy}")
+    return InvalidRequestError(f"endpoint {short(text)!r} can not be used: {reason}; {remedy}")
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:

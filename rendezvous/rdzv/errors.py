@@ -196,3 +196,15 @@ ERRORS = _table(
     RendezvousError,
 )
 """Every error by its code."""
+
+
+SHOWN_CHARS = 80
+
+
+def short(value: str) -> str:
+    """Cut a value, which may be of any length, to what an error shows of it.
+
+    >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:]
+    ('night', 80, 'xx...')
+    """
+    return value if len(value) <= SHOWN_CHARS else f"{value[: SHOWN_CHARS - 3]}..."

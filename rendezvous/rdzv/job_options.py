@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, short
 from rdzv.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
@@ -31,6 +31,9 @@ MAX_HANG_S = 86_400
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
 """What --nproc-per-node takes in place of a number; each node counts for itself."""
+
+NAME_CHARS = 128
+"""How long the name of a job or a node may be; as the server has it."""
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -64,6 +67,8 @@ def check_words(args: argparse.Namespace) -> None:
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
+    for option in ("rdzv_id", "node_id"):
+        _check_length(f"--{option.replace('_', '-')}", getattr(args, option) or "")
     if args.snapshot is not None:
         check_printable("--snapshot", str(args.snapshot))
         if not args.no_progress_restarts:
@@ -82,11 +87,19 @@ def check_words(args: argparse.Namespace) -> None:
         )
 
 
+def _check_length(option: str, name: str) -> None:
+    """Refuse a name that no server takes, before every line of the log begins with it."""
+    if len(name) > NAME_CHARS:
+        raise InvalidRequestError(
+            f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
+        )
+
+
 def check_printable(option: str, value: str) -> None:
     """Refuse what no message can carry, and what would do things to a terminal."""
     if not value.isprintable():
         raise InvalidRequestError(
-            f"{option}={value!r} has characters that can not be printed; leave them out"
+            f"{option}={short(value)!r} has characters that can not be printed; leave them out"
         )
 
 

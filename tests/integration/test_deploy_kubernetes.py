@@ -27,6 +27,8 @@ from rdzv.server.__main__ import main as rdzvd
 from rdzv.server.config import Config
 from rdzv.server.configuration import KNOBS, make_config
 
+pytestmark = pytest.mark.clusters
+
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSIONS = ("1.31", "1.34")
 

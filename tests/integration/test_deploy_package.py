@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from booted import Booted, booted
 
+pytestmark = pytest.mark.clusters
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "/run/given/rdzv.deb"
 CAP_SYS_RESOURCE = 24

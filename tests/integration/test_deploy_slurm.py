@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, cluster
 
+pytestmark = pytest.mark.clusters
+
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "rdzv.sbatch"
 STAND_IN = Path(__file__).with_name("slurm") / "stand_in.py"
 QUICK = "--rdzv-conf=last_call_timeout=1,join_timeout=30"

@@ -331,9 +331,12 @@ def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> 
 
 
 @pytest.mark.timeout(900)
-def test_twenty_restarts_in_a_row_all_initialise(c: Cluster) -> None:
+@pytest.mark.parametrize(
+    "start", ["--warm", pytest.param("", id="cold", marks=pytest.mark.campaign)]
+)
+def test_twenty_restarts_in_a_row_all_initialise(c: Cluster, start: str) -> None:
     """2 nodes, gloo: each attempt has a store that nobody else has used."""
-    flags = ("--max-restarts=20", "--restart-backoff=0")
+    flags = (*start.split(), "--max-restarts=20", "--restart-backoff=0")
     nodes = [
         c.start_node(f"n{i}", *flags, nnodes="2", worker="all_reduce.py", args=("die=20",))
         for i in (1, 2)

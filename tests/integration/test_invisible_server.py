@@ -14,8 +14,6 @@ from replicas import Replicas
 
 from tests.faults.sources import Diaries
 
-KILLS = 20
-FAIL_OVERS = 10
 TTL = "--etcd-ttl=2"
 NODES = 2
 WORKER = Path(__file__).parents[1] / "faults" / "workers" / "gloo.py"
@@ -110,14 +108,15 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
             made.stop()
 
 
-def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> None:
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.campaign)])
+def test_a_training_does_not_notice_kills_of_its_server(c: Cluster, kills: int) -> None:
     """SIGKILL at random moments, in some before all nodes are back from the kill before."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     rng = random.Random(seed)
     training = Training(c)
     training.wait_for_steps(20)
-    for kill in range(KILLS):
+    for kill in range(kills):
         time.sleep(rng.uniform(0.0, 0.5))
         c.kill_server()
         if kill % 4 == 0:
@@ -129,12 +128,13 @@ def test_a_training_does_not_notice_twenty_kills_of_its_server(c: Cluster) -> No
     training.finish()
 
 
-def test_a_training_does_not_notice_ten_fail_overs(replicas: Replicas) -> None:
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.campaign)])
+def test_a_training_does_not_notice_fail_overs(replicas: Replicas, times: int) -> None:
     """The leader of three is killed again and again, and comes back to stand by."""
     leader = replicas.wait_for_leader()
     training = Training(replicas)
     training.wait_for_steps(20)
-    for _ in range(FAIL_OVERS):
+    for _ in range(times):
         replicas.kill_replica(leader.address)
         training.wait_for_steps(20)
         replicas.start_replica(leader.address, TTL)

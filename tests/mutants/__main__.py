@@ -107,9 +107,8 @@ def main() -> int:
         for _ in range(options.processes):
             copies.put(stack.enter_context(Copy.made()))
         lines = _lines(copies, state)
-        verdicts = _run_all(
-            drawn, copies, lines, BUILD / f"verdicts-{state}.jsonl", options.processes
-        )
+        kept = BUILD / f"verdicts-{state}{'-near' if options.near else ''}.jsonl"
+        verdicts = _run_all(drawn, copies, lines, kept, options)
     return report(verdicts, f"seed {seed}, revision {_revision()}")
 
 
@@ -318,7 +317,7 @@ def _first_failure(done: tuple[int, str]) -> str | None:
     status, text = done
     if status in (0, 5):
         return None
-    for line in text.splitlines():
+    for line in text.partition("= short test summary info =")[2].splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
             return line.split(" - ")[0].split(maxsplit=1)[1]
     return "time limit" if status == -1 else f"pytest ended with {status}"

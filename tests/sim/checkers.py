@@ -32,6 +32,7 @@ from rdzv.core.events import (
     NodeLost,
     NodeStopped,
     NodeStuck,
+    NodeSucceeded,
     NodesWithdrawn,
     RoundCompleted,
     RoundEnded,
@@ -466,6 +467,8 @@ class Judge:
             self.fail(f"durability: round {old.number} was forgotten")
         elif new.number == old.number and old.end is not None and new.end is None:
             self.fail(f"durability: round {old.number} had ended, and is live again")
+        elif new.number == old.number and not set(old.succeeded) <= set(new.succeeded):
+            self.fail(f"durability: a success in round {old.number} was forgotten")
 
     def _check_budgets(self, before: State, transition: Transition, after: Membership) -> None:
         """Count for myself what rounds end by, and how long each is waited for."""
@@ -605,6 +608,10 @@ class Judge:
                 self.moves.add(membership.rdzv_id)
                 if not (news.before.waiting or news.after.waiting):
                     self.fail("calm: a round ended for newcomers, and nobody waits")
+            case NodeSucceeded():
+                done = membership.round.succeeded if membership.round else ()
+                if event.node_id not in done:
+                    self.fail(f"durability: {event} is not stored")
             case JobScaled():
                 if membership.scaled != (event.min_nodes, event.max_nodes):
                     self.fail(f"scale: {event} is not stored")

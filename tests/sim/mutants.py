@@ -1051,8 +1051,8 @@ MUTANTS = (
         "a node's word is dropped while the store is away",
         DRIVER,
         "            await sleep_ms(self._clock, self._timings.store_retry_ms)\n\n"
-        "    async def _refuse(",
-        "            return self._jobs.peek(rdzv_id)\n\n    async def _refuse(",
+        "    async def _insist_or_log(",
+        "            return self._jobs.peek(rdzv_id)\n\n    async def _insist_or_log(",
     ),
     Mutant(
         "jobs are not told who is away",
@@ -1508,9 +1508,37 @@ MUTANTS = (
     Mutant(
         "what was told before its node knew the run counts as heard",
         "rendezvous/rdzv/server/streams.py",
-        "            self._last.pop(told.rdzv_id, None)\n",
+        "            self.forget(told.rdzv_id)\n",
         "            pass\n",
         by="tests/unit/test_streams.py",
+    ),
+    # ---------------------------------------------------------- success
+    Mutant(
+        "a success that was reported is not stored",
+        RENDEZVOUS,
+        "    work.store_round(replace(round_, succeeded=(*round_.succeeded, node_id)))",
+        "    pass",
+        by="tests/scenarios",
+    ),
+    Mutant(
+        "a success is forgotten by a take-over",
+        RENDEZVOUS,
+        "Seat(p.incarnation, now_ms, p.node_id in done)",
+        "Seat(p.incarnation, now_ms)",
+        by="tests/scenarios",
+    ),
+    Mutant(
+        "the success of all but one is enough",
+        RENDEZVOUS,
+        "return len(round_.succeeded) == len(round_.participants)",
+        "return len(round_.succeeded) >= len(round_.participants) - 1",
+    ),
+    Mutant(
+        "an instance before the participant's own reports its success",
+        RENDEZVOUS,
+        "if p.node_id == node_id and p.incarnation <= command.incarnation",
+        "if p.node_id == node_id",
+        by="tests/unit/test_rendezvous.py",
     ),
     # ---------------------------------------------------------- hangs
     Mutant(

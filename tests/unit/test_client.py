@@ -23,6 +23,7 @@ from rdzv.errors import (
     RendezvousError,
     RendezvousStateError,
     UnknownJobError,
+    short,
 )
 from rdzv.stream import Attempts, Backoff, Rota, error_from_status
 from rdzv.v1 import rdzv_pb2 as pb
@@ -87,8 +88,15 @@ def test_a_bad_endpoint_is_refused_with_value_reason_and_remedy(
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         parse_endpoint(text)
-    for part in (repr(text), reason, remedy):
+    for part in (repr(short(text)), reason, remedy):
         assert part in str(refused.value)
+
+
+def test_an_endpoint_of_any_length_is_not_shown_whole() -> None:
+    for text in ("x" * 10_000, f"head:{'x' * 10_000}", f"[{'x' * 10_000}]"):
+        with pytest.raises(InvalidRequestError) as refused:
+            parse_endpoint(text)
+        assert len(str(refused.value)) < 300
 
 
 def test_a_host_is_never_taken_for_a_uri_scheme() -> None:

@@ -692,6 +692,14 @@ def test_ctrl_c_leaves_it_running(
     )
 
 
+def test_a_name_of_any_length_is_not_shown_whole() -> None:
+    long = "x" * 10_000
+    for words in ((f"--rdzv-id={long}", "t"), (f"--rdzv-id={long} y", "t")):
+        assert len(refusal(*words)) < 250
+    with pytest.raises(InvalidRequestError, match="10000 characters; give at most 128"):
+        read(f"--rdzv-id={long}", "t")
+
+
 # ------------------------------------------------------------------------------ how it connects
 
 

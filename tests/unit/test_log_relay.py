@@ -209,6 +209,9 @@ async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
         await s.join(n1)
         assert "has had no round yet" in str((await begin(s)).error)
         reading = await begin(s, follow=True, rank=2)
+        assert [text.partition(";")[0] for _, text in reading.notes] == [
+            "job-7 has had no round yet"
+        ]
         await s.join(n2)
         line, request = [x for x in read(n2) if isinstance(x, Line | ReadLog)]
         # In this order, so that the node knows of the round that it is asked for.
@@ -249,15 +252,14 @@ async def test_who_follows_a_rank_that_is_not_there_hears_so_once_a_round() -> N
     async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True, rank=4)
-        absent = (
-            "job-7 has no RANK 4 in round {}; its RANKs are 0 to 3; it is shown when there is one"
-        )
+        when = "; what is written is shown when there is one"
+        absent = "job-7 has no RANK 4 in round {}; its RANKs are 0 to 3" + when
         assert reading.notes == [("", absent.format(0))]
         await end_round(s, n1, n2)
         assert reading.notes == [("", absent.format(number)) for number in (0, 1)]
         later = await begin(s, follow=True, round=7)
         assert [text for _, text in later.notes] == [
-            "job-7 has had no round 7 yet; its last is 1; it is shown when there is one"
+            f"job-7 has had no round 7 yet; its last is 1{when}"
         ]
         assert (await begin(s, follow=True, rank=3)).notes == []
         await reading.stop()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv.core.commands import Resume, Succeed, Tick
+from rdzv.core.commands import MarkLost, Restart, Resume, Succeed, Tick
 from rdzv.core.events import (
     NodeJoined,
     NodeLost,
     NodeStuck,
+    NodeSucceeded,
     RoundCompleted,
     RoundSettled,
     RunBegan,
@@ -439,8 +440,60 @@ def test_what_changes_nothing_durable_leaves_the_membership_itself() -> None:
     before = job.membership
     job.away("n1")
     job.back("n1")
-    job.succeed("n1")
     job.do(Tick())
+    assert job.membership is before
+
+
+def test_a_success_that_was_reported_outlives_the_server() -> None:
+    job = running("n1", "n2")
+    job.succeed("n1")
+    job.crash()
+    assert job.state.seats["n1"].succeeded
+    job.lost("n1")
+    assert job.membership.ended is None and job.round.live
+    job.succeed("n2")
+    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+
+
+def test_who_was_given_up_while_it_succeeded_ends_the_run_when_it_is_heard() -> None:
+    """All workers have exited 0 while one node was cut off: none of them runs again."""
+    job = running("n1", "n2")
+    job.succeed("n1")
+    job.lost("n2")
+    job.stopped("n1")
+    assert not job.round.live
+    late = Succeed("n2", 7, job.membership.run, 0)
+    assert NodeSucceeded("n2", 0) in job.do(late)
+    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+    assert not job.membership.restarts
+
+
+def test_a_success_that_crosses_the_end_of_its_round_counts() -> None:
+    """A newcomer is let in as the last workers exit: there is nothing left to do."""
+    job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=3))
+    job.do(Restart(job.membership.run, 0, "an operator"))
+    job.succeed("n1", "n2")
+    assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Succeed("n2", 1, "run-1", 0),
+        Succeed("n3", 9, "run-1", 0),
+        Succeed("n2", 9, "run-0", 0),
+        Succeed("n2", 9, "run-1", 1),
+    ],
+    ids=["a former instance", "no participant", "another run", "another round"],
+)
+def test_a_late_success_counts_for_its_participant_and_round_alone(said: Succeed) -> None:
+    job = Job(replace(SETTINGS, max_nodes=2))
+    job.join("n1")
+    job.do(join("n2", 5, settings=job.settings))
+    job.do(Succeed("n1", 1, "run-1", 0))
+    job.do(MarkLost("n2", 5, "lease ran out"))
+    before = job.membership
+    job.do(said)
     assert job.membership is before
 
 

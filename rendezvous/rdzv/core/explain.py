@@ -149,7 +149,7 @@ def explain(state: State, now_ms: int) -> str:
         case JobState.QUEUED:
             return "no nodes were chosen for it yet" + _missing(state, now_ms)
         case JobState.JOINING:
-            return _explain_joining(state, now_ms)
+            return _explain_joining(state, now_ms) + _had_succeeded(state)
         case _:
             return membership.ended.reason if membership.ended else ""
 
@@ -205,6 +205,18 @@ def _explain_joining(state: State, now_ms: int) -> str:
         return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
     text = f"waiting for {missing} more node{'s' if missing != 1 else ''} (have {ready} of {bounds}"
     return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
+
+
+def _had_succeeded(state: State) -> str:
+    """Say that the work of the last round may be finished, where one of its nodes was given up."""
+    round_ = state.membership.round
+    if round_ is None or not round_.succeeded:
+        return ""
+    done, nodes = len(round_.succeeded), len(round_.participants)
+    return (
+        f"; {done} of {nodes} nodes have succeeded in round {round_.number}: the job succeeds if "
+        "the others report that before the next round"
+    )
 
 
 def _waits_for(state: State, due_ms: int) -> str:

@@ -207,6 +207,7 @@ def _continues(before: Round, after: Round | None) -> bool:
         same_participants(before, after)
         and (after.master_addr, after.master_port) == (before.master_addr, before.master_port)
         and after.gone[: len(before.gone)] == before.gone
+        and after.succeeded[: len(before.succeeded)] == before.succeeded
         and not (before.end is not None and after.end is None)
     )
 

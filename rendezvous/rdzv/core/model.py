@@ -250,6 +250,8 @@ class Round:
     at_ms: int
     gone: tuple[str, ...] = ()
     """Participants whose seat was given up: lost, left, or stuck."""
+    succeeded: tuple[str, ...] = ()
+    """Participants whose workers have all exited 0, whatever became of them or the round since."""
     end: RoundEnd | None = None
     adopted: bool = False
     """Rebuilt from its nodes' claims. Who has not claimed a place yet has a stand-in there."""

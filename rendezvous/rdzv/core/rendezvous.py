@@ -154,9 +154,10 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
         return replace(state, short_since_ms=now_ms)
     held = [p for p in round_.participants if p.node_id not in round_.gone]
     until_ms = now_ms + tuning.takeover_grace_ms
+    done = frozenset(round_.succeeded)
     return replace(
         state,
-        seats={p.node_id: Seat(p.incarnation, now_ms) for p in held},
+        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},
         away={p.node_id: Away(now_ms, until_ms, firm=True) for p in held},
         stop_deadline_ms=None if round_.live else until_ms + _longest_stop_ms(round_, tuning),
         loopback_machine=next((p.offer.machine for p in held if _only_local(p.offer)), None),
@@ -287,6 +288,9 @@ def _apply(work: _Step, command: Command) -> None:
             work.state = replace(work.state, barred=dict(command.barred))
         case Tick():
             pass
+        case Succeed():
+            if work.open and command.run == work.membership.run:
+                _succeed(work, command)
         case _:
             held = work.state.incarnation(command.node_id)
             if work.open and held == command.incarnation:
@@ -295,14 +299,7 @@ def _apply(work: _Step, command: Command) -> None:
 
 def _apply_to_present(
     work: _Step,
-    command: Fail
-    | Succeed
-    | Leave
-    | ReportStuck
-    | ReportStoreHost
-    | MarkAway
-    | MarkBack
-    | MarkLost,
+    command: Fail | Leave | ReportStuck | ReportStoreHost | MarkAway | MarkBack | MarkLost,
 ) -> None:
     """Apply what concerns a node that is present, in the incarnation that holds its place."""
     match command:
@@ -320,8 +317,6 @@ def _apply_to_present(
             pass
         case Fail():
             _fail(work, command)
-        case Succeed():
-            _succeed(work, command)
         case Leave():
             _leave(work, command)
         case ReportStuck():
@@ -780,14 +775,29 @@ def _add_failures(work: _Step, failures: tuple[Failure, ...]) -> None:
 
 
 def _succeed(work: _Step, command: Succeed) -> None:
-    round_ = work.membership.round
-    seat = work.state.seats.get(command.node_id)
-    if round_ is None or round_.number != command.round or not round_.live or seat is None:
+    """Note that a node is done. That stays true when it was given up, or the round has ended."""
+    round_, node_id = work.membership.round, command.node_id
+    if round_ is None or round_.number != command.round:
         return
-    if not seat.succeeded:
-        done = replace(seat, succeeded=True, since_ms=work.now_ms)
-        work.put(seats={**work.state.seats, command.node_id: done})
-        work.events.append(NodeSucceeded(command.node_id, round_.number))
+    seat = work.state.seats.get(node_id)
+    if seat is not None and seat.incarnation == command.incarnation and round_.live:
+        if not seat.succeeded:
+            _note_success(work, round_, node_id)
+            done = replace(seat, succeeded=True, since_ms=work.now_ms)
+            work.put(seats={**work.state.seats, node_id: done})
+    elif round_.end is not None and node_id not in round_.succeeded:
+        own = (
+            p
+            for p in round_.participants
+            if p.node_id == node_id and p.incarnation <= command.incarnation
+        )
+        if any(own):
+            _note_success(work, round_, node_id)
+
+
+def _note_success(work: _Step, round_: Round, node_id: str) -> None:
+    work.store_round(replace(round_, succeeded=(*round_.succeeded, node_id)))
+    work.events.append(NodeSucceeded(node_id, round_.number))
 
 
 def _leave(work: _Step, command: Leave) -> None:
@@ -801,10 +811,9 @@ def _leave(work: _Step, command: Leave) -> None:
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
         # It was told to leave, but its workers were done, as those of others were.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
-        work.events.append(NodeSucceeded(command.node_id, round_.number))
         # Or they were not: who fails for want of them may be heard later than this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
-        work.store_round(round_)
+        _note_success(work, round_, command.node_id)
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
         _end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
@@ -1240,14 +1249,23 @@ def restarts_that_count(membership: Membership, now_ms: int) -> int:
 
 
 def _succeed_run(work: _Step) -> bool:
-    """The job has succeeded when every participant has, whether it is still there or not."""
-    round_ = work.membership.round
-    if not work.open or round_ is None or not round_.live:
-        return False
-    if not all(seat.succeeded for seat in work.state.seats.values()):
+    """The job has succeeded when every participant has, whether it is still there or not.
+
+    That one of them was given up, and the round ended by that, changes nothing: it was done.
+    """
+    if not work.open or not _all_done(work.state):
         return False
     _close(work, Result.SUCCEEDED, "all workers exited 0")
     return True
+
+
+def _all_done(state: State) -> bool:
+    round_ = state.membership.round
+    if round_ is None:
+        return False
+    if round_.live:
+        return all(seat.succeeded for seat in state.seats.values())
+    return len(round_.succeeded) == len(round_.participants)
 
 
 def _count_ready(work: _Step) -> bool:

@@ -21,6 +21,7 @@ from rdzv.errors import (
     TooFewNodesError,
     UnauthenticatedError,
     UnknownNodeError,
+    short,
 )
 from rdzv.structs import struct
 from rdzv.version import VERSION
@@ -862,7 +863,7 @@ def _nodes(node: str | None, output: str, server: str | None, timeout_s: float |
             one = next((one for one in found if one.node_id == node), None)
             if one is None:
                 raise UnknownNodeError(
-                    f"no node {node} is known; `rdzvctl nodes` shows those that are"
+                    f"no node {short(node)} is known; `rdzvctl nodes` shows those that are"
                 )
             if output != "text":
                 return _document(output, as_json.node(one))

@@ -31,7 +31,10 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
     told = threading.Thread(target=story.tell, daemon=True)
     told.start()
     try:
-        show(logs.logs(rdzv_id, follow=True, run=run), one_rank=False, one_stream=False)
+        written = logs.logs(rdzv_id, follow=True, run=run)
+        # What the job as a whole waits for, the story says.
+        written = (piece for piece in written if piece.node_id)
+        show(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
         # It has ended before anything was written, or another run has begun: the story says so.
         pass

@@ -18,7 +18,7 @@ from rdzv import flags, job_options
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import listed
 from rdzv.ctl import job_file
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import InvalidRequestError, short
 from rdzv.flags import Given, Option
 from rdzv.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
 from rdzv.structs import struct
@@ -531,8 +531,8 @@ def _account(name: str) -> str:
 def _name(rdzv_id: str) -> str:
     if not _NAME.fullmatch(rdzv_id):
         raise InvalidRequestError(
-            f"--rdzv-id={rdzv_id} can not be used; give at most 128 letters, digits and . _ : @ -, "
-            "beginning with a letter, a digit or _"
+            f"--rdzv-id={short(rdzv_id)} can not be used; give at most 128 letters, digits and "
+            ". _ : @ -, beginning with a letter, a digit or _"
         )
     return rdzv_id
 

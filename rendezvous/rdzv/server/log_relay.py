@@ -189,7 +189,8 @@ def _check(membership: Membership, wanted: LogsWanted) -> None:
 
 def _no_rank(name: str, rank: int, round_: Round) -> str:
     last = round_.world_size - 1
-    return f"{name} has no RANK {rank} in round {round_.number}; its RANKs are 0 to {last}"
+    ranks = f"its RANKs are 0 to {last}" if last else "its only RANK is 0"
+    return f"{name} has no RANK {rank} in round {round_.number}; {ranks}"
 
 
 class LogReader:
@@ -210,7 +211,7 @@ class LogReader:
         """By node: the latest thing to say of it that is not said yet; of the job as a whole, by an
         empty name."""
         self._looked_at: int | None = None
-        """The last round of which it is known whether it has what is wanted."""
+        """The last round of which it is known whether it has what is wanted; below 0: none."""
         self._anything = False
         """Whether a node had what is wanted, or there was a note why not."""
         self._error: RendezvousError | None = None
@@ -348,17 +349,20 @@ class LogReader:
     def _say_if_absent(self, state: State) -> None:
         """Tell who follows that the round, or the RANK, is not there, once for each round."""
         round_, wanted = state.membership.round, self._wanted
-        if not wanted.follow or round_ is None or round_.number == self._looked_at:
+        number = -1 if round_ is None else round_.number
+        if not wanted.follow or number == self._looked_at:
             return
-        self._looked_at = round_.number
-        if round_.number < self._first:
+        self._looked_at = number
+        if round_ is None:
+            text = f"{self.rdzv_id} has had no round yet"
+        elif round_.number < self._first:
             text = f"{self.rdzv_id} has had no round {self._first} yet; its last is {round_.number}"
         elif wanted.rank is not None and wanted.rank >= round_.world_size:
             text = _no_rank(self.rdzv_id, wanted.rank, round_)
         else:
             self._notes.pop("", None)
             return
-        self._notes[""] = f"{text}; it is shown when there is one"
+        self._notes[""] = f"{text}; what is written is shown when there is one"
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
