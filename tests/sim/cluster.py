@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -32,7 +32,7 @@ from rdzv.server.messages import Holdings, Hung, Refused
 from rdzv.server.meter import Meter
 from rdzv.server.streams import Stream
 from rdzv.server.tasks import Tasks
-from rdzv.stores.base import Record, Stored, StoreRefusedError
+from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -137,6 +137,11 @@ class SimStore:
     async def list(self) -> tuple[str, ...]:
         await self._reach()
         return await self._disk.kept.list()
+
+    async def pages(self) -> AsyncGenerator[Page, None]:
+        await self._reach()
+        async for page in self._disk.kept.pages():
+            yield page
 
     async def append(self, records: Sequence[Record]) -> None:
         await self._reach()

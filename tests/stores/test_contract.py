@@ -47,6 +47,7 @@ from rdzv.stores.base import (
     Record,
     RevisionConflictError,
     Store,
+    Stored,
     StoreRefusedError,
 )
 from rdzv.stores.election import Election
@@ -177,6 +178,20 @@ async def test_jobs_are_listed_in_order(store: Store) -> None:
     for rdzv_id in ("b", "a", "c"):
         await store.compare_and_swap(rdzv_id, membership(rdzv_id), 0)
     assert await store.list() == ("a", "b", "c")
+
+
+async def test_all_jobs_are_read_many_at_a_time(store: Store) -> None:
+    assert [page async for page in store.pages()] == []
+    names = [f"job {number}/ä" for number in range(230)]
+    revisions = await asyncio.gather(
+        *(store.compare_and_swap(name, membership(name), 0) for name in names)
+    )
+    found = [one for page in [page async for page in store.pages()] for one in page]
+    assert dict(found) == {
+        name: Stored(membership(name), revision)
+        for name, revision in zip(names, revisions, strict=True)
+    }
+    assert len(found) == len(names)
 
 
 async def test_history_rides_on_the_commit_and_is_read_oldest_first(store: Store) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from rdzv.server.page import FOLDER, POLICY
 from rdzv.server.replica import Replica
 from rdzv.server.shown import Shown
 from rdzv.server.streams import Stream
+from rdzv.stores.base import Page
 from rdzv.structs import replace
 
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
@@ -325,13 +326,16 @@ async def test_more_requests_at_once_than_the_limit_are_refused() -> None:
         store.gate = asyncio.Event()
         listing = asyncio.Event()
 
-        async def slow() -> tuple[str, ...]:
+        pages = store.pages
+
+        async def slow() -> AsyncGenerator[Page, None]:
             listing.set()
             assert store.gate is not None
             await store.gate.wait()
-            return ("job-7",)
+            async for page in pages():
+                yield page
 
-        store.list = slow  # type: ignore[method-assign]
+        store.pages = slow  # type: ignore[method-assign]
         first = asyncio.ensure_future(s.get("/jobs"))
         await listing.wait()
         error = await s.get("/jobs", 429)
@@ -473,6 +477,28 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
         answer.close()
         # Who has gone holds nothing up.
         await until(lambda: s.driver._logs.statistics == (0, 0))
+
+
+async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What was still running was closed, and "a bug of rdzvd" was logged."""
+    async with asked() as s:
+        n1, _ = await s.pair()
+        url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"
+        opening = asyncio.ensure_future(s.session.get(url).__aenter__())
+        await ask_of(n1)
+        await until(lambda: s.driver._logs.statistics == (1, 1))
+        # The headers are sent after a moment without a text; it leaves before and after that.
+        answer = await opening
+        answer.close()
+        await until(lambda: s.driver._logs.statistics == (0, 0))
+        opening = asyncio.ensure_future(s.session.get(url).__aenter__())
+        await until(lambda: s.driver._logs.statistics == (1, 1))
+        opening.cancel()
+        await until(lambda: s.driver._logs.statistics == (0, 0))
+    assert "bug" not in caplog.text
+    assert "asynchronous generator" not in caplog.text
 
 
 # ------------------------------------------------------------------ the stream
@@ -650,6 +676,15 @@ async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_cou
         assert not s.driver._followers
 
 
+async def test_who_follows_a_job_that_nobody_knows_gives_the_place_back() -> None:
+    async with asked(Limits(http_streams=1)) as s:
+        await s.pair()
+        for _ in range(3):
+            assert (await s.get("/stream?job=job-8", 404))["code"] == "UnknownJobError"
+        async with s.stream("?job=job-7") as events:
+            assert (await events.first())["job"][0]["state"] == "running"
+
+
 async def test_streams_end_with_a_reason_when_the_server_stops() -> None:
     async with asked() as s:
         await s.pair()
@@ -690,6 +725,26 @@ async def test_a_store_that_is_away_ends_no_stream() -> None:
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await job.until("job"))["progress"][0]["step"] == 41
+
+
+async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -> None:
+    """It was put back to be told of later, and nothing woke those who tell."""
+    store = FlakyStore()
+    async with asked(store=store) as s:
+        n1, n2 = await s.pair()
+        async with s.stream() as fleet:
+            await fleet.first()
+            for stream in (n1, n2):
+                succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
+                await s.driver.hear(stream, "job-7", succeed)
+            # A job that has ended is not in memory: it has to be read to be told of.
+            store.away = RendezvousConnectionError("no answer")
+            while not s.driver.trouble:
+                await s.clock.advance(250)
+                await asyncio.sleep(0.01)
+            store.away = None
+            while (await fleet.until("jobs"))["jobs"][-1]["state"] != "succeeded":
+                pass
 
 
 # ------------------------------------------------------------------ jobs that are only watched

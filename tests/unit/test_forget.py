@@ -29,7 +29,7 @@ from rdzv.errors import (
 from rdzv.server.config import DAY_MS, Limits, Timings
 from rdzv.server.jobs import _refuse_to_forget, outlived
 from rdzv.server.messages import Line
-from rdzv.stores.base import Record, RevisionConflictError, StoreRefusedError
+from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 
@@ -111,6 +111,36 @@ async def finished(s: Server, rdzv_id: str = "job-7") -> Line:
     await s.driver.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
     await settle()
     return line
+
+
+class CountingStore(DeletingStore):
+    """A store that counts the jobs which are read one by one."""
+
+    reads = 0
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        self.reads += 1
+        return await super().load(rdzv_id)
+
+
+async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    """2,000 of them made a start and each list a second longer."""
+    store = CountingStore()
+    for number in range(300):
+        await stored(store, f"old-{number}", ended_at_ms=1_000)
+    await stored(store, "open", None)
+    await stored(store, "spoilt", None)
+    store._jobs["spoilt"] = (b"{", 1)
+    async with server(store) as s:
+        assert len(s.driver._jobs._ended) == 300
+        assert store.reads == 1
+        assert "job spoilt is left alone: job spoilt in memory can not be read" in caplog.text
+        caplog.clear()
+        listed = await s.driver.list()
+        assert store.reads == 1
+        assert [view.rdzv_id for view in listed if view.state != "succeeded"] == ["open"]
+        assert len(listed) == 301
+        assert "job spoilt is not listed" in caplog.text
 
 
 # ---------------------------------------------------------------- at an operator's word

@@ -10,7 +10,7 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -154,8 +154,10 @@ class Api:
             tail_bytes=self._limits.http_log_bytes,
         )
         pieces = self._answers.logs(_named(request), wanted)
-        async with aclosing(pieces) as found:  # type: ignore[type-var]
-            texts = _texts(found, one_rank=given["rank"] is not None)
+        async with (
+            aclosing(pieces) as found,
+            aclosing(_texts(found, one_rank=given["rank"] is not None)) as texts,
+        ):
             if follow:
                 return await self._log_stream(request, texts)
             return web.Response(text=await self._whole(texts))
@@ -198,6 +200,10 @@ class Api:
             return response
         finally:
             coming.cancel()
+            # What it runs can be closed only when it runs no more; how it ends concerns nobody.
+            await asyncio.wait([coming])
+            if not coming.cancelled():
+                coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         """Write, or give up on a reader that takes nothing."""
@@ -264,7 +270,7 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
     return {name: parameter.read(request.query.get(name)) for name, parameter in known.items()}
 
 
-async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncIterator[str]:
+async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGenerator[str, None]:
     """Put pieces of logs into whole lines, as rdzvctl does; a note is a line of its own."""
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)

@@ -62,7 +62,6 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousStateError,
     RunStoppingError,
     UnauthenticatedError,
     UnknownJobError,
@@ -264,12 +263,7 @@ class Driver:
         self._nodes = replace(self._nodes, leadership=await self._jobs.take_over())
         await self._quarantine.load()
         await self._load_tokens()
-        for rdzv_id in await self._jobs.names():
-            try:
-                async with self._jobs.claim(rdzv_id):
-                    pass
-            except RendezvousStateError as error:
-                log.error("job %s is left alone: %s", rdzv_id, error)
+        await self._jobs.load_all()
         await self._placer.start()
         self._jobs.start_pruning()
         self._watch.start()
@@ -1189,19 +1183,16 @@ class Driver:
             self._wake_watchers(rdzv_id)
 
     async def list(self) -> tuple[JobView, ...]:
-        """Show every job that can be read, by name."""
+        """Show every job that can be read."""
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobView, None]:
-        """Show every job that can be read, one after the other, by name."""
-        for rdzv_id in await self._jobs.names():
-            try:
-                yield await self.status(rdzv_id)
-            except UnknownJobError:
-                # It was forgotten since.
-                pass
-            except RendezvousStateError as error:
-                log.error("job %s is not listed: %s", rdzv_id, error)
+        """Show every job that can be read, one after the other."""
+        async with contextlib.aclosing(self._jobs.each()) as states:
+            async for state in states:
+                # Otherwise it was forgotten since.
+                if state.membership.run:
+                    yield self._view(state)
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
         """Yield what a job's workers have written, as it comes from their nodes.

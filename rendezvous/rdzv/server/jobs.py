@@ -14,8 +14,15 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,6 +39,7 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
     UnknownJobError,
 )
 from rdzv.server import observe
@@ -40,7 +48,7 @@ from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
 from rdzv.server.store_state import StoreState
 from rdzv.server.tasks import Tasks
-from rdzv.stores.base import Record, RevisionConflictError, Store, StoreRefusedError
+from rdzv.stores.base import Read, Record, RevisionConflictError, Store, StoreRefusedError
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.jobs")
@@ -629,9 +637,46 @@ class Jobs:
         at_least = self._clock.now_ms() // 1000
         return await self._ask(self._store.take_over(at_least), writes=True)
 
-    async def names(self) -> tuple[str, ...]:
-        """Return the rdzv_ids of all jobs that are stored."""
-        return await self._ask(self._store.list())
+    async def load_all(self) -> None:
+        """Load what has not ended, and note what has; one that can not be read is left alone.
+
+        Raises:
+            RendezvousConnectionError: the store is away.
+
+        """
+        async for rdzv_id, stored in self._stored():
+            try:
+                if isinstance(stored, RendezvousStateError):
+                    raise stored
+                if stored.membership.ended is not None:
+                    self._ended[rdzv_id] = stored.membership.ended.at_ms
+                    continue
+                async with self.claim(rdzv_id):
+                    pass
+            except RendezvousStateError as error:
+                log.error("job %s is left alone: %s", rdzv_id, error)
+
+    async def each(self) -> AsyncGenerator[State, None]:
+        """Yield the present state of every stored job that can be read, one after the other."""
+        async for rdzv_id, stored in self._stored():
+            try:
+                if (present := self.peek(rdzv_id)) is not None:
+                    yield present
+                elif isinstance(stored, RendezvousStateError):
+                    raise stored
+                elif stored.membership.ended is not None:
+                    yield rendezvous.restore(stored.membership, self._tuning, self._clock.now_ms())
+                else:
+                    # It is being loaded, or has ended since.
+                    yield await self.look(rdzv_id)
+            except RendezvousStateError as error:
+                log.error("job %s is not listed: %s", rdzv_id, error)
+
+    async def _stored(self) -> AsyncGenerator[tuple[str, Read], None]:
+        async with aclosing(self._store.pages()) as pages:
+            while (page := await self._ask(anext(pages, None))) is not None:
+                for found in page:
+                    yield found
 
     async def look(self, rdzv_id: str) -> State:
         """Return a job's present state, without waiting for a commit that is under way."""

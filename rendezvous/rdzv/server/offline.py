@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 from rdzv.core import rendezvous
@@ -103,19 +103,19 @@ def _without_room(directory: Path) -> Iterator[str]:
 
 
 async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:
-    names = await store.list()
-    open_runs = 0
-    for rdzv_id in names:
-        try:
-            stored = await store.load(rdzv_id)
-        except RendezvousStateError as error:
-            problems.append(str(error))
-            continue
-        if stored is not None:
-            membership = stored.membership
-            open_runs += bool(membership.run) and membership.ended is None
-            problems += [f"job {rdzv_id}: {what}" for what in _flaws(rdzv_id, membership, config)]
-    lines.append(f"jobs: {len(names)}, of them {open_runs} with an open run")
+    jobs = open_runs = 0
+    async with aclosing(store.pages()) as pages:
+        async for page in pages:
+            jobs += len(page)
+            for rdzv_id, stored in page:
+                if isinstance(stored, RendezvousStateError):
+                    problems.append(str(stored))
+                    continue
+                membership = stored.membership
+                open_runs += bool(membership.run) and membership.ended is None
+                flaws = _flaws(rdzv_id, membership, config)
+                problems += [f"job {rdzv_id}: {what}" for what in flaws]
+    lines.append(f"jobs: {jobs}, of them {open_runs} with an open run")
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:

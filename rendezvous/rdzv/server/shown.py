@@ -7,7 +7,7 @@ answered by HTTP can not differ from what rdzvctl shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rdzv import answers
@@ -107,7 +107,7 @@ class Shown(Answers):
         """Show every rdzvd that shares this one's store; also one that stands by answers."""
         return [answers.server_of(wire.server(view)) for view in await self.replica.servers()]
 
-    async def logs(self, asked: str, wanted: LogsWanted) -> AsyncIterator[answers.LogLines]:
+    async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""
         try:
             rdzv_id = wire.rdzv_id_of(asked, self.limits)

@@ -8,7 +8,7 @@ plain `RendezvousConnectionError`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from rdzv.core.model import Membership
@@ -17,6 +17,7 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
 )
 from rdzv.structs import struct
 
@@ -53,6 +54,23 @@ class Stored:
 
     membership: Membership
     revision: int
+
+
+Read = Stored | RendezvousStateError
+"""A job as it was last written, or why that can not be read."""
+
+Page = Sequence[tuple[str, Read]]
+"""Jobs by name."""
+
+
+def read(
+    decode: Callable[[bytes, str], Membership], data: bytes, revision: int, where: str
+) -> Read:
+    """Decode a job; `where` names it in the error."""
+    try:
+        return Stored(decode(data, where), revision)
+    except RendezvousStateError as error:
+        return error
 
 
 @struct(frozen=True)
@@ -141,6 +159,13 @@ class Store(Protocol):
 
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
+        ...
+
+    def pages(self) -> AsyncGenerator[Page, None]:
+        """Yield all stored jobs, many at a time: reading one by one costs far more.
+
+        A job that is written meanwhile is seen as it was before or after, or not at all.
+        """
         ...
 
     async def append(self, records: Sequence[Record]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from urllib.parse import quote, unquote
 
@@ -23,11 +23,13 @@ from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
     DeposedError,
+    Page,
     Record,
     RevisionConflictError,
     Stored,
     StoreRefusedError,
     check_document,
+    read,
 )
 from rdzv.stores.election import Fence, read_leader, with_leadership
 from rdzv.stores.etcd_client import (
@@ -45,6 +47,9 @@ from rdzv.stores.etcd_client import (
 
 KEYS_PER_PAGE = 1_000
 """A page of keys alone: names are short."""
+
+JOBS_PER_PAGE = 10
+"""A membership may have 1.5 MiB, and all of a page have to fit into one answer."""
 
 BATCHES_PER_PAGE = 500
 """A page of history: some 12 MiB at most, and rarely above 100 KiB."""
@@ -147,6 +152,24 @@ class EtcdStore:
     async def list(self) -> tuple[str, ...]:
         """Return the rdzv_ids of all stored jobs, in order."""
         return await self._names(f"{self._prefix}/jobs/")
+
+    async def pages(self) -> AsyncGenerator[Page, None]:
+        """Yield all stored jobs, `JOBS_PER_PAGE` at a time."""
+        self._check_open()
+        folder = f"{self._prefix}/jobs/"
+        async with aclosing(self._client.scan(*_below(folder), page=JOBS_PER_PAGE)) as pages:
+            async for page in pages:
+                if sum(len(kv.value) for kv in page) < _SLOW_BYTES:
+                    yield self._page(folder, page)
+                else:
+                    yield await asyncio.to_thread(self._page, folder, page)
+
+    def _page(self, folder: str, page: Iterable[KeyValue]) -> Page:
+        named = ((unquote(kv.key.decode().removeprefix(folder)), kv) for kv in page)
+        return [
+            (name, read(_decode, kv.value, kv.mod_revision, f"job {name} in {self.place}"))
+            for name, kv in named
+        ]
 
     async def append(self, records: Sequence[Record]) -> None:
         """Write records that no membership carries; very many of them in several commits."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from rdzv.core.model import Membership
 from rdzv.stores import codec
 from rdzv.stores.base import (
     HISTORY_ROWS,
+    Page,
     Record,
     RevisionConflictError,
     Stored,
     StoreRefusedError,
     check_document,
+    read,
 )
 
 
@@ -65,6 +67,16 @@ class MemoryStore:
         """Return the rdzv_ids of all stored jobs, in order."""
         self._check_open()
         return tuple(sorted(self._jobs))
+
+    async def pages(self) -> AsyncGenerator[Page, None]:
+        """Yield all stored jobs at once."""
+        self._check_open()
+        page = [
+            (name, read(codec.decode, data, number, f"job {name} in memory"))
+            for name, (data, number) in sorted(self._jobs.items())
+        ]
+        if page:
+            yield page
 
     async def append(self, records: Sequence[Record]) -> None:
         """Write records that no membership carries."""

@@ -14,7 +14,7 @@ import os
 import re
 import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError, Rendezvo
 from rdzv.stores import codec, sqlite_mark
 from rdzv.stores.base import (
     HISTORY_ROWS,
+    Page,
     Record,
     RevisionConflictError,
     Stored,
     StoreRefusedError,
     check_document,
+    read,
 )
 from rdzv.stores.sqlite_file import (
     DOCUMENTS_SINCE,
@@ -60,6 +62,9 @@ _NETWORK_FILESYSTEMS = frozenset(
 """Where another machine may have the same files: there neither flock, nor the write-ahead log's
 shared memory, nor fsync means what it means on a disk. 9p too: it keeps locks to its own guest.
 virtiofs is not among them: it is the local disk of many containers."""
+
+JOBS_PER_PAGE = 100
+"""Some milliseconds for ended jobs; the largest that run are a megabyte each."""
 
 _MOST_AT_ONCE = 256
 """Writes in one commit: more would not be faster, and the first would wait for the last."""
@@ -206,6 +211,13 @@ class SqliteStore:
         """Return the rdzv_ids of all stored jobs, in order."""
         return await self._call(self._list)
 
+    async def pages(self) -> AsyncGenerator[Page, None]:
+        """Yield all stored jobs, `JOBS_PER_PAGE` at a time."""
+        after = ""
+        while page := await self._call(self._read_page, after):
+            yield page
+            after = page[-1][0]
+
     async def append(self, records: Sequence[Record]) -> None:
         """Write records that no membership carries."""
         await self._write(partial(self._record, records))
@@ -324,6 +336,18 @@ class SqliteStore:
         with self._reading():
             rows = self._db.execute("SELECT rdzv_id FROM job ORDER BY rdzv_id").fetchall()
         return tuple(row[0] for row in rows)
+
+    def _read_page(self, after: str) -> Page:
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT rdzv_id, revision, membership FROM job WHERE rdzv_id > ? "
+                "ORDER BY rdzv_id LIMIT ?",
+                (after, JOBS_PER_PAGE),
+            ).fetchall()
+        return [
+            (name, read(codec.decode, bytes(data), revision, f"job {name} in {self._path}"))
+            for name, revision, data in rows
+        ]
 
     def _read_history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         with self._reading():
