@@ -63,7 +63,8 @@ METHODS = {
 }
 """Of `Path`, entries of folders, sockets, event loops and libc."""
 
-FUNCTIONS = {"open", "open_untrusted", "write_anew"}
+FUNCTIONS = {"open_untrusted", "write_anew", "start_spared", "find_program"}
+"""Of the agent's own: each goes by a path that its caller gives, with its caller's rights."""
 
 
 REASONS: dict[str, tuple[str, ...]] = {
@@ -154,11 +155,13 @@ REASONS: dict[str, tuple[str, ...]] = {
         "daemon.check_own: place.lstat",
         "errors.write_error: path.parent.mkdir",
         "errors.write_error: path.write_text",
-        "health_checks.Command.look: asyncio.create_subprocess_exec",
+        "health_checks.Command.look: find_program",
+        "health_checks.Command.look: start_spared",
         "health_checks.Disk.look: os.statvfs",
         "launch.count_devices: subprocess.run",
         "preemption._read: os.open",
-        "preemption._run_into: asyncio.create_subprocess_exec",
+        "preemption._run: find_program",
+        "preemption._run_into: start_spared",
         "stacks.find_py_spy: os.access",
         "stacks.find_py_spy: shutil.which",
     ),
@@ -180,6 +183,9 @@ REASONS: dict[str, tuple[str, ...]] = {
     "its caller acts as the account": (
         "accounts.open_untrusted: os.open",
         "accounts.write_anew: open_untrusted",
+        "runner_link.start_spared: asyncio.create_subprocess_exec",
+        "side_thread.find_program: Path(name).exists",
+        "side_thread.find_program: shutil.which",
         "snapshot.look: entry.stat",
         "snapshot.look: os.scandir",
         "snapshot.look: path.stat",
@@ -188,15 +194,13 @@ REASONS: dict[str, tuple[str, ...]] = {
     "it has this name, and opens no file itself": (
         "driver.JobDriver.get_ready: self._witness.open",
         "driver.JobDriver.prepare: self._witness.open",
-        "placements.Placements._adopt: self._folders.open",
-        "placements.Placements._take_part: self._folders.open",
         "witness.Witness.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: nothing is in it.
         "log_reading._Request.__init__: Written(), which is not told whose",
     ),
     "py-spy has to trace a worker, for which it needs the rights of root": (
-        "stacks._run: asyncio.create_subprocess_exec",
+        "stacks._run: start_spared",
     ),
 }
 """Why these need not be done as an account."""
@@ -306,7 +310,7 @@ class Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.called.add(node.func)
         name = last(ast.unparse(node.func))
-        if isinstance(node.func, ast.Name) and name in FUNCTIONS:
+        if name in FUNCTIONS or (isinstance(node.func, ast.Name) and name == "open"):
             self._found(name)
         elif isinstance(node.func, ast.Attribute) and not is_of_module(ast.unparse(node.func)):
             is_path_replace = name == "replace" and len(node.args) == 1 and not node.keywords
@@ -327,6 +331,8 @@ class Finder(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
+            if node.id in FUNCTIONS and node not in self.called:
+                self._found(node.id)
             self._use(node.id, node)
 
     def _found(self, what: str) -> None:
