@@ -167,6 +167,16 @@ _IGNORED_SIGNALS = (
     signal.SIGTTOU,
 )
 
+_FLEETING = (
+    errno.EINTR,
+    errno.ENOMEM,
+    errno.ENOBUFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ETOOMANYREFS,
+)
+"""Errors of a socket which do not say that its peer is gone: what failed can be repeated."""
+
 _TFD_TIMER_ABSTIME = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -242,7 +252,7 @@ class Channel:
             try:
                 sent = socket.send_fds(self._socket, [frame], fds)
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS):
+                if error.errno in (errno.EAGAIN, *_FLEETING):
                     return
                 raise
             close_fds(fds)
@@ -261,7 +271,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+            if error.errno in _FLEETING:
                 return False  # Nothing is lost.
             raise EOFError(str(error)) from error
         self.lost_fds = bool(flags & socket.MSG_CTRUNC)
@@ -1342,6 +1352,8 @@ class Runner:
         try:
             call()
         except OSError as error:
+            # It may have been an exit, which nothing else would tell of again.
+            self._reap_again_at = time.monotonic() + PAUSE_S
             if not self._told_error:
                 self._told_error = True
                 self._emit("error", reason=f"the runner fails: {error}")
@@ -1631,9 +1643,9 @@ class Runner:
         code = child.process.poll()
         if code is None:
             return  # A debugger sees it first; SIGCHLD comes when that lets go.
-        del self._children[child.process.pid]
         if child.launch in self._launches:
             self._hear_launch(child.launch)
+        del self._children[child.process.pid]
         child.on_exit(code)
 
     def _answer_doorbell(self, doorbell: socket.socket) -> None:

@@ -1,0 +1,202 @@
+"""Each system call of the runner fails, with each error: it lives, tells, and says no untruth.
+
+And for real: a runner at its limit of descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
+
+from rdzv.agent import runner
+from rdzv.agent.runner_link import (
+    FoundRunner,
+    NotAdoptableError,
+    RunnerEvent,
+    RunnerLink,
+    WorkerExited,
+    WorkersGone,
+    WorkerSpec,
+    WorkersStartFailed,
+    ZygoteSpec,
+    boottime_ms,
+)
+
+SCRIPTS = Path(__file__).with_name("runner_scripts")
+CALLS = (SCRIPTS / "failing.txt").read_text().split()
+ERRORS = (errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.ESRCH)
+GONE = {("socket.recv_fds", errno.ESRCH), ("socket.send_fds", errno.ESRCH)}
+"""Of a socket this says that its peer is gone."""
+
+FAILING_S = 0.15
+"""How long a call fails. That something does not happen meanwhile is what is looked at."""
+
+
+class Strained(Node):
+    """A runner that lacks something, with workers that carry a mark of their own."""
+
+    patience_s = 12.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.socket = folder / "runner.sock"
+        self._uuid = uuid.uuid4()
+        self.untrue: list[str] = []
+        self._rounds = 0
+
+    def hear(self, event: RunnerEvent) -> None:
+        if isinstance(event, WorkersGone) and (left := marked(self.mark_of(event.round))):
+            self.untrue.append(f"{event}, but {left} are there")
+        super().hear(event)
+
+    def mark_of(self, number: int) -> str:
+        return f"RDZV_TEST_WORKER={self._uuid}.{number}."
+
+    def worker(self, *argv: str | Path, local_rank: int = 0) -> WorkerSpec:
+        spec = self.spec(*argv, local_rank=local_rank)
+        return replace(spec, env={**spec.env, **dict([self.mark_of(self._rounds).split("=")])})
+
+    def family(self) -> WorkerSpec:
+        """A worker that lets four processes live on, which ignore SIGTERM."""
+        folder = self.folder / f"family{self._rounds}"
+        folder.mkdir()
+        return self.worker(sys.executable, "-S", SCRIPTS / "tree.py", folder, "stay")
+
+    async def start_family(self) -> int:
+        self._rounds += 1
+        await self.start(self._rounds, self.family())
+        await until((self.folder / f"family{self._rounds}" / "ready").exists)
+        return self._rounds
+
+    def zygote(self) -> ZygoteSpec:
+        argv = (sys.executable, "-u", str(SCRIPTS / "tree.py"))
+        return ZygoteSpec(argv, self.env, None, ("json",), wait_s=1.0)
+
+    async def start_short(self) -> int:
+        """Start a warm and a cold worker that exit at once; they may not even begin."""
+        self._rounds += 1
+        folder = self.folder / f"family{self._rounds}"
+        folder.mkdir()
+        argv = (sys.executable, "-u", SCRIPTS / "tree.py", folder, "leave")
+        warm = replace(self.worker(*argv), zygote=self.zygote())
+        self.link.start_workers(self._rounds, [warm, self.worker("true", local_rank=1)])
+        return self._rounds
+
+    async def end_of_start(self, number: int) -> None:
+        """Wait until the round has begun and its workers are over, or it could not be started."""
+        async with asyncio.timeout(self.patience_s):
+            while True:
+                self._news.clear()
+                mine = [event for event in self.events if getattr(event, "round", -1) == number]
+                ended = sum(isinstance(event, WorkerExited) for event in mine)
+                if ended == 2 or any(isinstance(event, WorkersStartFailed) for event in mine):
+                    return
+                await self._news.wait()
+
+    def is_alive(self) -> bool:
+        return state_of(self.link.pid) not in ("", "Z")
+
+    async def connect(self) -> str:
+        """Meet the runner as one agent too many; return why it is refused."""
+        try:
+            found = await FoundRunner.meet(self.socket, FAILING_S)
+        except NotAdoptableError as error:
+            return str(error)
+        assert found is not None
+        found.leave()
+        return ""
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Strained]:
+    node = Strained(tmp_path)
+    yield node
+    await node.link.close(10)
+    assert node.untrue == []
+    assert marked(node.mark) == []
+
+
+class Switch:
+    """Has a call of the runner fail."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(64))
+        self.path = path
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 64)
+
+    @contextmanager
+    def failing(self, call: str, code: int) -> Iterator[None]:
+        text = f"{call}:{code}".encode()
+        self._memory[:] = text.ljust(64, b"\0")
+        try:
+            yield
+        finally:
+            self._memory[:] = bytes(64)
+
+
+def start_failing_runner(node: Strained, switch: Switch) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        script = SCRIPTS / "failing.py"
+        fd = str(theirs.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, runner.__file__, fd, switch.path],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    node.link = RunnerLink(process, runner.Channel(ours), node.hear)
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_whatever_call_fails_the_runner_lives_and_says_no_untruth(
+    node: Strained, call: str
+) -> None:
+    switch = Switch(node.folder / "switch")
+    start_failing_runner(node, switch)
+    node.link.serve(node.socket, 600.0, 600.0)
+    await until(node.socket.exists)
+    for code in [code for code in ERRORS if (call, code) not in GONE]:
+        running = await node.start_family()
+        with switch.failing(call, code):
+            node.link.renew_fence(boottime_ms() + FOR_EVER_MS)
+            node.start_store_host(running, "/bin/cat")
+            node.link.notify_workers(running, signal.SIGTERM)
+            await node.connect()
+            node.link.stop_workers(running, signal.SIGTERM, 0)
+            await asyncio.sleep(FAILING_S)
+        assert node.is_alive(), errno.errorcode[code]
+        await node.heard(WorkersGone, round=running)
+        with switch.failing(call, code):
+            short = await node.start_short()
+            await asyncio.sleep(FAILING_S)
+        await node.end_of_start(short)
+        node.link.stop_workers(short, signal.SIGTERM, 0)
+        await node.heard(WorkersGone, round=short)
+        assert node.is_alive(), errno.errorcode[code]
+        assert node.untrue == []
+    node.patience_s = PATIENCE_S
+    await until_refused(node)
+    last = await node.start_short()
+    await node.heard(WorkerExited, round=last, local_rank=0, exit_code=0)
+    await node.heard(WorkerExited, round=last, local_rank=1, exit_code=0)
+    await node.stop(last)
+
+
+async def until_refused(node: Strained) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while "has an agent" not in await node.connect():
+            pass
