@@ -1,0 +1,164 @@
+"""A file server hangs: no start of a worker that needs it holds up a stop, or the fence."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import pytest
+from hung_files import FileServer, file_server
+from runners import PATIENCE_S, Node, marked, state_of, until
+
+from rdzv.agent import runner
+from rdzv.agent.runner_link import (
+    RunnerLink,
+    WorkerExited,
+    WorkersFenced,
+    WorkersGone,
+    WorkerSpec,
+    WorkerStarted,
+    ZygoteReady,
+    ZygoteSpec,
+    boottime_ms,
+)
+
+
+@pytest.fixture(name="server")
+def _server(tmp_path: Path) -> Iterator[FileServer]:
+    with file_server(tmp_path / "served") as server:
+        yield server
+
+
+@pytest.fixture
+async def node(tmp_path: Path, server: FileServer) -> AsyncIterator[Node]:
+    node = Node(tmp_path)
+    node.link = await RunnerLink.spawn(node.hear)
+    yield node
+    await node.link.close(PATIENCE_S)
+    server.go_on()
+    await until(lambda: marked(node.mark) == [])
+
+
+Needing = Callable[[Node, FileServer], WorkerSpec]
+
+
+def needing_a_log(node: Node, server: FileServer) -> WorkerSpec:
+    log = server.path / "logs" / "0" / "stdout.log"
+    return replace(node.spec("echo", "hello", local_rank=1), stdout=str(log))
+
+
+def needing_a_program(node: Node, server: FileServer) -> WorkerSpec:
+    return node.spec(server.path / "program", local_rank=1)
+
+
+def needing_a_folder(node: Node, server: FileServer) -> WorkerSpec:
+    return replace(node.spec("true", local_rank=1), cwd=str(server.path / "folder"))
+
+
+NEEDING = (needing_a_log, needing_a_program, needing_a_folder)
+
+
+def offer(server: FileServer) -> None:
+    """Have there what all of them need."""
+    shutil.copy("/bin/true", server.path / "program")
+    (server.path / "folder").mkdir()
+
+
+@pytest.mark.parametrize("needing", NEEDING)
+async def test_the_fence_kills_workers_that_run_while_another_is_not_started(
+    node: Node, server: FileServer, needing: Needing
+) -> None:
+    offer(server)
+    server.hang()
+    # Its interpreter is not to be had either; the fence has nothing to do with it.
+    node.start_store_host(0, str(server.path / "program"))
+    node.link.start_workers(0, [needing(node, server), node.spec("sleep", "1000")])
+    running = (await node.heard(WorkerStarted, local_rank=0)).pid
+    at_ms = boottime_ms() + 200
+    node.link.renew_fence(at_ms)
+    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
+    await node.heard(WorkersGone, round=0)
+    assert state_of(running) == ""
+
+
+@pytest.mark.parametrize("needing", NEEDING)
+async def test_a_stop_ends_a_worker_that_is_not_started_by_its_signal(
+    node: Node, server: FileServer, needing: Needing
+) -> None:
+    """No grace is waited for: nothing of the user's has run."""
+    offer(server)
+    server.hang()
+    node.link.start_workers(0, [needing(node, server), node.spec("sleep", "1000")])
+    await node.heard(WorkerStarted, local_rank=0)
+    await node.stop(0)
+
+
+@pytest.mark.parametrize("needing", NEEDING)
+async def test_a_worker_is_started_once_its_files_are_there_again(
+    node: Node, server: FileServer, needing: Needing
+) -> None:
+    offer(server)
+    server.hang()
+    node.link.start_workers(0, [needing(node, server), node.spec("true")])
+    await node.heard(WorkerExited, local_rank=0, exit_code=0)
+    server.go_on()
+    await node.heard(WorkerExited, local_rank=1, exit_code=0)
+    if needing is needing_a_log:
+        assert (server.path / "logs" / "0" / "stdout.log").read_text() == "hello\n"
+
+
+async def test_a_fork_of_the_zygote_opens_its_log_itself(node: Node, server: FileServer) -> None:
+    script = node.folder / "script.py"
+    script.write_text("print('hello')")
+    argv = (sys.executable, "-u", str(script))
+    zygote = ZygoteSpec(argv, node.env, None, ("json",))
+    node.link.keep_zygote(zygote)
+    await node.heard(ZygoteReady)
+    server.hang()
+    log = str(server.path / "stdout.log")
+    warm = replace(node.spec(*argv, local_rank=1), stdout=log, zygote=zygote)
+    node.link.start_workers(0, [node.spec("sleep", "1000"), warm])
+    await node.heard(WorkerStarted, local_rank=0)
+    node.link.renew_fence(boottime_ms() + 200)
+    await node.heard(WorkersFenced, round=0)
+    await node.heard(WorkersGone, round=0)
+
+
+def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
+    tmp_path: Path, server: FileServer
+) -> None:
+    server.hang()
+    log = str(server.path / "stdout.log")
+    worker = {"local_rank": 3, "argv": ["true"], "env": {}, "stdout": log}
+    with impatient_runner() as (agent, stderr):
+        agent.send({"type": "start_workers", "round": 7, "workers": [worker]})
+        said = stderr.readline()
+    assert said.startswith("rdzv: round 7: the worker of local_rank 3, pid ")
+    assert said.endswith(f" is not started after 0.1 s, and waits for this: stdout {log!r}\n")
+
+
+@contextmanager
+def impatient_runner() -> Iterator[tuple[runner.Channel, IO[str]]]:
+    """A runner that soon finds a start slow, the agent's end of its socket, and its stderr."""
+    folder = str(Path(runner.__file__).parent)
+    code = f"import sys; sys.path.append({folder!r}); import runner; runner.START_SLOW_S = 0.1"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", f"{code}; runner.main()", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    with process:
+        assert process.stderr is not None
+        with closing(runner.Channel(ours)) as agent:
+            yield agent, process.stderr
