@@ -62,6 +62,7 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
     RunStoppingError,
     UnauthenticatedError,
     UnknownJobError,
