@@ -25,6 +25,8 @@ from rdzv.core.explain import view
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.rendezvous import vacant
 from rdzv.ctl import live
+from rdzv.server.messages import NodeSummary
+from rdzv.server.shown import Shown
 from rdzv.structs import replace
 
 DEADLINE_MS = 90_000
@@ -310,10 +312,41 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open
 def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
     with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/job/nobody", LOST)
-        expect(page.locator("#main .empty")).to_contain_text("no job nobody is known here")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        expect(page.locator("#main .empty")).to_have_text(
+            "no job nobody is known here; rdzvctl list shows those that are."
+        )
+        expect(page.locator("#main .empty code")).to_have_text("rdzvctl list")
+        expect(page.locator("#banner")).to_be_hidden()
+        # It was asked about without a pause: a stream and a question, at first twice a second.
+        page.wait_for_timeout(4_000)
+        assert len(asked) <= 2, asked
         # It is followed from the moment that it is there.
         s.join("nobody", "n9")
         expect(page.locator(".head .chip")).to_have_text("running")
+
+
+def test_one_long_note_leaves_the_other_columns_their_room(
+    open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Shown.summaries
+
+    def summaries(self: Shown) -> list[NodeSummary]:
+        why = "at fault 3 times, last in night: " + "rank 0 on n2 exited with 1 " * 12
+        return [
+            replace(node, quarantine=why) if node.node_id == "n2" else node for node in shown(self)
+        ]
+
+    monkeypatch.setattr(Shown, "summaries", summaries)
+    with fleet(open_page) as s:
+        page = open_page(f"{s.url}/#/nodes")
+        row = page.locator("tbody tr").filter(has_text="n1")
+        expect(page.locator("tbody tr").first).to_contain_text("quarantined: at fault 3 times")
+        height = row.evaluate("row => row.getBoundingClientRect().height")
+        assert height < 40, "a line of another node is wrapped"
+        note = page.locator("td.why").first.evaluate("cell => cell.getBoundingClientRect().width")
+        assert note < 0.5 * page.evaluate("innerWidth")
 
 
 # ------------------------------------------------------------------ for everyone

@@ -1,7 +1,7 @@
 // Which view is shown, what the link to the server is like, and the theme.
 
 import { useToken } from "./ask.js";
-import { put, tick } from "./dom.js";
+import { put, tell, tick } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { JobView } from "./job.js";
 import { NodeView } from "./node.js";
@@ -67,26 +67,27 @@ function note(what) {
 // ------------------------------------------------------------------ the link
 
 const LINKS = { opening: "connecting", live: "live", lost: "reconnecting", paused: "paused" };
+const linkText = () => (stream.link === "lost" && stream.unknown ? "waiting" : LINKS[stream.link]);
 
 function drawLink() {
   const link = $("link");
   if (link.dataset.link !== stream.link) link.dataset.link = stream.link;
-  put($("link-text"), LINKS[stream.link]);
+  put($("link-text"), linkText());
   const banner = $("banner");
-  const stale = stream.link === "lost" && (stream.ready || stream.error);
+  // Where the view itself says that there is no such job, nothing is stale.
+  const stale = stream.link === "lost" && (stream.ready || (stream.error && !stream.unknown));
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
   $("login").hidden = !(stale && stream.locked);
   if (!stale) return;
   if (stream.locked) {
-    put(banner, `${stream.error.message}.`);
+    tell(banner, `${stream.error.message}.`);
     return;
   }
-  const unknown = stream.error?.code?.startsWith("Unknown");
   const why = stream.error?.message || "the connection is lost";
-  const since = stream.ready && !unknown ? ` What is shown is ${duration(Date.now() - stream.heard)} old.` : "";
+  const since = stream.ready && !stream.unknown ? ` What is shown is ${duration(Date.now() - stream.heard)} old.` : "";
   const leader = stream.error?.leader ? " Ask that one." : "";
-  put(banner, unknown ? `${why}.` : `Not live: ${why}.${leader}${since} Connecting again.`);
+  tell(banner, stream.unknown ? `${why}.` : `Not live: ${why}.${leader}${since} Connecting again.`);
 }
 
 $("login").addEventListener("submit", (event) => {

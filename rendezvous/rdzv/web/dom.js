@@ -31,6 +31,17 @@ export function put(element, text) {
   return element;
 }
 
+/** Set a sentence in which commands stand between backticks. */
+export function tell(element, text) {
+  if (element.told_ === text) return element;
+  element.told_ = text;
+  const parts = String(text).split("`");
+  // One that has no other is an ordinary character.
+  const odd = parts.length % 2 === 0 ? "`" + parts.pop() : "";
+  element.replaceChildren(...parts.map((part, at) => (at % 2 ? h("code", {}, part) : part)), odd);
+  return element;
+}
+
 export function mark(element, name, value) {
   const wanted = value === null || value === undefined || value === false ? null : String(value);
   if (element.getAttribute(name) === wanted) return;

@@ -1,6 +1,6 @@
 // One job: what it does and why, who sits where, how its rounds came and went, its logs.
 
-import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tone, updateAge, updateChip } from "./dom.js";
+import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
 import { LogView } from "./logs.js";
 import { Rounds } from "./rounds.js";
@@ -91,8 +91,7 @@ export class JobView {
     mark(this.chip, "hidden", there ? null : "");
     this.age.parentElement.hidden = !there;
     if (!job) {
-      const unknown = stream.error?.code?.startsWith("Unknown") || stream.error?.code === "InvalidRequestError";
-      put(this.missing, unknown ? stream.error.message : "Waiting for the server.");
+      tell(this.missing, stream.unknown ? `${stream.error.message}.` : "Waiting for the server.");
       return;
     }
     if (job !== this.job) {
@@ -120,7 +119,7 @@ export class JobView {
     const job = this.job;
     if (!job) return;
     const more = Date.now() - job.at;
-    put(this.reason, aged(job.reason, more) || "The server gives no reason.");
+    tell(this.reason, aged(job.reason, more) || "The server gives no reason.");
     for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, more));
     this.rounds.tick();
   }

@@ -32,6 +32,7 @@ export class Stream {
   }
 
   close() {
+    this.closed = true;
     clearInterval(this.watch);
     clearTimeout(this.again);
     document.removeEventListener("visibilitychange", this.visible);
@@ -106,6 +107,11 @@ export class Stream {
     return this.error?.code === "UnauthenticatedError" || this.error?.code === "DeniedError";
   }
 
+  /** Whether the server has said that there is no such job. */
+  get unknown() {
+    return Boolean(this.error?.code?.startsWith("Unknown") || this.error?.code === "InvalidRequestError");
+  }
+
   tell(what) {
     this.changed(what);
   }
@@ -132,10 +138,20 @@ export class Stream {
     this.retry();
     try {
       const answer = await ask(this.job === null ? `${API}/nodes` : jobPath(this.job));
-      if (answer.ok) return;
+      if (this.closed) return;
+      if (answer.ok) {
+        // There was no such job, and there is one now.
+        if (this.unknown) this.open();
+        return;
+      }
       this.error = await answer.json();
       // It waits for a token, and is opened again when there is one.
       if (this.locked) clearTimeout(this.again);
+      if (this.unknown) {
+        // Whether there is one by now is asked seldom, and once each time.
+        clearTimeout(this.again);
+        this.again = setTimeout(() => document.hidden || this.explain(), MOST_MS);
+      }
     } catch {
       this.error = { code: "", message: "the server does not answer" };
     }
