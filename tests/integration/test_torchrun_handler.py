@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ from rdzv.torchrun.store import EXIT_BARRIER
 from rdzv.torchrun.stream import NodeStream
 from rdzv.transport import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
 
 RUN = "run-1"
 UNCOUNTED = Settings(2, 3, max_restarts=None, last_call_timeout_ms=5_000)
@@ -76,8 +78,14 @@ def test_the_defaults_are_torchruns() -> None:
     options = read_options(params(endpoint="head,[::1]:7"))
     assert options.settings == Settings(2, 4, None, 600_000, 30_000, ScaleUp.EAGER)
     assert [str(endpoint) for endpoint in options.endpoints] == ["head:29400", "[::1]:7"]
-    assert options.node_id == f"{socket.gethostname()}-{os.getpid()}"
+    assert options.node_id.startswith(f"{socket.gethostname()}-{os.getpid()}")
     assert (options.local_world_size, options.refuse_reuse) == (1, False)
+
+
+def test_every_handler_of_a_process_is_a_node_of_its_own() -> None:
+    names = [read_options(params()).node_id for _ in range(3)]
+    assert len(set(names)) == 3
+    assert read_options(params(node_id="n1")).node_id == "n1"
 
 
 def test_it_connects_with_the_credentials_of_rdzv_conf(
@@ -267,7 +275,7 @@ class FakeStream:
             self._hear(message)
             self.lock.notify_all()
 
-    def close(self, within_s: float) -> None:
+    def close(self, within_s: float, *, wait: bool = True) -> None:
         self.hung_up = True
 
     @property
@@ -456,6 +464,153 @@ def test_without_a_server_it_gives_up_after_join_timeout(made: Made) -> None:
         run.handler.next_rendezvous()
 
 
+def test_who_joins_again_waits_for_a_server_from_then_on(made: Made) -> None:
+    """The server has been away for longer than join_timeout, and this node's workers ran on."""
+    run = made(line(0), settings=Settings(1, 1, None, join_timeout_ms=200))
+    run.handler.next_rendezvous()
+    run.stream.apart_since_s = time.monotonic() - 1000
+    began_s = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=r"no server for 0.2 s \(join_timeout\)"):
+        run.handler.next_rendezvous()
+    assert time.monotonic() - began_s >= 0.2
+
+
+def test_without_a_server_the_job_can_not_be_closed() -> None:
+    with pytest.raises(RendezvousConnectionError, match=r"can not reach rdzvd at 127\.0\.0\.1:1"):
+        RdzvHandler(read_options(params())).set_closed()
+
+
+# ------------------------------------------------------------------ its stream
+
+
+class Scripted(RendezvousServicer):
+    """A server that does to each stream what the test says: `script` yields the answers."""
+
+    def __init__(self, script: Callable[[Iterator[pb.NodeMessage]], Iterator[Any]]) -> None:
+        self._script = script
+
+    def Attach(self, request_iterator: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        for answer in self._script(request_iterator):
+            if not context.is_active():
+                return
+            yield answer
+
+
+@contextlib.contextmanager
+def serving(
+    script: Callable[[Iterator[pb.NodeMessage]], Iterator[pb.ServerMessage]],
+) -> Iterator[Callable[[], int]]:
+    """Serve once the port is asked for a second time; the first only says which it will be."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    add_RendezvousServicer_to_server(Scripted(script), server)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = False
+
+    def start() -> int:
+        nonlocal started
+        if started:
+            server.add_insecure_port(f"127.0.0.1:{port}")
+            server.start()
+        started = True
+        return port
+
+    try:
+        yield start
+    finally:
+        server.stop(None).wait()
+
+
+WELCOME = pb.ServerMessage(
+    leadership=1, welcome=pb.Welcome(incarnation=1, heartbeat_interval_ms=60_000)
+)
+
+
+def of_leader(message: pb.ServerMessage) -> pb.ServerMessage:
+    message.leadership = 1
+    return message
+
+
+class LaterClock:
+    """The handler's clock, which the test sets ahead."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.looked = threading.Event()
+
+    def monotonic(self) -> float:
+        if self.ahead_s:
+            self.looked.set()
+        return time.monotonic() + self.ahead_s
+
+
+def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no server at first; the round is complete after more than join_timeout."""
+    clock, complete = LaterClock(), threading.Event()
+    monkeypatch.setattr(handler_module, "time", clock)
+
+    def script(said: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
+        port = next(said).hello.beliefs[0].join.offer.store_port
+        yield WELCOME
+        complete.wait(60)
+        yield of_leader(line(0, port=port))
+        complete.clear()
+        complete.wait(60)
+
+    with serving(script) as port:
+        endpoints = (Endpoint("127.0.0.1", port()),)
+        handler = RdzvHandler(Options("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1))
+
+        def server_comes() -> None:
+            stream = None
+            while stream is None or stream.apart_since_s is None:
+                stream = handler._talk.stream
+            with handler._news:
+                assert handler._news.wait_for(lambda: "refused" in stream.trouble, 60)
+            port()
+            deadline_s = time.monotonic() + 20
+            while stream.apart_since_s is not None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            clock.ahead_s = 1000
+            handler._talk.notify()
+            clock.looked.wait(0.2)
+            complete.set()
+
+        helper = threading.Thread(target=server_comes)
+        helper.start()
+        assert handler.next_rendezvous().rank == 0
+        helper.join()
+        complete.set()
+        handler.shutdown()
+
+
+def test_a_stream_that_joins_again_after_join_timeout_has_a_server(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LaterClock()
+    monkeypatch.setattr(handler_module, "time", clock)
+
+    def script(said: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
+        port = next(said).hello.beliefs[0].join.offer.store_port
+        yield WELCOME
+        yield of_leader(line(0, port=port))
+        for message in said:
+            if message.HasField("join"):
+                yield of_leader(line(1, port=message.join.offer.store_port))
+
+    with serving(script) as port:
+        endpoints = (Endpoint("127.0.0.1", port()),)
+        port()
+        handler = RdzvHandler(Options("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1))
+        handler.next_rendezvous()
+        clock.ahead_s = 1000
+        handler.next_rendezvous()
+        assert os.environ["RDZV_ROUND"] == "1"
+        handler.shutdown()
+
+
 # ------------------------------------------------------------------ the end
 
 
@@ -488,6 +643,17 @@ def test_nobody_waits_in_the_exit_barrier_of_a_round_that_is_over(made: Made) ->
     run.handler.shutdown()
     assert run.stream.bodies == ["join", "succeeded", "leave"]
     assert run.stream.said[-1].leave.left_round == 0
+
+
+@pytest.mark.parametrize("ask", ["get", "multi_get"])
+def test_nobody_waits_for_a_value_in_a_round_that_is_over(made: Made, ask: str) -> None:
+    run = made(line(0))
+    store = run.handler.next_rendezvous().store
+    store.set("there", "yes")
+    assert (store.get("there"), store.multi_get(["there"])) == (b"yes", [b"yes"])
+    threading.Timer(0.1, lambda: run.stream.tell(round_ended(0))).start()
+    with pytest.raises(RuntimeError, match="the round is over"):
+        getattr(store, ask)("never" if ask == "get" else ["there", "never"])
 
 
 def test_the_exit_barrier_keeps_its_own_timeout(made: Made) -> None:
@@ -551,11 +717,11 @@ def test_whatever_else_ends_a_torchrun_makes_it_leave_with_the_reason(
 def test_a_signal_makes_it_leave_at_once_and_again_when_the_workers_are_gone(made: Made) -> None:
     run = made(line(0))
     run.handler.next_rendezvous()
-    run.handler._on_signal(signal.SIGTERM)
+    run.handler._talk.on_signal(signal.SIGTERM)
     assert not run.stream.said[-1].leave.HasField("left_round")
     (belief,) = run.stream.beliefs()
     assert belief.phase == pb.Belief.LEAVING
-    run.handler._at_exit()
+    run.handler._talk.at_exit()
     leaves = [message.leave for message in run.stream.said[1:]]
     assert [leave.reason for leave in leaves] == ["received SIGTERM"] * 2
     assert leaves[1].left_round == 0
@@ -582,6 +748,34 @@ def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
         stop()
         for signum, action in former.items():
             signal.signal(signum, action)
+
+
+def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
+    """Only the main thread can take the descriptor back; until it does, signals are harmless."""
+
+    def watching() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "rdzv-signals"]
+
+    noticed = threading.Event()
+    former = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before, files = watching(), [*Path("/proc/self/fd").iterdir()]
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+            first = watch_signals(lambda _: None)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(first).result()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            second = watch_signals(lambda _: noticed.set())
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert noticed.wait(60)
+            second()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    for thread in set(watching()) - set(before):
+        thread.join(60)
+    assert signal.set_wakeup_fd(-1) == -1
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(files)
 
 
 def test_a_node_has_no_part_before_it_joins() -> None:

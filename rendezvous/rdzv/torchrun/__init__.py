@@ -20,15 +20,18 @@ What torch's agent asks of a handler, and what it gets:
   (`torch/distributed/elastic/agent/server/api.py`, `_invoke_run`).
 * `shutdown()` is called at the end of everything but a signal
   (`torch/distributed/launcher/api.py`, `launch_agent`). The exception that is on its way then, or
-  that there is none, tells success from failure.
+  that there is none, tells success from failure. After a signal `get_run_id()` is the last call; a
+  handler that is dropped leaves as it is collected. So a process may launch again and again.
+* `set_closed()` stops the job's run, as `rdzvctl stop` does.
 
 What torch's agent does not tell, the server does not know: that workers failed and were
 restarted. It sees a node that has stopped its workers and joins again, which costs nothing;
 `max_restarts` is each torchrun's own, and the job's settings leave it open. The failure that ends
 a torchrun is told, and ends the job.
 
-`part` is what a node says and hears of its job, `stream` the connection, `store` the meeting,
-`options` the command line, `signals` the end by a signal, `handler` what torch sees.
+`part` is what a node says and hears of its job, `stream` the connection, `talk` both until the
+node has left, `store` the meeting, `options` the command line, `signals` the end by a signal,
+`handler` what torch sees.
 """
 
 from __future__ import annotations

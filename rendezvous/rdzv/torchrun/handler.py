@@ -1,24 +1,27 @@
 """The rendezvous handler that torch's agent talks to.
 
 torch calls it from one thread, its main one. What the server says comes in a second one, and a
-signal is noticed in a third; one lock guards what they share.
+signal is noticed in a third; one lock guards what they share (`talk`).
+
+One process may have many handlers, one after another or at once: a notebook calls
+`elastic_launch(...)()` again and again. Each is a node of its own, and leaves when its launch is
+over, however it ends.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable
+import weakref
 from concurrent.futures import Future
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -30,14 +33,15 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv import errors, meeting
+from rdzv.client import ControlClient
 from rdzv.endpoints import Endpoint
 from rdzv.stream import PROTOCOL_VERSION
 from rdzv.torchrun import BACKEND
-from rdzv.torchrun.options import Options
+from rdzv.torchrun.options import Options, agent_has_run
 from rdzv.torchrun.part import Part, Phase
-from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.stream import NodeStream
+from rdzv.torchrun.talk import Talk
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION
 
@@ -46,8 +50,6 @@ log = logging.getLogger("rdzv.torchrun")
 STOP_TIMEOUT_MS = 30_000
 """How long torch's agent lets workers take between SIGTERM and SIGKILL when it restarts them; it
 does not honour --shutdown-timeout there (`LocalElasticAgent._stop_workers`)."""
-HANG_UP_TIMEOUT_S = 5.0
-"""How long the server may take to hear the last words of this node."""
 EXPLAIN_TIMEOUT_S = 10.0
 """How long a store that fails is given to be explained by the server: its host was lost."""
 
@@ -59,18 +61,20 @@ class RdzvHandler(RendezvousHandler):
         self._options = options
         self._offer = _offer(options)
         address, name = self._offer.address, self._offer.host_name
-        self._socket = meeting.StoreSocket(loopback_only=meeting.is_loopback(address) and not name)
-        self._part = Part(
+        part = Part(
             options.rdzv_id,
             options.settings,
             self._offer,
             refuse_reuse=options.refuse_reuse,
             secret=options.secret,
         )
-        self._news = threading.Condition(threading.RLock())
-        self._stream: NodeStream | None = None
-        self._stop_watching: Callable[[], None] = lambda: None
-        self._hung_up = False
+        only_loopback = meeting.is_loopback(address) and not name
+        self._talk = Talk(part, meeting.StoreSocket(loopback_only=only_loopback))
+        self._part, self._news = part, self._talk.news
+        self._joined_at_s = 0.0
+        self._has_closed = False
+        # A launch that is interrupted calls nothing more; at exit the talk ends itself.
+        weakref.finalize(self, self._talk.abandon).atexit = False
 
     # ------------------------------------------------------------------ what torch asks
 
@@ -79,7 +83,15 @@ class RdzvHandler(RendezvousHandler):
         return BACKEND
 
     def get_run_id(self) -> str:
-        """Return the name of the job."""
+        """Return the name of the job.
+
+        A launch that a signal ends does not call `shutdown`. But it asks for this once more, for
+        torch's own event, when the workers are gone (`launch_agent`, `get_event_failed`): then this
+        node leaves, so that nobody waits for it, and the process may launch again.
+        """
+        error = sys.exc_info()[1]
+        if isinstance(error, SignalException) and agent_has_run():
+            self._talk.end(pb.Leave.SIGNAL, f"received {error.sigval.name}")
         return self._options.rdzv_id
 
     @property
@@ -125,11 +137,33 @@ class RdzvHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """Say whether the job forms no more rounds, as far as this node has heard."""
         with self._news:
-            return self._part.ended
+            return self._part.ended or self._has_closed
 
     def set_closed(self) -> None:
-        """End this node's part in the job, as `shutdown` does."""
-        self.shutdown()
+        """End the job's present run, as `rdzvctl stop` does: its nodes are told, and stop.
+
+        A node that has not joined may do so, too. If the job has no run, there is nobody to tell;
+        this node will not begin one.
+
+        Raises:
+            RendezvousConnectionError: no server could be reached.
+            RendezvousError: the server refuses it; the message says why.
+
+        """
+        self._has_closed = True
+        name, options = self._options.rdzv_id, self._options
+        try:
+            with ControlClient(options.endpoints, credentials=options.credentials) as client:
+                present = client.status(name)
+                client.stop(
+                    name, present.run or "", f"{options.node_id} has closed it (set_closed)"
+                )
+        except (errors.UnknownJobError, errors.RendezvousClosedError):
+            return
+        except errors.RendezvousConnectionError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        except errors.RendezvousError as error:
+            raise RendezvousError(str(error)) from error
 
     def shutdown(self) -> bool:
         """Tell the server how this node's part in the job has ended, and hang up.
@@ -141,15 +175,14 @@ class RdzvHandler(RendezvousHandler):
         as one on its way: a failure must not be taken for a success.
         """
         error = sys.exc_info()[1]
-        if self._stream is None or self._hung_up:
+        if self._talk.stream is None or self._talk.hung_up:
             return True
         with self._news:
             if error is None and self._part.phase in (Phase.RUNNING, Phase.SUCCEEDED):
                 self._wait_for_success()
             elif isinstance(error, ChildFailedError) and self._part.phase is Phase.RUNNING:
-                self._say(self._part.say_failed(_worker_failures(error)))
-            self._leave(*_why_leave(error), workers_gone=True)
-        self._hang_up()
+                self._talk.say(self._part.say_failed(_worker_failures(error)))
+        self._talk.end(*_why_leave(error))
         return True
 
     # ------------------------------------------------------------------ joining
@@ -157,14 +190,16 @@ class RdzvHandler(RendezvousHandler):
     def _join(self) -> None:
         """Say that this node has no workers, and wants some."""
         with self._news:
-            if self._hung_up:
-                raise RendezvousClosedError(f"this node has left {self._options.rdzv_id}")
+            if self._talk.hung_up or self._has_closed:
+                did = "left" if self._talk.hung_up else "closed"
+                raise RendezvousClosedError(f"this node has {did} {self._options.rdzv_id}")
             self._raise_if_ended()
-            self._say(self._part.say_join(self._socket.port))
-            if self._stream is None:
-                self._stream = self._open_stream()
+            self._joined_at_s = time.monotonic()
+            self._talk.say(self._part.say_join(self._talk.store_socket.port))
+            if self._talk.stream is None:
+                self._talk.begin(self._new_stream())
 
-    def _open_stream(self) -> NodeStream:
+    def _new_stream(self) -> NodeStream:
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
             node_id=self._options.node_id,
@@ -175,19 +210,14 @@ class RdzvHandler(RendezvousHandler):
             pid=os.getpid(),
             agent_version=f"torchrun-{VERSION}",
         )
-        part = self._part
-        stream = NodeStream(
+        return NodeStream(
             self._options.endpoints,
             self._options.credentials,
             hello,
             self._news,
-            part.beliefs,
-            part.hear,
+            self._part.beliefs,
+            self._part.hear,
         )
-        stream.open()
-        self._stop_watching = watch_signals(self._on_signal)
-        atexit.register(self._at_exit)
-        return stream
 
     def _wait_for_round(self) -> pb.RoundCompleted:
         with self._news:
@@ -214,12 +244,16 @@ class RdzvHandler(RendezvousHandler):
         raise kind(f"{rdzv_id} {result}: {closed.reason}")
 
     def _raise_if_apart(self) -> None:
-        """Give up when there was no server for join_timeout."""
-        assert self._stream is not None
-        since_s, timeout_s = self._stream.apart_since_s, self._join_timeout_s
-        if since_s is not None and time.monotonic() - since_s >= timeout_s:
+        """Give up when there was no server for join_timeout since this node has joined."""
+        stream, timeout_s = self._talk.stream, self._join_timeout_s
+        assert stream is not None
+        if stream.apart_since_s is None:
+            return
+        # Without a server its workers have run on; only now it waits for one.
+        since_s = max(stream.apart_since_s, self._joined_at_s)
+        if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
-                f"no server for {timeout_s:g} s (join_timeout): {self._stream.trouble}"
+                f"no server for {timeout_s:g} s (join_timeout): {stream.trouble}"
             )
 
     @property
@@ -230,21 +264,23 @@ class RdzvHandler(RendezvousHandler):
 
     def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
         """Meet the other nodes in the round's store; None if the round is over before."""
-        listening = self._socket.take()
+        talk = self._talk
+        listening = talk.store_socket.take()
         if line.group_rank != 0 and listening is not None:
             listening.close()
             listening = None
         timeout_s = self._options.read_timeout_s
 
         def wrap(store: Store) -> AgentStore:
-            return AgentStore(store, self._on_success, lambda: self._why_over(line))
+            return AgentStore(store, talk.on_success, lambda: talk.why_over(line))
 
-        work = in_thread(lambda: meet(line, listening, wrap, timeout_s), self._notify)
+        # The thread may never end; it has no reference to this handler.
+        work = in_thread(lambda: meet(line, listening, wrap, timeout_s), talk.notify)
         with self._news:
-            self._news.wait_for(lambda: self._round_is_over or work.done(), timeout_s)
-            if not self._round_is_over and _worked(work):
+            self._news.wait_for(lambda: talk.round_is_over or work.done(), timeout_s)
+            if not talk.round_is_over and _worked(work):
                 return work.result()
-            if not self._round_is_over:
+            if not talk.round_is_over:
                 self._explain_failure(line, work)
         return None
 
@@ -257,77 +293,25 @@ class RdzvHandler(RendezvousHandler):
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
         where = f"{line.master_addr}:{line.master_port}"
         if line.group_rank == 0:
-            self._say(self._part.say_store_failed(f"the store at {where}: {why}"))
-        if not self._news.wait_for(lambda: self._round_is_over, EXPLAIN_TIMEOUT_S):
+            self._talk.say(self._part.say_store_failed(f"the store at {where}: {why}"))
+        if not self._news.wait_for(lambda: self._talk.round_is_over, EXPLAIN_TIMEOUT_S):
             raise RendezvousConnectionError(
                 f"the nodes of round {line.round} did not meet in the store at {where} ({why}); "
                 "if this address can not be reached from here, start the node that is there with "
                 "another --local-addr"
             )
 
-    @property
-    def _round_is_over(self) -> bool:
-        return bool(self._part.over) or self._part.ended
-
-    def _notify(self) -> None:
-        with self._news:
-            self._news.notify_all()
-
-    def _why_over(self, line: pb.RoundCompleted) -> str:
-        """Say why a round is over for this node; empty while it is not."""
-        with self._news:
-            part = self._part
-            if part.closed is not None:
-                return part.closed.reason
-            if part.refused is not None:
-                return part.refused.message
-            return part.over if part.line is line else "a newer one has begun"
-
     # ------------------------------------------------------------------ the end
 
-    def _on_success(self) -> None:
-        """Note that torch's agent waits at its exit barrier: its workers have all exited 0."""
-        with self._news:
-            if self._part.phase is Phase.RUNNING and not self._round_is_over:
-                self._say(self._part.say_succeeded())
-
     def _wait_for_success(self) -> None:
-        self._on_success()
-        if not self._news.wait_for(lambda: self._round_is_over, self._options.close_timeout_s):
+        self._talk.on_success()
+        if not self._news.wait_for(lambda: self._talk.round_is_over, self._options.close_timeout_s):
             log.warning(
                 "the other nodes of %s have not succeeded within %g s (close_timeout); not "
                 "waiting for them any longer",
                 self._options.rdzv_id,
                 self._options.close_timeout_s,
             )
-
-    def _on_signal(self, signum: signal.Signals) -> None:
-        """Leave at once: torch's agent stops the workers now, and does not come back."""
-        with self._news:
-            self._leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
-
-    def _at_exit(self) -> None:
-        """After a signal torch's agent does not call `shutdown`; its workers are gone by now."""
-        with self._news:
-            self._leave(pb.Leave.SIGNAL, "its torchrun has exited", workers_gone=True)
-        self._hang_up()
-
-    def _leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
-        if self._part.phase is not Phase.APART and not self._part.ended and not self._hung_up:
-            self._say(self._part.say_leave(cause, reason, workers_gone=workers_gone))
-
-    def _hang_up(self) -> None:
-        if self._stream is None or self._hung_up:
-            return
-        self._hung_up = True
-        atexit.unregister(self._at_exit)
-        self._stop_watching()
-        self._stream.close(HANG_UP_TIMEOUT_S)
-        self._socket.release()
-
-    def _say(self, message: pb.NodeMessage) -> None:
-        if self._stream is not None:
-            self._stream.say(message)
 
 
 def _worked(work: Future[RendezvousInfo]) -> bool:

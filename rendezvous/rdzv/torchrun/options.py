@@ -5,6 +5,8 @@ Names, defaults and units of `--rdzv-conf` are torchrun's where it has them.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 import math
 import os
@@ -27,6 +29,9 @@ from rdzv.structs import struct
 from rdzv.transport import PLAIN, Credentials
 
 log = logging.getLogger("rdzv.torchrun")
+
+_handlers = itertools.count(1)
+"""Numbers the handlers of this process, each of which is a node."""
 
 MAX_CONF_S = 30 * 24 * 3600
 
@@ -86,7 +91,7 @@ def read_options(params: RendezvousParameters) -> Options:
     scale_up, scale_up_after_ms = _scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
     return Options(
         rdzv_id=params.run_id,
-        node_id=conf.get("node_id", f"{socket.gethostname()}-{os.getpid()}"),
+        node_id=conf.get("node_id") or _own_name(),
         endpoints=_endpoints(params.endpoint),
         credentials=_credentials(conf),
         settings=Settings(
@@ -108,6 +113,26 @@ def read_options(params: RendezvousParameters) -> Options:
         close_timeout_s=_seconds(conf, "close_timeout", 30),
         read_timeout_s=_seconds(conf, "read_timeout", 60),
     )
+
+
+def _own_name() -> str:
+    """Name a node of this process, unlike every other that it has had."""
+    number = next(_handlers)
+    return f"{socket.gethostname()}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+
+
+def agent_has_run() -> bool:
+    """Whether the launch that this is called from has its agent's `run` behind it."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.launcher.api import launch_agent
+
+    run = inspect.unwrap(SimpleElasticAgent.run).__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not launch_agent.__code__:
+        if frame.f_code is run:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def launch_config() -> Any | None:

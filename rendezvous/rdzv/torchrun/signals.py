@@ -13,6 +13,13 @@ import signal
 import threading
 from collections.abc import Callable
 
+_END = 0
+"""Ends a watch; no signal has this number."""
+
+_left: dict[int, int] = {}
+"""Pipes, by their write ends, that Python still writes signals to though their watch has ended:
+not in the main thread, which alone can change that. Without a reader there would be complaints."""
+
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
     """Call a function, in a thread of its own, for each signal that makes torchrun end.
@@ -20,12 +27,15 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     Returns the function that ends the watch. Outside the main thread, and where the wakeup
     descriptor is in use already, nothing is watched.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         return lambda: None
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    if former != -1:
+    if former in _left:
+        os.close(former)
+        os.close(_left.pop(former))
+    elif former != -1:
         signal.set_wakeup_fd(former)
         os.close(read_end)
         os.close(write_end)
@@ -33,18 +43,30 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     awaited = _awaited()
 
     def watch() -> None:
-        while received := os.read(read_end, 1):
-            if received[0] in awaited:
-                on_signal(signal.Signals(received[0]))
-        os.close(read_end)
+        while (received := os.read(read_end, 1)[0]) != _END:
+            if received in awaited:
+                on_signal(signal.Signals(received))
+        if write_end not in _left:
+            os.close(read_end)
 
     def stop() -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            os.close(write_end)
+        if not _in_main_thread():
+            _left[write_end] = read_end
+            os.write(write_end, bytes([_END]))
+            return
+        present = signal.set_wakeup_fd(-1)
+        if present != write_end:
+            # Somebody else has taken it over.
+            signal.set_wakeup_fd(present)
+        os.write(write_end, bytes([_END]))
+        os.close(write_end)
 
     threading.Thread(target=watch, name="rdzv-signals", daemon=True).start()
     return stop
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _awaited() -> set[int]:

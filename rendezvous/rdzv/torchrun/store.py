@@ -63,6 +63,16 @@ class AgentStore(PrefixStore):
             self._on_success()
         return int(super().add(key, amount))
 
+    def get(self, key: str) -> bytes:
+        """Return a value once it is there; see the base class, and `wait`."""
+        self.wait([key])
+        return bytes(super().get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return several values once all are there; see the base class, and `wait`."""
+        self.wait(keys)
+        return list(super().multi_get(keys))
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys; see the base class.
 

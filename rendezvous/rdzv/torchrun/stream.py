@@ -67,6 +67,8 @@ class NodeStream:
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
         self._told_lost = False
         self._closing = threading.Event()
+        self._cut: threading.Timer | None = None
+        """Ends a stream that does not end by itself once it was closed."""
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
     def open(self) -> None:
@@ -78,19 +80,20 @@ class NodeStream:
         if self._outbox is not None:
             self._outbox.put(message)
 
-    def close(self, within_s: float) -> None:
+    def close(self, within_s: float, *, wait: bool = True) -> None:
         """End the stream once the server has heard all that was said, or the time is over.
 
-        Not to be called with the lock held.
+        Not to be called with the lock held, if it is to wait for that.
         """
         with self._lock:
             self._closing.set()
             if self._outbox is not None:
                 self._outbox.put(None)
-        self._thread.join(within_s)
-        with self._lock:
             if self._call is not None:
-                self._call.cancel()
+                self._cut = _timer(within_s, self._call)
+        if wait:
+            # The cut ends it in time; a little more is for the thread itself.
+            self._thread.join(within_s + 1)
 
     # ------------------------------------------------------------------ the thread
 
@@ -129,9 +132,7 @@ class NodeStream:
             return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
-            watchdog = threading.Timer(WELCOME_TIMEOUT_S, call.cancel)
-            watchdog.daemon = True
-            watchdog.start()
+            watchdog = _timer(WELCOME_TIMEOUT_S, call)
             with self._lock:
                 # What is said from here on follows this Hello; what came before is in it.
                 self._hello.ClearField("beliefs")
@@ -146,6 +147,8 @@ class NodeStream:
                 watchdog.cancel()
                 with self._lock:
                     self._outbox = self._call = None
+                    if self._cut is not None:
+                        self._cut.cancel()
                 outbox.put(None)
                 call.cancel()
 
@@ -222,6 +225,14 @@ class NodeStream:
             refused = pb.Refused(code=failure.code, message=str(failure))
             self._deliver(pb.ServerMessage(refused=refused))
         return failure
+
+
+def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
+    """Cancel a call after a while, unless the timer is cancelled."""
+    timer = threading.Timer(after_s, call.cancel)
+    timer.name, timer.daemon = "rdzv-timer", True
+    timer.start()
+    return timer
 
 
 def _no_logs(request: int) -> pb.NodeMessage:

@@ -1,0 +1,31 @@
+"""A process that launches more than once by the plug-in, as a notebook does: twenty-four stories.
+
+They are told by `workers/launches.py`, which has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import WORKERS, Cluster, cluster
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_every_launch_of_a_process_ends_as_if_it_were_the_only_one(c: Cluster, how: str) -> None:
+    """`together`: all in one process; `alone`: each in one that has launched nothing before."""
+    command = [sys.executable, str(WORKERS / "launches.py"), c.endpoint, str(c.folder), how]
+    told = c.start("launches", command)
+    assert told.wait() == 0, told.text
+    assert told.text.count(": as it should") == 24
+    assert "FAILED" not in told.text
