@@ -81,7 +81,10 @@ async def test_a_file_that_appears_says_how_much_time_is_left(tmp_path: Path) ->
         assert (await notices.next())[0] == 5_000
 
 
-async def test_a_file_that_is_there_already_is_a_notice(tmp_path: Path) -> None:
+async def test_a_file_that_is_there_already_is_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HALF_WRITTEN_S", 0.01)
     file = tmp_path / "preempted"
     file.touch()
     async with watched(file) as notices:

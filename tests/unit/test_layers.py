@@ -186,13 +186,22 @@ RULES = (
 )
 
 
-def sources() -> Iterator[tuple[Path, str]]:
-    """Yield every source file, and its path below `rdzv/`."""
-    for root in SOURCES:
-        for path in sorted((root / "rdzv").rglob("*.py")):
-            yield path, path.relative_to(root / "rdzv").as_posix()
+@functools.cache
+def sources() -> tuple[tuple[Path, str], ...]:
+    """Return every source file, and its path below `rdzv/`."""
+    return tuple(
+        (path, path.relative_to(root / "rdzv").as_posix())
+        for root in SOURCES
+        for path in sorted((root / "rdzv").rglob("*.py"))
+    )
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def matches(name: str, pattern: str) -> bool:
     """Match a path by a glob in which `**/` stands for any folders, or none."""
     parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split("**/"))
@@ -204,7 +213,7 @@ def imports(path: Path, name: str) -> frozenset[str]:
     """List what a file imports, anywhere in it, except for type checking alone."""
     package = ["rdzv", *Path(name).parts[:-1]]
     found: set[str] = set()
-    for node in _at_run_time(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _at_run_time(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -220,7 +229,7 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):
             continue  # No import is inside one.
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
         yield from _at_run_time(child)
@@ -285,7 +294,7 @@ def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
     makers = {
         name
         for path, name in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
     }
     # etcd has credentials of its own.
