@@ -371,6 +371,12 @@ async def test_no_leadership_is_given_twice(store: Store) -> None:
     assert sorted(numbers) == list(range(1, 9))
 
 
+async def test_what_sqlite_says_of_its_place_is_its_folder(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path)
+    assert store.place == f"{tmp_path} (sqlite)"
+    await store.close()
+
+
 async def test_a_closed_store_refuses(store: Store) -> None:
     await store.close()
     calls: list[Callable[[], Awaitable[object]]] = [

@@ -20,6 +20,7 @@ from rdzv.agent.launch import NO_FILES
 from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner import boottime_ms
 from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
+from rdzv.agent.stacks import StacksAsked
 from rdzv.agent.submitted import Holding, Placed
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Result
@@ -167,6 +168,7 @@ class Job:
         self.renewals: asyncio.Queue[int] = asyncio.Queue()
         self.run: str | None = ""
         self.notes: list[str] = []
+        self.asked: asyncio.Queue[StacksAsked] = asyncio.Queue()
         self.everything: list[events.Event] = []
         self._heard: asyncio.Queue[events.Event] = asyncio.Queue()
 
@@ -181,6 +183,9 @@ class Job:
 
     def note(self, reason: str) -> None:
         self.notes.append(reason)
+
+    def take_stacks(self, asked: StacksAsked) -> None:
+        self.asked.put_nowait(asked)
 
     def renew_fence(self, heard_at_ms: int) -> None:
         self.renewals.put_nowait(heard_at_ms)
@@ -222,6 +227,28 @@ async def running(link: ServerLink) -> AsyncIterator["asyncio.Task[None]"]:
 
 def success(round_: int) -> pb.NodeMessage:
     return pb.NodeMessage(succeeded=pb.Succeeded(rdzv_id="job-7", run="r1", round=round_))
+
+
+# ------------------------------------------------------------------ what the server asks for
+
+
+async def test_stacks_are_asked_of_the_job_that_is_meant_and_refused_for_others(
+    server: Server,
+) -> None:
+    job, other = Job(), Job("job-8")
+    async with running(link_to(server.endpoint, jobs=(job, other))):
+        talk, _ = await server.greet()
+        wanted = pb.TakeStacks(request=5, rdzv_id="job-7", run="r1", round=2, timeout_ms=900)
+        await talk.say(take_stacks=wanted)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await job.asked.get() == StacksAsked(5, "job-7", "r1", 2, 900)
+        await talk.say(take_stacks=pb.TakeStacks(request=6, rdzv_id="job-9"))
+        while (message := await talk.hear()) is not None and not message.HasField("stacks"):
+            pass
+        assert message is not None
+        assert (message.stacks.request, message.stacks.last) == (6, True)
+        assert message.stacks.error == "it takes no part in this job any more"
+        assert other.asked.empty()
 
 
 # ------------------------------------------------------------------ the hello

@@ -582,6 +582,40 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         assert names.count("RoundCompleted") == 1
 
 
+async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -> None:
+    """The job is read anew, before anything else of it is written in vain."""
+    tried: list[str] = []
+
+    class Watched(FlakyStore):
+        async def compare_and_swap(
+            self,
+            rdzv_id: str,
+            membership: Membership,
+            revision: int,
+            records: Sequence[Record] = (),
+        ) -> int:
+            tried.append(membership.run)
+            return await super().compare_and_swap(rdzv_id, membership, revision, records)
+
+    store = Watched()
+    async with server(store) as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        await s.join(n1)
+        before = await store.load("job-7")
+        assert before is not None
+        store.next_write = "lost before"
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        await settle()
+        others = replace(before.membership, run="run-of-another")
+        await MemoryStore.compare_and_swap(store, "job-7", others, before.revision)
+        store.away = None
+        tried.clear()
+        await s.clock.advance(2_500)
+        await asyncio.wait([said])
+        assert before.membership.run not in tried
+        assert (await s.driver._jobs.look("job-7")).membership.run == "run-of-another"
+
+
 async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
     store = FlakyStore()
     async with server(store) as s:

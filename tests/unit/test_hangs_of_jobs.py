@@ -8,8 +8,9 @@ import pytest
 from test_driver import FakeClock, FlakyStore, Server, join, read, server, settle
 from test_stacks_of_jobs import say, stack
 
+from rdzv.core.commands import Leave
 from rdzv.core.hangs import HungWorker, verdict
-from rdzv.core.model import Cause, Failure, Membership, Result, Settings
+from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
 from rdzv.core.root_cause import describe_failure
 from rdzv.core.stacks import Frame, Report, Thread, WorkerStack, grouped
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
@@ -186,6 +187,16 @@ async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
         round_ = (await membership(s)).round
         assert round_ is not None and round_.end is not None
         assert round_.end.cause is Cause.NODE_LOST
+
+
+async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        hang(s, n1, 0)
+        assert s.driver.hangs("job-7")
+        leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
+        await s.driver.submit("job-7", leave)
+        assert s.driver.hangs("job-7") == ""
 
 
 async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> None:
