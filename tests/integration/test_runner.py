@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -565,13 +565,15 @@ def is_worker(pid: int) -> bool:
 
 
 @contextmanager
-def bare_runner() -> Iterator[socket.socket]:
+def bare_runner(stderr: int | None = None) -> Iterator[socket.socket]:
     """A runner without a link, and the agent's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     with theirs:
         command = [sys.executable, "-I", "-S", runner.__file__, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], start_new_session=True, stderr=stderr
+        )
     with ours:
         yield ours
     assert process.wait(PATIENCE_S) == 0
@@ -643,6 +645,54 @@ def test_a_descriptor_that_belongs_to_no_request_is_closed() -> None:
         os.close(write_end)
         assert read_event(sock) == {"type": "gone", "round": 0}
         assert pipe.read() == b""
+
+
+@contextmanager
+def nobody_reads() -> Iterator[int]:
+    """A stderr whose reader is gone."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    yield write_end
+    os.close(write_end)
+
+
+@contextmanager
+def full() -> Iterator[int]:
+    """A stderr whose reader has stopped reading."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with suppress(BlockingIOError):
+        while os.write(write_end, bytes(4096)):
+            pass
+    os.set_blocking(write_end, True)
+    yield write_end
+    os.close(read_end)
+    os.close(write_end)
+
+
+@contextmanager
+def dead_console() -> Iterator[int]:
+    """A stderr that is a terminal which was closed."""
+    terminal, console = os.openpty()
+    os.close(terminal)
+    yield console
+    os.close(console)
+
+
+@pytest.mark.parametrize("stderr", [nobody_reads, full, dead_console])
+def test_a_stderr_that_takes_nothing_neither_ends_nor_holds_up_the_runner(
+    stderr: Callable[[], AbstractContextManager[int]],
+) -> None:
+    host = {"type": "start_store_host", "argv": ["/nonexistent"], "env": {}}
+    with (
+        stderr() as fd,
+        bare_runner(stderr=fd) as sock,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
+        for number in range(3):
+            socket.send_fds(sock, [frame({**host, "round": number})], [listening.fileno()])
+            exited = {"type": "store_host_exited", "round": number, "exit_code": 127}
+            assert read_event(sock) == {**exited, "signal": None}
 
 
 # ---------------------------------------------------------------------- the store host

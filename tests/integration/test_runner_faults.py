@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+import resource
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerLink,
     WorkerExited,
+    WorkersFenced,
     WorkersGone,
     WorkerSpec,
     WorkersStartFailed,
@@ -200,3 +202,40 @@ async def until_refused(node: Strained) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while "has an agent" not in await node.connect():
             pass
+
+
+@contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """Let a process open nothing more, for a while."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_it(
+    node: Strained,
+) -> None:
+    node.link = await RunnerLink.spawn(node.hear)
+    running = await node.start_family()
+    with without_descriptors(node.link.pid):
+        node.link.stop_workers(running, signal.SIGTERM, 0)
+        await node.heard(WorkersGone, round=running)
+        assert marked(node.mark_of(running)) == []
+        short = await node.start_short()
+        failed = await node.heard(WorkersStartFailed, round=short)
+        assert "can not be forked: Too many open files" in failed.reason
+        await node.heard(WorkersGone, round=short)
+    assert await node.start_family() == short + 1
+
+
+async def test_a_round_goes_on_at_the_limit_of_descriptors(node: Strained) -> None:
+    """Exits are noticed without a pidfd, and the fence needs none either."""
+    node.link = await RunnerLink.spawn(node.hear)
+    number = await node.start_family()
+    with without_descriptors(node.link.pid):
+        node.link.renew_fence(boottime_ms() + 100)
+        await node.heard(WorkersFenced, round=number)
+        await node.heard(WorkersGone, round=number)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -748,6 +749,34 @@ async def test_an_interpreter_that_is_not_there_is_told(node: WarmNode) -> None:
     lost = await node.heard(ZygoteLost)
     assert lost.reason.startswith("can not start '/nonexistent/python': ")
     await start_pausing(node, 0, zygote)
+
+
+async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> None:
+    """What a module does at each fork comes before all that the fork does itself."""
+    module = "import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(1.0))\n"
+    (node.folder / "slow_at_fork.py").write_text(module)
+    node.env["PYTHONPATH"] = str(node.folder)
+    script = node.folder / "waits.py"
+    script.write_text("import signal\nsignal.pause()\n")
+    zygote = node.zygote(sys.executable, "-u", script, modules=["slow_at_fork"])
+    ready = await node.keep(zygote)
+    node.link.start_workers(0, [replace(node.spec(*zygote.argv), zygote=zygote)])
+
+    def adopted() -> list[int]:
+        children = {*runner.children_of(node.link.pid)} - {ready.pid}
+        return [pid for pid in children if has_pidfd_of(node.link.pid, pid)]
+
+    await until(adopted)
+    await node.stop(0)
+
+
+def has_pidfd_of(holder: int, pid: int) -> bool:
+    """Whether a process looks after another one."""
+    for info in Path(f"/proc/{holder}/fdinfo").iterdir():
+        with suppress(OSError):
+            if f"\nPid:\t{pid}\n" in info.read_text():
+                return True
+    return False
 
 
 # ---------------------------------------------------------------------- through rdzvrun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -63,3 +64,22 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
         assert kill_strays("c3", timeout_s=0.1) == 1
         assert f"SIGKILL does not end 1 stray of a dead runner: pid {process.pid}" in caplog.text
         assert "killed" not in caplog.text
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "listdir"])
+def test_what_can_not_be_looked_at_counts_as_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """At its limit of descriptors, an agent does not take workers that it can not see for gone."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with started(**{RUNNER: "d4"}) as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(OSError, match="Too many open files"):
+                kill_strays("d4", timeout_s=0.05)
+        assert caplog.text == ""
+        assert kill_strays("d4") == 1
+        assert process.wait() == -9

@@ -124,7 +124,7 @@ class Heritage:
             return found
         except NotAdoptableError as error:
             self._tell_left(path, str(error))
-        except TimeoutError as error:
+        except OSError as error:
             log.error("what the dead runner of %s has left behind may live on: %s", path, error)
         return None
 

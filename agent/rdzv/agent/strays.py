@@ -9,12 +9,11 @@ with another one on purpose; those end with the unit.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import select
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +26,9 @@ RUNNER = "RDZV_RUNNER"
 
 SWEEP_TIMEOUT_S = 2.0
 """How long they may take to be gone: one may be in the kernel."""
-_LOOK_AGAIN_S = 0.05
+_LOOK_AGAIN_S = 0.02
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors by which it is this process, or the machine, that lacks something."""
 
 
 def mark_of(socket: Path) -> str:
@@ -40,48 +41,59 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
 
     Returns how many there were. Blocks for some milliseconds. Who forks meanwhile passes the mark
     on, and is found when it is looked again.
+
+    Raises:
+        OSError: at the timeout a process can not be looked at, so it may be one of them.
+
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
-    while found := list(_marked(mark)):
-        try:
-            for pid, pidfd in found:
-                killed.add(pid)
-                with suppress(OSError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                log.error(
-                    "SIGKILL does not end %s of a dead runner: pid %s",
-                    counted(len(found), "stray"),
-                    ", ".join(str(pid) for pid, _ in found),
-                )
-                break
-            gone = select.poll()
-            gone.register(found[0][1], select.POLLIN)
-            gone.poll(1000 * min(left_s, _LOOK_AGAIN_S))
-        finally:
-            for _, pidfd in found:
-                os.close(pidfd)
-    else:
-        if killed:
-            log.warning("killed %s of a dead runner", counted(len(killed), "stray"))
+    while True:
+        found, unseen = _kill_marked(f"{RUNNER}={mark}".encode())
+        killed.update(found)
+        late = time.monotonic() >= deadline
+        if unseen is not None and late:
+            raise unseen
+        if not found and unseen is None:
+            if killed:
+                log.warning("killed %s of a dead runner", counted(len(killed), "stray"))
+            break
+        if late:
+            log.error(
+                "SIGKILL does not end %s of a dead runner: pid %s",
+                counted(len(found), "stray"),
+                ", ".join(map(str, found)),
+            )
+            break
+        time.sleep(_LOOK_AGAIN_S)
     return len(killed)
 
 
-def _marked(mark: str) -> Iterator[tuple[int, int]]:
-    """Yield pid and pidfd of each process with a mark; the caller closes the pidfd."""
-    wanted = f"{RUNNER}={mark}".encode()
-    for path in Path("/proc").iterdir():
-        if not path.name.isdecimal() or int(path.name) == os.getpid():
-            continue
-        with suppress(OSError):
-            # Pinned first, for the number may pass to another process.
-            pidfd = os.pidfd_open(int(path.name))
-            try:
-                is_it = wanted in (path / "environ").read_bytes().split(b"\0")
-            except OSError:
-                is_it = False
-            if is_it:
-                yield int(path.name), pidfd
-            else:
-                os.close(pidfd)
+def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
+    """Kill each process with this in its environment; return them, and why one was not seen."""
+    found, unseen = [], None
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
+    except OSError as error:
+        return [], error
+    for pid in pids:
+        try:
+            if pid != os.getpid() and _kill_if_marked(pid, wanted):
+                found.append(pid)
+        except OSError as error:
+            # Else it is gone, or another user's, or has made its environment unreadable.
+            if error.errno in _LACKING:
+                unseen = error
+    return found, unseen
+
+
+def _kill_if_marked(pid: int, wanted: bytes) -> bool:
+    # Pinned first, for the number may pass to another process.
+    pidfd = os.pidfd_open(pid)
+    try:
+        if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return False
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return True
+    finally:
+        os.close(pidfd)
