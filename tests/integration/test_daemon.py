@@ -194,7 +194,7 @@ def test_a_job_that_is_scaled_down_gives_its_node_back(d: Daemons) -> None:
     for name in ("n1", "n2"):
         d.start(name)
     run = d.submit("job-1", "--nnodes=1:2", *worker())
-    d.until("both are seated", lambda: len(d.status("job-1").nodes) == 2)
+    d.reports("job-1", 2)
     with d.client() as client:
         client.scale("job-1", run, 1, 1, "others need it")
 
@@ -288,7 +288,7 @@ def test_sigterm_makes_every_job_leave_in_order(d: Daemons) -> None:
     assert agent.wait() == 0
     assert saved.read_text() == "saved"
     assert not any(alive(pid) for pid in pids)
-    assert d.status("one").state == "joining"
+    assert d.status("one").state == "queued"
 
 
 def test_an_agent_that_dies_with_its_runner_gets_its_job_again_and_keeps_its_logs(

@@ -342,7 +342,7 @@ class RunnerExited:
 
     Of one that was adopted nobody knows how it ended: 0 if it was asked to, else None. Unless it
     was asked to, descendants of its workers may still be there: in a subreaper,
-    `sweep_descendants` kills them.
+    `sweep_orphans` kills them.
     """
 
     exit_code: int | None

@@ -14,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-from rdzv.agent import runner_link
+from rdzv.agent import runner, runner_link
 
 READY = Path(sys.argv[1], "ready")
 
@@ -39,7 +39,7 @@ async def main() -> None:
     os.kill(link.pid, signal.SIGKILL)
     while not isinstance(event := await events.get(), runner_link.RunnerExited):
         pass
-    print("swept", event.exit_code, runner_link.sweep_descendants(), flush=True)
+    print("swept", event.exit_code, runner.sweep_descendants(), flush=True)
     await link.close(10)
 
 
