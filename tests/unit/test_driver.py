@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rdzv import log_format
 from rdzv.core import events, rendezvous
 from rdzv.core.commands import (
     Command,
@@ -1505,10 +1506,10 @@ def test_log_and_history_use_the_same_words(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "rdzv.events"):
         observe.publish(rows, happened)
     assert [r.getMessage() for r in caplog.records] == [f"job-7: {row.text}" for row in rows]
-    line = observe.JsonFormatter().format(caplog.records[0])
+    line = log_format.JsonFormatter().format(caplog.records[0])
     assert '"rdzv_id": "job-7", "run": "run-1", "event": "RunBegan"' in line
     assert (
-        observe.HumanFormatter()
+        log_format.HumanFormatter()
         .format(caplog.records[0])
         .endswith("INFO    job-7: run 1 (run-1) began: first")
     )

@@ -25,6 +25,7 @@ from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.knobs import render
+from rdzv.log_format import complain, formatter_for
 from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
@@ -112,32 +113,19 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
 
 
 def _fail(error: Exception, exit_code: int) -> NoReturn:
-    click.echo(f"rdzv-agent: {error}", err=True)
+    complain(f"rdzv-agent: {error}")
     sys.exit(exit_code)
 
 
 def _set_up(config: Config) -> None:
     """Log as the configuration says, and read nothing: workers inherit what stdin is."""
     faulthandler.enable()  # In what it hung, when the watchdog ends it, is then in the journal.
-    log_format = config.values.get("log_format", str)
-    if log_format == "auto":
-        log_format = "json" if _stderr_is_journal() else "human"
-    if log_format == "json":
-        from rdzv.server.observe import JsonFormatter
-
-        for handler in logging.getLogger("rdzv").handlers:
-            handler.setFormatter(JsonFormatter())
+    for handler in logging.getLogger("rdzv").handlers:
+        handler.setFormatter(formatter_for(config.values.get("log_format", str)))
     _set_log_level(config.log_level)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-
-
-def _stderr_is_journal() -> bool:
-    """Say whether systemd has connected stderr with the journal, and nobody has redirected it."""
-    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
-    status = os.fstat(2)
-    return (device, inode) == (str(status.st_dev), str(status.st_ino))
 
 
 async def _run(path: Path, config: Config) -> int:

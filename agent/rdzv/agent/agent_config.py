@@ -533,10 +533,9 @@ KNOBS = Knobs(
         Knob(
             key="log_format",
             kind=Kind.STR,
-            default="auto",
-            choices=("auto", "human", "json"),
-            reason="Lines for eyes, or one JSON object a line; auto: JSON where stderr is the "
-            "journal.",
+            default="human",
+            choices=("human", "json"),
+            reason="Lines for eyes, or one JSON object a line.",
         ),
         Knob(
             key="labels",

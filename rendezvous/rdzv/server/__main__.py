@@ -165,6 +165,7 @@ def main(
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
     from rdzv.knobs import render
+    from rdzv.log_format import complain
     from rdzv.server.observe import configure_logging
 
     _refuse_together(
@@ -178,7 +179,7 @@ def main(
     try:
         configuration = Configuration(file, _given(given))
     except InvalidRequestError as error:
-        click.echo(f"rdzvd: {error}", err=True)
+        complain(f"rdzvd: {error}")
         sys.exit(2)
     if check_config or print_config:
         in_order = f"rdzvd: the configuration is in order: {configuration.source}"
@@ -193,7 +194,7 @@ def main(
             sys.exit(asyncio.run(_check(config)))
         asyncio.run(run(configuration) if restore is None else _restore(config, restore))
     except RendezvousError as error:
-        click.echo(f"rdzvd: {error}", err=True)
+        complain(f"rdzvd: {error}")
         sys.exit(1)
 
 

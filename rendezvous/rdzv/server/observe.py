@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 
 from rdzv.core.events import (
     Event,
@@ -44,6 +42,7 @@ from rdzv.core.events import (
 from rdzv.core.model import Result, Round
 from rdzv.core.root_cause import describe_failure
 from rdzv.core.words import LISTED, counted, duration, listed
+from rdzv.log_format import formatter_for
 from rdzv.stores.base import Record
 
 log = logging.getLogger("rdzv.events")
@@ -206,40 +205,10 @@ def _level(event: Event) -> int:
             return logging.INFO
 
 
-class HumanFormatter(logging.Formatter):
-    """`12:00:01.250 INFO  job-7: n1 joined ...`: for eyes; the journal adds the date."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Write one record as a line, with its traceback below if there is one."""
-        at = datetime.fromtimestamp(record.created).astimezone()
-        text = f"{at:%H:%M:%S}.{int(record.msecs):03d} {record.levelname:<7} {record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line, for machines."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Write one record as a JSON object."""
-        at = datetime.fromtimestamp(record.created, UTC)
-        line = {
-            "time": at.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        for key in ("rdzv_id", "run", "event"):
-            if hasattr(record, key):
-                line[key] = getattr(record, key)
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
 def configure_logging(level: str, log_format: str) -> None:
     """Log to stderr, which is where services and people look; stdout is for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
+    handler.setFormatter(formatter_for(log_format))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

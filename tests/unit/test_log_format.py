@@ -1,0 +1,82 @@
+"""Log lines of both daemons: for eyes, for machines, and for the journal, which adds the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from rdzv.log_format import HumanFormatter, JsonFormatter, complain, formatter_for
+
+
+def record(
+    level: int, text: str = "job-7: n1 joined", *, trouble: bool = False
+) -> logging.LogRecord:
+    about = None
+    if trouble:
+        try:
+            raise ValueError("of a test")
+        except ValueError as error:
+            about = (ValueError, error, error.__traceback__)
+    return logging.LogRecord("rdzv", level, "x.py", 1, text, (), about)
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    status = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+
+
+@pytest.mark.usefixtures("journal")
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [
+        (logging.DEBUG, 7),
+        (logging.INFO, 6),
+        (logging.WARNING, 4),
+        (logging.ERROR, 3),
+        (logging.CRITICAL, 2),
+        (logging.INFO + 1, 6),
+    ],
+)
+def test_a_line_in_the_journal_has_its_priority_and_no_second_time(
+    level: int, priority: int
+) -> None:
+    assert formatter_for("human").format(record(level)) == f"<{priority}>job-7: n1 joined"
+
+
+@pytest.mark.usefixtures("journal")
+def test_every_line_of_a_traceback_has_the_priority() -> None:
+    lines = formatter_for("human").format(record(logging.ERROR, trouble=True)).split("\n")
+    assert len(lines) > 2
+    assert {line[:3] for line in lines} == {"<3>"}
+    assert lines[-1] == "<3>ValueError: of a test"
+
+
+@pytest.mark.usefixtures("journal")
+def test_json_in_the_journal_is_what_follows_the_priority() -> None:
+    line = formatter_for("json").format(record(logging.WARNING))
+    assert line.startswith("<4>{")
+    assert json.loads(line[3:])["level"] == "warning"
+
+
+@pytest.mark.usefixtures("journal")
+def test_why_a_program_ends_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    complain("rdzvd: no\nroom")
+    assert capfd.readouterr().err == "<3>rdzvd: no\n<3>room\n"
+
+
+@pytest.mark.parametrize("stream", ["", "1:2", "x"])
+def test_elsewhere_a_line_has_the_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stream: str
+) -> None:
+    """Also where a service has redirected what the journal would have got."""
+    monkeypatch.setenv("JOURNAL_STREAM", stream)
+    assert isinstance(formatter_for("human"), HumanFormatter)
+    assert isinstance(formatter_for("json"), JsonFormatter)
+    line = formatter_for("human").format(record(logging.INFO))
+    assert line.endswith(" INFO    job-7: n1 joined")
+    complain("rdzvd: no")
+    assert capfd.readouterr().err == "rdzvd: no\n"
