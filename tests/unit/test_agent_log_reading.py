@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -478,3 +479,20 @@ async def test_the_end_of_the_job_waits_for_the_last_lines_but_not_for_ever(node
     await node.reading.finish(0.5)
     assert node.text(quick) == "bye"
     assert not node.of(slow)
+
+
+async def test_a_job_whose_files_hang_keeps_nobody_from_reading_another(node: Node) -> None:
+    answers = threading.Event()
+
+    def hang(_: str) -> None:
+        answers.wait(PATIENCE_S)
+
+    node.reading.past = hang
+    node.reading.read(ReadRequest(99, "far", credit=1 << 20))
+    await idle()
+    node.begin(0)
+    node.write("one\n", 0, 0)
+    assert (await node.last(node.ask())).error == ""
+    assert node.of(99) == []
+    answers.set()
+    assert "takes no part in far" in (await node.last(99)).error

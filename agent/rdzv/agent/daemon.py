@@ -34,7 +34,7 @@ from rdzv.agent.progress import PREFIX
 from rdzv.agent.resources import NONE, describe, find_resources
 from rdzv.agent.run_folders import RunFolders
 from rdzv.agent.server_link import ServerLink
-from rdzv.agent.side_thread import in_thread
+from rdzv.agent.side_thread import in_thread, in_time
 from rdzv.agent.submitted import Surroundings
 from rdzv.agent.trees import remove_tree
 from rdzv.concurrency import single_error
@@ -50,6 +50,9 @@ RESTARTS = ("restart", "try-restart", "reload-or-restart")
 
 SWEEP_EVERY_S = 3_600.0
 """How often old logs are looked for: small against how long they are kept."""
+
+READ_CONFIG_WITHIN_S = 30.0
+"""How long the files that a configuration names may take to be looked at."""
 
 END_MS = 60_000
 """How long it may take after the drain deadline until nothing is left of any job."""
@@ -107,6 +110,8 @@ class Daemon:
         self._asking: asyncio.Task[None] | None = None
         """Asks systemd why it ends this agent."""
         self._handing_over = False
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_again = False
 
     @classmethod
     async def start(
@@ -286,11 +291,27 @@ class Daemon:
         self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
 
     def _reload(self) -> None:
+        self._reload_again = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload_all(), name="reload")
+
+    async def _reload_all(self) -> None:
+        """Read the configuration anew, and once more if that was asked for meanwhile."""
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self._reload_once()
+            except Exception:
+                log.exception("the configuration was not reloaded: a bug of rdzv-agent")
+
+    async def _reload_once(self) -> None:
         """Read the configuration anew; one that is not in order changes nothing."""
         systemd.notify(systemd.reloading())
         try:
-            change = compare(self._config.values, read_config(self._path).values)
-        except (ConfigurationError, InvalidRequestError) as error:
+            # What it names may be on a file server.
+            found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
+            change = compare(self._config.values, found.values)
+        except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
             log.error("the configuration was not reloaded, and nothing was changed: %s", error)
             systemd.notify("READY=1", "STATUS=the configuration has errors, see the log")
             return

@@ -2,9 +2,10 @@
 
 One task for each request, which reads the files of one round in turn, and with `follow` those of
 the next ones. What is sent is bounded by the request's *credit*, so a slow reader costs nothing
-here: the file is the buffer. Files are read by a thread of their own, for one on a file server
-that hangs must not stop the agent. Their names are those that the workers were started with;
-nothing that comes from outside is ever part of one.
+here: the file is the buffer. The files of each job are read by a thread of their own, for one on a
+file server that hangs must not stop the agent, nor keep other jobs' files from being read. Their
+names are those that the workers were started with; nothing that comes from outside is ever part of
+one.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class LogReading:
         """Finds what a job has written that is not here any more; called in the thread."""
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
-        self._reader: _Reader | None = None
+        self._watches: Watches | None = None
+        self._readers: dict[str, _Reader] = {}
+        """By job: the files of one may be on a server that hangs."""
 
     def serve(self, rdzv_id: str, written: Written) -> None:
         """Answer for a job from now on."""
@@ -104,13 +107,12 @@ class LogReading:
         """Begin to answer a request."""
         self.cancel(request.number)
         written = self._written.get(request.rdzv_id)
-        if self._reader is None:
-            self._reader = _Reader()
-        answer = _Request(request, written, self._reader, self._say, self.past)
+        answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
         if len(self._requests) >= MAX_REQUESTS:
             answer.refusal = f"this node answers {MAX_REQUESTS} readers already; try again later"
         self._requests[request.number] = answer
         answer.begin(lambda: self._requests.pop(request.number, None))
+        answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
         """Let a request send so much more."""
@@ -136,9 +138,26 @@ class LogReading:
     def close(self) -> None:
         """Answer nothing any more."""
         self.cancel_all()
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        if self._watches is not None:
+            self._watches.close()
+            self._watches = None
+
+    def _reader(self, rdzv_id: str) -> _Reader:
+        if self._watches is None:
+            self._watches = Watches(asyncio.get_running_loop())
+        if rdzv_id not in self._readers:
+            self._readers[rdzv_id] = _Reader(self._watches)
+        return self._readers[rdzv_id]
+
+    def _close_idle(self) -> None:
+        """End the threads for jobs that nobody reads; one that hangs serves who reads it next."""
+        read = {request.rdzv_id for request in self._requests.values()}
+        for rdzv_id in self._readers.keys() - read:
+            if not self._readers[rdzv_id].busy:
+                self._readers.pop(rdzv_id).close()
 
 
 class _Request:
@@ -155,6 +174,7 @@ class _Request:
         """Answer from what is `written`; if a job is not here, or not in that round, ask `past`."""
         self.refusal = ""
         self.task: asyncio.Task[None]
+        self.rdzv_id = wanted.rdzv_id
         self._wanted = wanted
         self._here = written is not None
         self._written = Written() if written is None else written
@@ -467,8 +487,9 @@ def tail(
 class _Reader:
     """A thread that may hang, and what wakes those who wait for a file."""
 
-    def __init__(self) -> None:
-        self.watches = Watches(asyncio.get_running_loop())
+    def __init__(self, watches: Watches) -> None:
+        self.watches = watches
+        self.busy = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: one that hangs in a read must not keep the agent from exiting.
         threading.Thread(target=self._run, name="log reader", daemon=True).start()
@@ -481,8 +502,9 @@ class _Reader:
 
     def close(self) -> None:
         self._work.put(None)
-        self.watches.close()
 
     def _run(self) -> None:
         while (call := self._work.get()) is not None:
+            self.busy = True
             call()
+            self.busy = False

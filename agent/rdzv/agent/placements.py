@@ -36,7 +36,7 @@ from rdzv.agent.ledger import Ledger
 from rdzv.agent.meter import Meter
 from rdzv.agent.run_folders import RunFolder, RunFolders
 from rdzv.agent.server_link import ServerLink
-from rdzv.agent.side_thread import ANSWER_WITHIN_S, Aside, in_time
+from rdzv.agent.side_thread import ANSWER_WITHIN_S, Aside, in_time, waiting_is_said
 from rdzv.agent.submitted import (
     Holding,
     Key,
@@ -397,17 +397,17 @@ class Placements:
         await self._runners.former_gone()
         spec = placed.spec
         account = await _answered(
-            "its account", self._accounts.account_for, spec.submitter, spec.account
+            held.name, "its account", self._accounts.account_for, spec.submitter, spec.account
         )
         identity = None if account is None else account.identity
         chdir = working_directory(placed, self._around, account)
-        await _answered(f"the folder {chdir}", check_chdir, chdir, identity)
+        await _answered(held.name, f"the folder {chdir}", check_chdir, chdir, identity)
         gpus = await self._gpus(held)
         if failing := await self._health.look(frozenset(gpus)):
             raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
         try:
             folder = await _answered(
-                "its folder", self._folders.open, placed.rdzv_id, placed.run, identity
+                held.name, "its folder", self._folders.open, placed.rdzv_id, placed.run, identity
             )
         except OSError as error:
             raise InvalidRequestError(
@@ -416,7 +416,7 @@ class Placements:
         try:
             share = Share(gpus if self._resources.gpus else None, folder.path, account)
             launch = await make_launch(placed, self._around, share)
-            await _answered("its script, program or logs", check_startable, launch)
+            await _answered(held.name, "its script, program or logs", check_startable, launch)
             await self._drive(held, launch, folder, gpus)
         finally:
             self._folders.release(folder)
@@ -540,15 +540,20 @@ class Placements:
 
 
 async def _answered(
-    what: str, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+    rdzv_id: str,
+    what: str,
+    function: Callable[_P, _R],
+    *args: _P.args,
+    **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function that may hang: directory services and file servers may.
+    """Call a function that may hang, for a job: directory services and file servers may.
 
     Raises:
         InvalidRequestError: it does; a job cannot be taken up here then.
 
     """
     try:
-        return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
+        with waiting_is_said(f"{rdzv_id}: {what}"):
+            return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
     except TimeoutError as error:
         raise InvalidRequestError(f"{what} can not be looked at: {error}") from error

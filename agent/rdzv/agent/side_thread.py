@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+log = logging.getLogger("rdzv.agent")
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-ANSWER_WITHIN_S = 30.0
+ANSWER_WITHIN_S = 300.0
 """How long a file server may take for what a job cannot begin without; then the job goes without
-this node. Short pauses, as when such a server is restarted, are waited out."""
+this node. NFS servers that are restarted answer nobody for a minute and a half."""
+
+WORD_AFTER_S = 10.0
+"""How soon the log says what is waited for."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -52,6 +58,20 @@ async def in_time(
         raise error if error.args else no_answer(within_s) from None
 
 
+@contextlib.contextmanager
+def waiting_is_said(what: str) -> Iterator[None]:
+    """Log what is waited for, if that takes long; nothing if there is no word for it."""
+    text = "%s: no answer from the file system for %g s; it is waited for"
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(WORD_AFTER_S, log.warning, text, what, WORD_AFTER_S)
+    if not what:
+        timer.cancel()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def no_answer(within_s: float) -> TimeoutError:
     """Return the error of a call that has not returned in time."""
     return TimeoutError(f"no answer within {within_s:g} s from the file system that it is on")
@@ -77,9 +97,10 @@ class Aside:
     and whoever has many files on a server that hangs waits for it once.
     """
 
-    def __init__(self, within_s: float) -> None:
-        """Wait for that long for each call."""
+    def __init__(self, within_s: float, what: str = "") -> None:
+        """Wait for that long for each call, and name in the log what is waited for, if anything."""
         self._within_s = within_s
+        self._what = what
         self._late: Future[Any] | None = None
 
     def call(
@@ -105,6 +126,7 @@ class Aside:
                 return
             told = True
             timer.cancel()
+            words.close()
             if not future.done():
                 self._late = future
                 then(no_answer(self._within_s))
@@ -119,7 +141,8 @@ class Aside:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell)
 
-        timer = loop.call_later(self._within_s, tell)
+        timer, words = loop.call_later(self._within_s, tell), contextlib.ExitStack()
+        words.enter_context(waiting_is_said(self._what))
         threading.Thread(target=work, name="aside", daemon=True).start()
 
 

@@ -58,7 +58,7 @@ class LocalWorkerGroup:
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
         self._output = RoundOutput((), {})
-        self._files = Aside(ANSWER_WITHIN_S)
+        self._files = Aside(ANSWER_WITHIN_S, f"{job.rdzv_id}: its script, program and logs")
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
