@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 import typing
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.streams import Stream
-from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
+from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 
@@ -493,6 +493,30 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         await said
         assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
         assert "the store is back" in caplog.text
+
+
+async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_there_twice() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        n1, n2 = await s.pair()
+        # History that no step has led to rides on the next commit, which is the doubtful one.
+        s.driver._jobs.record("job-7", events.NodeStuck("n9", 0, (4711,)))
+        store.next_write = "lost after"
+        report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", fail))
+        await s.clock.advance(500)
+        store.away = None
+        await s.clock.advance(2_500)
+        await said
+        # Whatever was kept for another commit is written with this one.
+        await s.driver.hear(
+            n1, "job-7", Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "x")
+        )
+        await settle()
+    rows = [(row.name, row.text) for row in await store.history("job-7", 100)]
+    assert {"NodeStuck", "WorkerFailed", "RoundEnded"} <= {name for name, _ in rows}
+    assert len(rows) == len(set(rows)), rows
 
 
 async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_for_it() -> None:
@@ -1174,22 +1198,14 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
     store, clock = FlakyStore(), FakeClock()
     async with server(store, clock) as s:
         await s.pair()
-    names = store.list
+    pages = store.pages
 
-    async def fails() -> tuple[str, ...]:
-        store.away = RendezvousConnectionError("the store has gone")
-        return (*await names(), "job-8")
+    async def cut_short() -> AsyncGenerator[Page, None]:
+        async for page in pages():
+            yield page
+        raise RendezvousConnectionError("the store has gone")
 
-    store.list = fails  # type: ignore[method-assign]
-    store.reads = True
-    load = store.load
-
-    async def load_first(rdzv_id: str) -> Stored | None:
-        if rdzv_id == "job-8":
-            raise RendezvousConnectionError("the store has gone")
-        return await load(rdzv_id)
-
-    store.load = load_first  # type: ignore[method-assign]
+    store.pages = cut_short  # type: ignore[method-assign]
     before = [call for _, _, call in clock._calls if not call.cancelled]
     with pytest.raises(RendezvousConnectionError):
         async with server(store, clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator
 
@@ -10,16 +11,25 @@ import pytest
 from test_driver import FakeClock, Server, join, read, server, settle
 
 from rdzv.core import rendezvous
-from rdzv.core.commands import Leave, Succeed
+from rdzv.core.commands import Fail, FailureReport, Leave, Succeed
 from rdzv.core.model import (
+    Cause,
+    Departure,
     Ended,
+    Failure,
+    JobSpec,
     LeaveCause,
     Membership,
+    NodeState,
     Result,
+    Round,
+    RoundEnd,
     Seat,
     Settings,
     State,
+    Submission,
 )
+from rdzv.core.past import not_after
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
@@ -31,7 +41,7 @@ from rdzv.server.jobs import _refuse_to_forget, outlived
 from rdzv.server.messages import Line
 from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
-from rdzv.structs import replace
+from rdzv.structs import as_dict, replace
 
 HOUR_MS = Timings().prune_every_ms
 NOW_MS = 100 * DAY_MS
@@ -427,6 +437,83 @@ async def test_while_the_store_is_away_it_waits_for_the_next_hour(
         await clock.pause(HOUR_MS)
         assert store.deleted == ["job-7", "job-8"]
     assert len(lines) == 3
+
+
+async def test_a_clock_that_was_stepped_ahead_has_nothing_forgotten(
+    store: DeletingStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Restarted with a clock 40 days ahead, a server deleted every ended job for good."""
+    async with server(store, clock) as s:
+        await finished(s)
+    clock.at_ms += 40 * DAY_MS
+    # Nor at the next start, when the clock seems to have gone on evenly, ...
+    for rdzv_id in ("job-8", "job-9"):
+        async with server(store, clock) as s:
+            await settle()
+            await finished(s, rdzv_id)
+        assert store.deleted == []
+    assert caplog.text.count("the clock is 40 d 0 h ahead") == 1
+    # ... nor when it is set right again and goes on: ten days are counted.
+    clock.at_ms -= 30 * DAY_MS
+    async with server(store, clock):
+        await settle()
+    assert store.deleted == []
+    assert "the clock is 30 d 0 h behind" in caplog.text
+    # What has been served in full is forgotten.
+    clock.at_ms += 30 * DAY_MS
+    for _ in range(32):
+        clock.at_ms += DAY_MS
+        async with server(store, clock):
+            await settle()
+    assert "job-7" in store.deleted
+
+
+async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -> None:
+    """A run's age stood at 0.0 s for an hour, and no restart was forgotten in that time."""
+    store = MemoryStore()
+    async with server(store, clock) as s:
+        stream = await s.connect("n1")
+        settings = Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
+        await s.driver.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
+        line = read(stream)[-1]
+        assert isinstance(line, Line)
+        report = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
+        speaker = (stream.node_id, stream.incarnation)
+        await s.driver.hear(stream, "job-7", Fail(*speaker, line.run, line.round, (report,)))
+        again = join(stream, (1, 1), settings=settings, run=line.run, left_round=line.round)
+        await s.driver.hear(stream, "job-7", again)
+    clock.at_ms -= HOUR_MS
+    async with server(store, clock) as s:
+        view = await s.driver.status("job-7")
+        assert (view.run_age_ms, view.restarts) == (0, 1)
+        clock.at_ms += 40_000
+        view = await s.driver.status("job-7")
+        assert (view.run_age_ms, view.restarts) == (40_000, 0)
+
+
+def test_nothing_of_a_run_lies_in_the_future() -> None:
+    failure = Failure("n1", "a", 0, 0, 9, 1, None, "", "", 99)
+    end = RoundEnd(Cause.WORKER_FAILURE, "x", 99, True, (failure,))
+    membership = Membership(
+        "job-7",
+        "run",
+        1,
+        Settings(1, 1),
+        99,
+        round=Round(0, (), "a", 1, True, 0, 99, end=end),
+        restarts=(5, 99),
+        last_failures=(failure,),
+        departures=(Departure("n2", NodeState.LOST, "x", 99, "a", 1, "r"),),
+        resumed_at_ms=99,
+        submission=Submission(JobSpec(()), "ada", 99),
+    )
+    assert not_after(membership, 99) is membership
+    clamped = not_after(membership, 50)
+    assert clamped.restarts == (5, 50)
+    told = json.dumps(as_dict(clamped), default=str)
+    # Whatever time may be added to it: none was passed over.
+    assert "99" not in told.replace('"pid": 9', "")
+    assert told.count("50") == json.dumps(as_dict(membership), default=str).count("99")
 
 
 async def test_a_start_does_not_wait_for_what_is_forgotten(

@@ -102,6 +102,7 @@ from rdzv.core.model import (
     is_stand_in,
     stand_in,
 )
+from rdzv.core.past import not_after
 from rdzv.core.ranks import assign_seats
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
 from rdzv.core.submitted import awaited, decline, place, withdraw, withdrawable
@@ -146,6 +147,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 
     Who waited without a seat is forgotten; such nodes say so again when they reconnect.
     """
+    membership = not_after(membership, now_ms)
     state = State(membership, tuning)
     if membership.ended is not None or not membership.run:
         return state

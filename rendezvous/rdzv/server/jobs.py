@@ -26,6 +26,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from rdzv.core import rendezvous
 from rdzv.core.commands import Command, Fail, Join, Tick
 from rdzv.core.events import Event
@@ -48,6 +50,7 @@ from rdzv.server.config import DAY_MS, Config
 from rdzv.server.meter import Meter
 from rdzv.server.store_state import StoreState
 from rdzv.server.tasks import Tasks
+from rdzv.server.time_seen import TimeSeen
 from rdzv.stores.base import Read, Record, RevisionConflictError, Store, StoreRefusedError
 from rdzv.structs import replace, struct
 
@@ -57,6 +60,9 @@ T = TypeVar("T")
 
 PROBE = "store-probe"
 """The document that is written to find out whether the store takes writes again."""
+
+TIME_SEEN = "time-seen"
+"""The document that says when servers of this store were seen."""
 
 AT_ONCE = 256
 """So many commands are decided at once, and share a commit, at the most."""
@@ -137,6 +143,8 @@ class News:
     """Whether no later step was stored with it."""
 
 
+_time_seen_decoder = msgspec.json.Decoder(TimeSeen)
+
 Guard = Callable[[State], None]
 """Refuses what must not be done to a job as it is, by raising what the caller is to hear."""
 
@@ -182,6 +190,8 @@ class Jobs:
         """By rdzv_id: what waits to be decided."""
         self._ended: dict[str, int] = {}
         """When each stored job that was loaded ended, so that none is read again to find out."""
+        self._time_noted = False
+        """This server has written down that it runs."""
         self._prune_timer = Timer(clock, lambda _: self.start_pruning())
         self.store_state = StoreState(
             clock,
@@ -576,8 +586,17 @@ class Jobs:
 
     async def _prune(self) -> None:
         most, kept_ms = self._limits.ended_jobs, self._timings.ended_kept_ms
-        ended_at_ms = dict(self._ended)
-        for rdzv_id, why in outlived(ended_at_ms, self._clock.now_ms(), most, kept_ms):
+        now_ms, ended_at_ms = self._clock.now_ms(), dict(self._ended)
+        try:
+            seen = await self._note_time(now_ms)
+        except RendezvousError as error:
+            log.warning("ended jobs are forgotten later: %s", error)
+            return
+        counted = {
+            rdzv_id: now_ms - seen.counted_since(at_ms, now_ms)
+            for rdzv_id, at_ms in ended_at_ms.items()
+        }
+        for rdzv_id, why in outlived(counted, now_ms, most, kept_ms):
             try:
                 async with self.claim(rdzv_id) as job:
                     ended = job.state.membership.ended
@@ -590,6 +609,21 @@ class Jobs:
                 return
             except RendezvousError as error:
                 log.error("job %s can not be forgotten: %s", rdzv_id, error)
+
+    async def _note_time(self, now_ms: int) -> TimeSeen:
+        """Write down that a server runs now; return that, with what was written before."""
+        data, revision = await self.load_document(TIME_SEEN) or (b"{}", 0)
+        try:
+            past = _time_seen_decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise RendezvousStateError(
+                f"the document {TIME_SEEN} can not be read: {error}; it was left untouched. "
+                "Restore it from a backup"
+            ) from error
+        seen = past.noted(now_ms, at_start=not self._time_noted)
+        await self.swap_document(TIME_SEEN, msgspec.json.encode(seen), revision)
+        self._time_noted = True
+        return seen
 
     # ---------------------------------------------------------------- the store
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -122,7 +123,8 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
     """Name the guarantees that a stored job breaks by itself."""
     if membership.rdzv_id != rdzv_id:
         yield f"calls itself {membership.rdzv_id}"
-    restored = rendezvous.restore(membership, config.tuning, now_ms=0)
+    now_ms = round(time.time() * 1000)
+    restored = rendezvous.restore(membership, config.tuning, now_ms)
     yield from violations(rendezvous.vacant(rdzv_id, config.tuning), restored)
     if membership.round is not None and membership.round.number >= membership.next_round:
         yield f"round {membership.round.number} is not below the next one, {membership.next_round}"

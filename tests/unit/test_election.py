@@ -1,0 +1,64 @@
+"""Who leads, by leases of an etcd whose answers come late: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rdzv.errors import RendezvousConnectionError
+from rdzv.stores import election as election_module
+from rdzv.stores.election import Election, Fence
+
+TTL_S = 10.0
+
+
+class Etcd:
+    """One lease: it runs from when a renewal is carried out, not from when that is answered."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.expires_s = self.now_s + TTL_S
+        self.answers_after_s = [0.0]
+        """How late each renewal is answered; then none is any more."""
+
+    class config:  # noqa: N801
+        prefix = "/rdzv"
+
+    async def keep_alive(self, lease: int, timeout_s: float) -> float:
+        if not self.answers_after_s:
+            # Nothing more comes through: the time that a caller waits for it passes.
+            self.now_s += timeout_s
+            raise RendezvousConnectionError("no answer")
+        self.expires_s = self.now_s + TTL_S
+        self.now_s += self.answers_after_s.pop(0)
+        return TTL_S
+
+    @property
+    def another_may_lead(self) -> bool:
+        return self.now_s >= self.expires_s
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2.0, 3.0, 5.0])
+async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
+    monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Counted from its answer, a term would go on while the next server leads already."""
+    etcd = Etcd()
+    etcd.answers_after_s = [late_s]
+    monkeypatch.setattr(election_module, "_now_s", lambda: etcd.now_s)
+    client: Any = etcd
+    first = Election(client, "first:1", "")
+    session = election_module._Session(1, TTL_S, etcd.now_s - TTL_S / 2)
+    session.fence = Fence(b"/rdzv/leader", 1)
+    first._session = session
+    assert first.proven
+    async with asyncio.timeout(10):
+        await first._renew(session)
+    # By the clock alone, at every moment until another may lead, and from then on.
+    proven_until_s = session.proven_until_s
+    assert proven_until_s < etcd.expires_s
+    etcd.now_s = etcd.expires_s
+    assert etcd.another_may_lead
+    assert not first.proven
