@@ -19,7 +19,7 @@ from rdzv.agent import runner_link, strays, wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.machine import EXIT_FAILED, rejoin, rejoins_after_failure
 from rdzv.agent.core.model import Assignment, Leaving, Phase
-from rdzv.agent.errors import WorkerError, describe_exit, read_error, unread
+from rdzv.agent.errors import WorkerError, describe_exit, read_error, signal_name, unread
 from rdzv.agent.fates import NodeOutcome
 from rdzv.agent.hangs import HangWatch, HungReport
 from rdzv.agent.kept import (
@@ -722,9 +722,7 @@ class JobDriver:
             while not await self._end_leftovers():  # noqa: ASYNC110
                 await asyncio.sleep(SWEEP_AGAIN_S)
         if not self._ended.done():
-            how = "nobody knows how" if event.exit_code is None else event.exit_code
-            reason = f"its runner exited unexpectedly ({how})"
-            self.post(events.RunnerLost(reason))
+            self.post(events.RunnerLost(f"its runner {_how_lost(event.exit_code)}"))
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
@@ -868,6 +866,14 @@ def _restarts(line: Assignment, window_ms: int) -> str:
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"
     return f"{counted}{more} of {line.max_restarts} {within}, {line.restarts} in all"
+
+
+def _how_lost(exit_code: int | None) -> str:
+    """Say how a runner has ended that was not to end."""
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by {signal_name(-exit_code)}, and its workers with it"
+    how = "" if exit_code is None else f" with exit code {exit_code}"
+    return f"ended unexpectedly{how}, and its workers with it"
 
 
 def _only_loopback(offer: Offer) -> bool:

@@ -931,7 +931,7 @@ class Leave(google.protobuf.message.Message):
         START_FAILED: Leave._Cause.ValueType  # 2
         """It can not start the workers: no such script, folder or interpreter."""
         TIMEOUT: Leave._Cause.ValueType  # 3
-        """It has waited for join_timeout."""
+        """It gives up for now: it has waited for join_timeout, or has lost its runner."""
         FAILED: Leave._Cause.ValueType  # 4
         """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 
@@ -942,7 +942,7 @@ class Leave(google.protobuf.message.Message):
     START_FAILED: Leave.Cause.ValueType  # 2
     """It can not start the workers: no such script, folder or interpreter."""
     TIMEOUT: Leave.Cause.ValueType  # 3
-    """It has waited for join_timeout."""
+    """It gives up for now: it has waited for join_timeout, or has lost its runner."""
     FAILED: Leave.Cause.ValueType  # 4
     """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 

@@ -44,6 +44,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
+    """It gives up, and trying again is sensible: it has waited for long, or lost its runner."""
     FAILED = "failed"
 
 

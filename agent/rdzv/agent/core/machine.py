@@ -64,8 +64,8 @@ EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
-"""Trying again is sensible: no server, the join timed out, the job was placed elsewhere, or the
-node was drained."""
+"""Trying again is sensible: no server, the join timed out, the job was placed elsewhere, the node
+was drained, or its runner was lost."""
 EXIT_DENIED = 77
 """This caller may not do that, whenever it tries: sysexits' EX_NOPERM."""
 EXIT_NO_PROGRESS = 93
@@ -416,8 +416,8 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """The runner's workers died with it. Without one, this node can not go on."""
-    leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
+    """The runner's workers died with it. Without one, this node can not go on; the job may."""
+    leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(work.state, workers_gone=True, alive=frozenset())
     if work.state.leaving is None:
         _leave(work, leaving, grace_ms=0, signum=None)
