@@ -325,9 +325,25 @@ def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> 
     c.wait_for_round(0, workers=2)
     below = node.descendants()
     os.kill(below[0], signal.SIGKILL)
-    assert node.wait() == 1
-    assert "runner" in node.text
+    assert node.wait() == 75
+    assert "its runner was killed by SIGKILL" in node.text
     c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below))
+
+
+def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> None:
+    """That is a node that has left: no restart is spent, and trying again is sensible."""
+    others = [c.start_node(f"n{i}", "--max-restarts=0") for i in (1, 2)]
+    third = c.start_node("n3", "--max-restarts=0")
+    c.wait_for_round(0, workers=3)
+    os.kill(third.descendants()[0], signal.SIGKILL)
+    assert third.wait() == 75
+    assert "the job has failed" not in third.text
+    [ended] = [event for event in control_events(c) if event.name == "RoundEnded"]
+    assert "n3: its runner was killed by SIGKILL" in ended.text
+    assert "node left" in ended.text
+    assert [r["WORLD_SIZE"] for r in c.wait_for_round(1, workers=2)] == ["2", "2"]
+    c.finish()
+    assert exit_codes(others) == [0, 0]
 
 
 @pytest.mark.timeout(900)
