@@ -196,17 +196,22 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     assert (await desk.expect(r4=11, r5=5)).ranks[1].rate == 0
 
 
-async def test_what_is_said_again_is_the_last_word_and_its_age(desk: Desk) -> None:
+async def test_what_is_said_again_is_the_last_word_and_its_age(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms = 1_000_000
+    monkeypatch.setattr(progress, "_now_ms", lambda: now_ms)
     desk.files.open_round(line(), 2)
     desk.files.say_again()
     assert not desk.said
     desk.path(0).write_text("5")
     await desk.expect(r4=5)
-    desk.said.clear()
-    desk.files.say_again()
-    (report,) = desk.said
-    assert [(one.rank, one.step, one.rate) for one in report.ranks] == [(4, 5, 0.0)]
-    assert report.ranks[0].age_ms >= 0
+    for later_ms in (0, 1_234, 3_600_000):
+        desk.said.clear()
+        now_ms = 1_000_000 + later_ms
+        desk.files.say_again()
+        (report,) = desk.said
+        assert report.ranks == (RankProgress(4, 5, later_ms, 0.0),)
 
 
 async def test_nothing_is_said_while_the_step_stays(desk: Desk) -> None:

@@ -32,6 +32,7 @@ class SubmitControl(FakeControl):
         self.cuts = 0
         """How many requests are taken without an answer."""
         self.ends_as = "succeeded"
+        self.no_progress = False
         self.log_error: grpc.StatusCode | None = None
         self.logs_read: list[pb.ReadLogsRequest] = []
         self.watched = threading.Event()
@@ -62,6 +63,7 @@ class SubmitControl(FakeControl):
         yield status
         self.watched.set()
         status.state, status.reason = self.ends_as, "so it was told"
+        status.no_progress = self.no_progress
         if not self.ends_as:
             status.run = "another"
         yield status
@@ -631,15 +633,19 @@ def test_an_older_server_is_told_apart_at_once(
 # ------------------------------------------------------------------------------ --follow
 
 
-@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 3)])
+@pytest.mark.parametrize(
+    ("state", "no_progress", "code"),
+    [("succeeded", False, 0), ("failed", False, 1), ("stopped", False, 3), ("failed", True, 93)],
+)
 def test_followed_to_its_end(
     control: SubmitControl,
     server: str,
     capfdbinary: pytest.CaptureFixture[bytes],
     state: str,
+    no_progress: bool,
     code: int,
 ) -> None:
-    control.ends_as = state
+    control.ends_as, control.no_progress = state, no_progress
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == code
     captured = capfdbinary.readouterr()
     assert captured.out == b"[rank 0] step 1\n"

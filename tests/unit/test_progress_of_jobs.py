@@ -27,6 +27,7 @@ from rdzv.server.messages import Line, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.service import Conversation, Inbox
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
 LIMITS = Limits(local_world_size=4)
@@ -90,6 +91,27 @@ async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
             Said(2, 7, 1_100, 2.0),
         )
         assert s.driver.progress("job-8") == ()
+
+
+async def test_what_is_told_again_is_as_old_as_it_was() -> None:
+    """The node says its age with it: no reconnect and no new server makes it young."""
+    store, clock = MemoryStore(), FakeClock()
+    line = Line("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
+    async with server(store, clock) as s:
+        n1, _ = await s.pair()
+        s.driver.note_progress(n1, said(6))
+        await clock.advance(2_000)
+        assert s.driver.progress("job-7") == (Said(0, 6, 2_100, 2.0),)
+    async with server(store, clock) as s:
+        n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
+        again = replace(said(6), ranks=(Said(0, 6, 4_321, 2.0),))
+        s.driver.note_progress(n1, again)
+        assert s.driver.progress("job-7") == (Said(0, 6, 4_321, 2.0),)
+        await clock.advance(679)
+        assert s.driver.progress("job-7") == (Said(0, 6, 5_000, 2.0),)
+        # Said once more it is neither added up nor begun anew.
+        s.driver.note_progress(n1, replace(again, ranks=(Said(0, 6, 5_010, 2.0),)))
+        assert s.driver.progress("job-7") == (Said(0, 6, 5_010, 2.0),)
 
 
 async def test_a_worker_of_another_node_is_refused() -> None:

@@ -78,13 +78,18 @@ def note_change(before: str, after: str) -> None:
     _change.get(_Change()).text = text
 
 
+_VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls there are"}
+"""What calls do whose name is no verb with an object."""
+
+
 def verb_of(method: str) -> str:
     """Return a call's name as people say it.
 
     >>> verb_of("/rdzv.v1.Control/DrainNode")
     'drain node'
     """
-    return re.sub(r"(?<!^)(?=[A-Z])", " ", method.rpartition("/")[2]).lower()
+    name = method.rpartition("/")[2]
+    return _VERBS.get(name) or re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
 class Gate:
