@@ -28,7 +28,7 @@ import sysconfig
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -159,7 +159,7 @@ class Copy:
             yield cls(root)
 
     def pytest(
-        self, words: list[str], limit_s: float = RUN_LIMIT_S, **environ: str
+        self, words: list[str], environ: Mapping[str, str] = {}, limit_s: float = RUN_LIMIT_S
     ) -> tuple[int, str]:
         """Run pytest in the copy; returns its exit status, and what it printed."""
         python = str(self.root / ".venv/bin/python")
@@ -225,7 +225,7 @@ def _lines(copies: SimpleQueue[Copy], state: str) -> dict[str, dict[str, list[st
         began = time.monotonic()
         output = copy.root / "lines"
         words = [*QUICK, "-q", "-n", "2", "-p", "no:cacheprovider"]
-        status, text = copy.pytest(words, 1800, MUTANTS_LINES=str(output))
+        status, text = copy.pytest(words, {"MUTANTS_LINES": str(output)}, 1800)
         found: dict[str, dict[str, list[str]]] = {}
         for part in copy.root.glob("lines.*"):
             for file, lines in json.loads(part.read_text()).items():
@@ -283,21 +283,19 @@ def _caught_by(
     """Return the first test that fails because of a mutation; the nearest are run first."""
     # A line that no test runs by itself is run as its module is loaded.
     here = lines.get(str(mutation.line)) or [test for each in lines.values() for test in each]
-    chosen = sorted(set(here))
-    if chosen:
-        names = copy.root / "chosen"
-        names.write_text("\n".join(chosen))
-        files = sorted({test.partition("::")[0] for test in chosen})
+    names = copy.root / "chosen"
+    names.write_text("\n".join(sorted(set(here))))
+    files = sorted({test.partition("::")[0] for test in here})
+    stages = [files] if files else []
+    if not near:
+        stages += [[tests] for tests in targets()[mutation.file]] + [list(QUICK)]
+    for tests in stages:
+        chosen = {"MUTANTS_CHOSEN": str(names)} if tests is files else {}
         with _planted(mutation, copy):
-            done = copy.pytest([*PYTEST, *files], MUTANTS_CHOSEN=str(names))
-        if by := _first_failure(done):
-            return by
-    further = [] if near else [*((tests,) for tests in targets()[mutation.file]), QUICK]
-    for tests in further:
-        with _planted(mutation, copy):
-            done = copy.pytest([*PYTEST, *tests])
-        # These start programs and wait for them: one may have failed by itself.
-        if (by := _first_failure(done)) and not _first_failure(copy.pytest([*PYTEST, *tests])):
+            by = _first_failure(copy.pytest([*PYTEST, *tests], chosen))
+        # Some start programs and wait for them: one may have failed by itself.
+        again = [by] if by and by.startswith("tests/") else tests
+        if by and not _first_failure(copy.pytest([*PYTEST, *again], chosen)):
             return by
     return None
 
