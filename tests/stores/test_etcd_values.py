@@ -11,7 +11,8 @@ from etcd_cluster import openssl
 
 from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousStateError
-from rdzv.stores import codec
+from rdzv.stores import codec, etcd
+from rdzv.stores.base import Record
 from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdConfig
 from rdzv.structs import replace
 
@@ -164,3 +165,18 @@ def test_what_would_fill_the_memory_is_not_unpacked(monkeypatch: pytest.MonkeyPa
     assert codec.unpack(zlib.compress(b"{" * 1_000), "here") == b"{" * 1_000
     with pytest.raises(RendezvousStateError, match="too long"):
         codec.unpack(zlib.compress(b"{" * 1_001), "here")
+
+
+def test_history_is_written_in_as_few_keys_as_hold_it() -> None:
+    """Each batch is as full as it may be; a record that is larger has one of its own."""
+
+    def record(weight: int) -> Record:
+        return Record(0, "job-7", "r", "N", "x" * (weight - len("r") - len("N") - 64))
+
+    def split(*weights: int) -> list[int]:
+        return [len(batch) for batch in etcd._batches(map(record, weights))]
+
+    assert split(100, etcd.BATCH_BYTES - 100, 100) == [2, 1]
+    assert split(100, etcd.BATCH_BYTES - 99, 100) == [1, 1, 1]
+    assert split(etcd.BATCH_BYTES + 1, 100, 100) == [1, 2]
+    assert split() == []

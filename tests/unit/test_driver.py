@@ -603,6 +603,7 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         stored = await store.load("job-7")
         assert stored is not None
         assert stored.revision == store.writes
+        assert s.driver._jobs.doubtful == ()
         names = [row.name for row in await s.driver.history("job-7", 100)]
         assert names.count("RoundCompleted") == 1
 
