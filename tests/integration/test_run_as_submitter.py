@@ -15,7 +15,14 @@ from cluster import BIN, Cluster, Node, cluster
 
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
-from tests.unit.accounts import Identity, needs_root, own_folder, passable_folder
+from tests.unit.accounts import (
+    SECRET,
+    Identity,
+    needs_root,
+    own_folder,
+    passable_folder,
+    roots_secret,
+)
 
 pytestmark = [pytest.mark.timeout(240), needs_root]
 
@@ -91,6 +98,38 @@ def site() -> Iterator[Site]:
             yield Site(running, admin)
 
 
+PYTHON = Path("/usr/bin/python3")
+"""An interpreter that every account may run."""
+
+SPECS = """
+import os
+from types import SimpleNamespace
+def make(**asked):
+    home, secret = os.environ["HOME_OF_JOB"], os.environ["SECRET_OF_ROOT"]
+    out = secret if os.environ["OUT"] == "secret" else home + "/out.log"
+    files = {"stdouts": {0: out}, "stderrs": {0: home + "/err.log"}, "error_files": {0: ""},
+             "tee_stdouts": {0: out}, "tee_stderrs": {0: secret}}
+    return SimpleNamespace(reify=lambda envs: SimpleNamespace(**files))
+"""
+
+
+def with_logs_specs(folder: Path) -> Path:
+    """Put a class for --logs-specs, and what stands in for torch, where every account finds it."""
+    path = folder / "packages"
+    package = path / "torch" / "distributed" / "elastic" / "multiprocessing"
+    package.mkdir(parents=True)
+    for name in ("torch", "torch/distributed", "torch/distributed/elastic"):
+        (path / name / "__init__.py").touch()
+    std = "import enum\nStd = enum.IntFlag('Std', {'NONE': 0, 'OUT': 1, 'ERR': 2, 'ALL': 3})\n"
+    (package / "__init__.py").write_text(std)
+    (path / "my_specs.py").write_text(SPECS)
+    info = path / "mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[torchrun.logs_specs]\nmine = my_specs:make\n")
+    return path
+
+
 TWICE = """
 id -un; umask; ulimit -n; env
 if [ -e failed ]; then exit 0; fi
@@ -134,3 +173,38 @@ def test_a_job_is_its_submitters_also_after_its_agent_was_killed(site: Site) -> 
     site.submit(ada, "as-root", "true", "--user=root")
     site.until_status("as-root", "may not run jobs as 'root' on this node, only as nobody")
     assert not os.path.lexists(site.folder / "state" / "runs" / "of-bob")
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}")
+def test_logs_specs_of_a_job_reach_no_file_of_roots(site: Site) -> None:
+    ada = site.token("ada", "submit")
+    site.token("n1", "node")
+    secret, packages = roots_secret(site.folder), with_logs_specs(site.folder)
+    agent = site.start_agent()
+    site.running.wait_until("n1 is connected", lambda: "connected" in site.ctl(site.admin, "nodes"))
+
+    def submit(name: str, out: str) -> None:
+        environ = {
+            "PYTHONPATH": str(packages),
+            "PYTHON_EXEC": str(PYTHON),
+            "HOME_OF_JOB": str(site.home),
+            "SECRET_OF_ROOT": str(secret),
+            "OUT": out,
+        }
+        flags = [f"--env={key}={value}" for key, value in environ.items()]
+        site.submit(ada, name, "echo said; echo wrong >&2", *flags, "--logs-specs=mine")
+
+    submit("bad", "secret")
+    site.until_status("bad", "Permission denied")
+    assert secret.read_text() == SECRET
+
+    old = site.home / "out.log"
+    old.write_text("of a former attempt")
+    os.chown(old, NOBODY.pw_uid, NOBODY.pw_gid)
+    submit("good", "own")
+    site.until_state("good", "succeeded")
+    assert old.read_text() == "said\n"
+    assert site.ctl(ada, "logs", "good", "--stdout").split() == ["[rank", "0]", "said"]
+    assert secret.read_text() == SECRET
+    assert SECRET not in agent.text
+    assert "\nsaid\n" not in agent.text, "its agent's console is the node's log"

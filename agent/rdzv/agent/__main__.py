@@ -12,6 +12,10 @@ from typing import NoReturn
 
 import click
 
+# isort: off
+from rdzv.agent import grpc_forks  # noqa: F401
+# isort: on
+
 from rdzv import systemd
 from rdzv.agent.agent_config import (
     DEFAULT_FILE,
