@@ -5,8 +5,8 @@ how many frames it has harmed if it is of the network's kind. What follows is ju
 
 | target | killed | stopped | restarted | cut off | 30 % loss | 200 ms | full disk |
 |---|---|---|---|---|---|---|---|
-| server, alone | kill-server, kill-server-failing, kill-server-and-host | stop-server, stop-server-long | restart-server | cut-server | (agent) | (agent) | fill-server, fill-server-failing |
-| server that leads | kill-leader, kill-leader-failing, kill-leader-and-host | stop-leader, stop-leader-long | restart-leader | cut-leader, cut-leader-etcd, cut-leader-etcd-up, cut-leader-etcd-down | lose-leader-etcd | slow-leader-etcd | - |
+| server, alone | kill-server, kill-server-failing, kill-server-and-host, kill-server-completing | stop-server, stop-server-long | restart-server | cut-server | (agent) | (agent) | fill-server, fill-server-failing |
+| server that leads | kill-leader, kill-leader-failing, kill-leader-and-host, kill-leader-completing | stop-leader, stop-leader-long | restart-leader | cut-leader, cut-leader-etcd, cut-leader-etcd-up, cut-leader-etcd-down | lose-leader-etcd | slow-leader-etcd | - |
 | server that stands by | kill-follower | stop-follower | - | - | - | - | - |
 | member of etcd | kill-etcd, kill-etcd-majority | stop-etcd | restart-etcd | cut-etcd | lose-etcd | slow-etcd | fill-etcd |
 | agent | kill-agent | stop-agent, stop-agent-short | restart-agent | cut-agent, cut-agent-short, cut-agent-up, cut-agent-down | lose-agent | slow-agent | - |
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.faults.errors import StuckError
 from tests.faults.etcd import MEMBERS
 from tests.faults.history import Promise
 from tests.faults.lane import ALONE, NODES, Lane, kill_tree, stopped, wait_exit
@@ -51,6 +52,7 @@ Also 30 s more, for which a server gives up nobody that goes in the moment after
 TAKE_OVER_S = 60.0
 """Within this they do so after a take-over, which gives nobody up for 30 s."""
 EXIT_S = 30.0
+FIRST_ROUND_S = 60.0
 ALONE_HOST = ALONE[0]
 
 
@@ -167,6 +169,22 @@ def kill_server_and_host(lane: Lane, victim: Victim) -> None:
     lane.start_server(server)
     lane.wait_training(set(NODES) - {host}, TAKE_OVER_S)
     lane.start_agent(host)
+
+
+def kill_server_completing(lane: Lane, victim: Victim) -> None:
+    """SIGKILL the server as the first round of another job completes, and start it again at once.
+
+    The nodes of that job may not have been told their incarnations. All run that round to its end.
+    """
+    (host,) = victim.hosts
+    with lane.another_job() as (job, processes):
+        lane.wait_logged(host, f"{job}: round 0 complete", FIRST_ROUND_S)
+        lane.servers[host].kill()
+        wait_exit(lane.servers[host], EXIT_S)
+        lane.start_server(host)
+        codes = [wait_exit(process, TAKE_OVER_S) for process in processes]
+    if any(codes):
+        raise StuckError(f"{job} ended with {codes}: a node was not taken back")
 
 
 def restart_server(lane: Lane, victim: Victim) -> None:
@@ -478,6 +496,14 @@ CATALOGUE: dict[str, Fault] = {
             40,
             needs="sqlite",
         ),
+        Fault(
+            "kill-server-completing",
+            NOTHING,
+            the_server,
+            kill_server_completing,
+            14,
+            needs="sqlite",
+        ),
         Fault("restart-server", NOTHING, the_server, restart_server, 4, needs="sqlite"),
         Fault("stop-server", NOTHING, the_server, stop_server, 24, needs="sqlite"),
         Fault("stop-server-long", NOTHING, the_server, stop_server_long, 44, needs="sqlite"),
@@ -495,6 +521,9 @@ CATALOGUE: dict[str, Fault] = {
             kill_server_and_host,
             40,
             needs="etcd",
+        ),
+        Fault(
+            "kill-leader-completing", NOTHING, the_leader, kill_server_completing, 16, needs="etcd"
         ),
         Fault("restart-leader", NOTHING, the_leader, restart_server, 6, needs="etcd"),
         Fault("stop-leader", NOTHING, the_leader, stop_server, 24, needs="etcd"),

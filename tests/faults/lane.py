@@ -204,6 +204,56 @@ class Lane:
             )
         self.agents[host] = Agent(host, node_id, process, log)
 
+    @contextlib.contextmanager
+    def another_job(self) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+        """Start a job of three seconds on all hosts, which no loss of a node may cost anything."""
+        self._starts += 1
+        job = f"{JOB}-{self._starts}"
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for host in NODES:
+                node_id = f"{host}-{job}"
+                command = [
+                    str(BIN / "rdzvrun"),
+                    f"--rdzv-endpoint={self.endpoints}",
+                    f"--rdzv-id={job}",
+                    f"--nnodes={len(NODES)}",
+                    "--nproc-per-node=1",
+                    "--max-preemptions=0",
+                    f"--node-id={node_id}",
+                    f"--log-dir={self.folder / 'logs' / node_id}",
+                    *("--no-python", "sleep", "3"),
+                ]
+                with (self.folder / f"rdzvrun-{node_id}.log").open("wb") as output:
+                    process = subprocess.Popen(
+                        self.network.on(host, command),
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=self._environ(host, node_id),
+                    )
+                processes.append(process)
+            yield job, processes
+        finally:
+            for process in processes:
+                kill_tree(process.pid)
+                wait_exit(process, READY_S)
+
+    def wait_logged(self, host: str, line: str, timeout_s: float) -> None:
+        """Wait for a line in the log of a server, and return within a millisecond of it.
+
+        Raises:
+            StuckError: there was no such line before the deadline.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        with (self.folder / f"rdzvd-{host}.log").open("rb") as log:
+            seen = b""
+            while line.encode() not in seen:
+                if time.monotonic() > deadline:
+                    raise StuckError(f"waited {timeout_s:g} s for {line!r} in the log of {host}")
+                time.sleep(0.001)
+                seen = seen[-len(line) :] + log.read()
+
     def _environ(self, host: str, node_id: str) -> dict[str, str]:
         environ = {
             **os.environ,

@@ -25,6 +25,7 @@ from rdzv.core.commands import (
     Leave,
     MarkAway,
     MarkBack,
+    MarkHeard,
     MarkLost,
     Place,
     ReportStoreHost,
@@ -421,6 +422,7 @@ _READERS: Mapping[str, _Reader] = {
     "store-host": _read_store_host,
     "away": _read_away,
     "back": lambda line, node_id, incarnation, said: MarkBack(node_id, incarnation),
+    "heard": lambda line, node_id, incarnation, said: MarkHeard(node_id),
     "lost": lambda line, node_id, incarnation, said: MarkLost(
         node_id, incarnation, line.word("lease ran out")
     ),
@@ -480,6 +482,8 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             return f"away {name}{firm} for={command.until_ms - now_ms}ms"
         case MarkBack():
             return f"back {name}"
+        case MarkHeard():
+            return f"heard {command.node_id}"
         case MarkLost():
             return f'lost {name} "{command.reason}"'
 

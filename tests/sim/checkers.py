@@ -640,6 +640,8 @@ class Judge:
                     self.moves.add(membership.rdzv_id)
                 if self.blameless and ended.failures:
                     self.fail(f"charge: {ended} and no worker failed by itself")
+                if ended.result is Result.STOPPED and news.before.membership.stopping:
+                    self._check_stopped(membership.rdzv_id, event.run)
                 round_ = news.before.membership.round
                 if ended.result is Result.SUCCEEDED and round_ is not None and self.era == 0:
                     workers = (membership.rdzv_id, event.run, round_.number)
@@ -655,6 +657,14 @@ class Judge:
                             self.fail(
                                 f"success: {participant.node_id} has not succeeded in {workers}"
                             )
+
+    def _check_stopped(self, rdzv_id: str, run: str) -> None:
+        """A run that was stopped has no workers any more whose agent is dead."""
+        for agent in self.world.agents:
+            for part in agent.parts.values():
+                workers = part.runner.workers
+                if not agent.alive and workers is not None and workers[:2] == (rdzv_id, run):
+                    self.fail(f"stopped: {workers} run on {agent.name}, whose agent is dead")
 
     # -------------------------------------------------------------- the nodes
 

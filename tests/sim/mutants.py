@@ -490,8 +490,8 @@ MUTANTS = (
     Mutant(
         "success of an older round counts",
         RENDEZVOUS,
-        "    if round_ is None or round_.number != command.round or not round_.live or seat",
-        "    if round_ is None or not round_.live or seat",
+        "    if round_ is None or round_.number != command.round:\n        return\n    seat = work",
+        "    if round_ is None:\n        return\n    seat = work",
         by=_unit(),
     ),
     Mutant(
@@ -687,8 +687,8 @@ MUTANTS = (
     Mutant(
         "a run succeeds with the first success",
         RENDEZVOUS,
-        "    if not all(seat.succeeded for seat in work.state.seats.values()):",
-        "    if not any(seat.succeeded for seat in work.state.seats.values()):",
+        "        return all(seat.succeeded for seat in state.seats.values())",
+        "        return any(seat.succeeded for seat in state.seats.values())",
     ),
     Mutant(
         "a run never succeeds",
@@ -825,14 +825,14 @@ MUTANTS = (
     Mutant(
         "seats are forgotten by a restart of the server",
         RENDEZVOUS,
-        "        seats={p.node_id: Seat(p.incarnation, now_ms) for p in held},",
+        "        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},",
         "        seats={},",
     ),
     Mutant(
         "after a restart nobody is waited for",
         RENDEZVOUS,
-        "        away={p.node_id: Away(now_ms, until_ms, firm=True) for p in held},",
-        "        away={p.node_id: Away(now_ms, now_ms, firm=False) for p in held},",
+        "Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)",
+        "Away(now_ms, now_ms, firm=False)",
         by=_unit(),
     ),
     Mutant(
@@ -1511,6 +1511,21 @@ MUTANTS = (
         "            self.forget(told.rdzv_id)\n",
         "            pass\n",
         by="tests/unit/test_streams.py",
+    ),
+    # ---------------------------------------------------------- workers of dead agents
+    Mutant(
+        "a run is stopped while the workers of a dead agent run",
+        RENDEZVOUS,
+        "    if work.now_ms < unheard_until_ms(work.state):",
+        "    if False:",
+        by="tests/scenarios",
+    ),
+    Mutant(
+        "a node that is heard again is waited for all the same",
+        RENDEZVOUS,
+        "    if any(d.may_run and d.node_id == node_id for d in departures):",
+        "    if False:",
+        by="tests/unit/test_rendezvous.py tests/unit/test_driver.py",
     ),
     # ---------------------------------------------------------- success
     Mutant(

@@ -24,6 +24,7 @@ from rdzv.core.commands import (
     Leave,
     MarkLost,
     Resume,
+    Stop,
     Succeed,
     Tick,
 )
@@ -1067,6 +1068,103 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
         s.attach("n1", "another")
 
 
+# ---------------------------------------------------------------- workers that may still run
+
+MAY_RUN = "its workers may still run until it is heard"
+
+
+async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
+    """Give n1 up, by silence or by the end of its stream, while n2 waits for another round."""
+    n1 = await s.connect("n1", **more)
+    n2 = await s.connect("n2")
+    await s.join(n1)
+    await s.join(n2)
+    if not silent:
+        s.driver.detach(n1)
+    for _ in range(12):
+        s.driver.heard(n2)
+        await s.clock.advance(1_000)
+    stopped = join(n2, run="run-1", left_round=0)
+    await s.driver.hear(n2, "job-7", stopped)
+    await settle()
+
+
+async def why_gone(s: Server) -> str:
+    """Return what `status` says of n1."""
+    nodes = (await s.driver.status("job-7")).nodes
+    return next(node.reason for node in nodes if node.node_id == "n1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "silent", "fence_after_ms", "may_run"),
+    [
+        (AgentKind.DAEMON, False, 0, True),
+        (AgentKind.DAEMON, True, 0, True),
+        (AgentKind.FOREGROUND, True, 0, True),
+        (AgentKind.FOREGROUND, False, 0, False),
+        (AgentKind.DAEMON, False, 4_000, False),
+        (AgentKind.FOREGROUND, True, 4_000, False),
+    ],
+)
+async def test_who_is_given_up_unheard_may_have_workers(
+    kind: AgentKind,
+    silent: bool,
+    fence_after_ms: int,
+    may_run: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of a foreground agent die with it, and a fence kills them in time."""
+    async with server() as s:
+        await given_up(s, silent=silent, kind=kind, fence_after_ms=fence_after_ms)
+        assert (MAY_RUN in await why_gone(s)) is may_run
+        assert (MAY_RUN in caplog.text) is may_run
+        assert (MAY_RUN in (await s.driver.status("job-7")).reason) is may_run
+
+
+async def test_who_is_heard_again_without_workers_has_none() -> None:
+    async with server() as s:
+        await given_up(s)
+        await s.connect("n1", instance="another")
+        assert MAY_RUN not in await why_gone(s)
+        assert "n1" not in s.driver._jobs_of
+
+
+async def test_after_a_restart_of_the_server_it_is_still_not_known_until_it_is_heard() -> None:
+    store = MemoryStore()
+    async with server(store) as s:
+        await given_up(s)
+    async with server(store) as s:
+        await s.connect("n2")
+        assert MAY_RUN in await why_gone(s)
+        await s.connect("n1", instance="another")
+        assert MAY_RUN not in await why_gone(s)
+
+
+async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joins() -> None:
+    """The join has to wait for the end of the run, and that for word of the node that joins."""
+    async with server() as s:
+        await given_up(s)
+        await s.driver.obey("job-7", Stop("run-1", "an operator"))
+        assert (await s.driver.status("job-7")).state == "stopping"
+        n1 = s.attach("n1", "another")
+        await s.driver.greet(n1, [asks_for("job-7", n1)])
+        await settle()
+        shown = await s.driver.status("job-7")
+        assert (shown.state, shown.run_number) == ("joining", 2)
+
+
+async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
+    async with server() as s:
+        await given_up(s)
+        await s.driver.obey("job-7", Stop("run-1", "an operator"))
+        await s.clock.advance(90_000)
+        assert (await s.driver.status("job-7")).state == "stopped"
+        assert MAY_RUN in await why_gone(s)
+        await s.connect("n1", instance="another")
+        assert MAY_RUN not in await why_gone(s)
+        assert "n1" not in s.driver._jobs_of
+
+
 # ---------------------------------------------------------------- one job that fails, and others
 
 
@@ -1195,8 +1293,8 @@ async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
 
 
 async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
-    """A job can be read, and the documents that are read after it can not."""
-    store, clock = FlakyStore(), FakeClock()
+    """A job has been read when the store goes away."""
+    store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await s.pair()
     pages = store.pages
@@ -1208,7 +1306,7 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
 
     store.pages = cut_short  # type: ignore[method-assign]
     before = [call for _, _, call in clock._calls if not call.cancelled]
-    with pytest.raises(RendezvousConnectionError):
+    with pytest.raises(RendezvousConnectionError, match="has gone"):
         async with server(store, clock):
             raise AssertionError("it can not start")
     assert [call for _, _, call in clock._calls if not call.cancelled] == before

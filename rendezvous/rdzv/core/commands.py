@@ -149,6 +149,8 @@ class MarkAway:
     incarnation: int
     until_ms: int
     firm: bool
+    may_run: bool = True
+    """Its workers may outlive its agent."""
 
 
 @struct(frozen=True)
@@ -161,11 +163,19 @@ class MarkBack:
 
 @struct(frozen=True)
 class MarkLost:
-    """The nodes core has given the node up."""
+    """The nodes core has given the node up. With `heard` the node says that it has no workers."""
 
     node_id: str
     incarnation: int
     reason: str
+    heard: bool = False
+
+
+@struct(frozen=True)
+class MarkHeard:
+    """A node that was given up is heard again, and no worker of this job is left on it."""
+
+    node_id: str
 
 
 @struct(frozen=True)
@@ -273,6 +283,7 @@ Command = (
     | MarkAway
     | MarkBack
     | MarkLost
+    | MarkHeard
     | Stop
     | Restart
     | Scale

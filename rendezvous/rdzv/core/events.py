@@ -82,6 +82,8 @@ class NodeLost:
 
     node_id: str
     reason: str
+    may_run: bool = False
+    """Its workers may still run, until it is heard."""
 
 
 @struct(frozen=True)

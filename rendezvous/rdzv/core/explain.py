@@ -37,6 +37,8 @@ from rdzv.core.rendezvous import (
     some_seat_away,
     some_succeeded,
     superseded_until_ms,
+    unheard,
+    unheard_until_ms,
 )
 from rdzv.core.submitted import awaited
 from rdzv.core.words import counted, duration, listed
@@ -133,7 +135,7 @@ def job_state(state: State) -> JobState:
     round_ = membership.round
     if round_ is not None and round_.live:
         return JobState.RUNNING
-    if state.seats:
+    if state.seats or membership.stopping:
         return JobState.STOPPING
     return JobState.QUEUED if state.queued else JobState.JOINING
 
@@ -175,6 +177,10 @@ def _explain_stopping(state: State, now_ms: int) -> str:
     end = round_.end
     why = f"round {round_.number} ended ({_why_ended(end)})" if end else ""
     text = f"{why}; waiting for {listed(state.seats)} to stop"
+    if not state.seats:
+        names = listed(unheard(state))
+        left = duration(unheard_until_ms(state) - now_ms)
+        text = f"{why}; workers may still run on {names}: not heard, waited for {left} more"
     # By those who are away, for they are few where seats may be thousands.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
@@ -257,13 +263,18 @@ def _missing(state: State, now_ms: int) -> str:
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     gone = [
-        f"{d.node_id} {_went(d)} {duration(now_ms - d.at_ms)} ago: {d.reason}"
+        f"{d.node_id} {_went(d)} {duration(now_ms - d.at_ms)} ago: {_why_gone(d)}"
         for d in _absent(state)
         if d.at_ms >= since_ms
     ]
     if state.stuck:
         gone.append(f"workers of {listed(state.stuck)} survive SIGKILL")
     return "; " + "; ".join(gone[-4:]) if gone else ""
+
+
+def _why_gone(departure: Departure) -> str:
+    may_run = "; its workers may still run until it is heard" if departure.may_run else ""
+    return departure.reason + may_run
 
 
 def _went(departure: Departure) -> str:
@@ -480,7 +491,7 @@ def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, i
         return NodeState.SUCCEEDED, ended.at_ms, ""
     for departure in reversed(state.membership.departures):
         if departure.node_id == node_id and departure.at_ms >= _round(state).at_ms:
-            return departure.state, departure.at_ms, departure.reason
+            return departure.state, departure.at_ms, _why_gone(departure)
     return NodeState.LEFT, ended.at_ms, f"the job has {ended.result}"
 
 
@@ -509,7 +520,7 @@ def _departed_view(departure: Departure, now_ms: int) -> NodeView:
         departure.address, local_world_size=departure.local_world_size, role=departure.role
     )
     age_ms = now_ms - departure.at_ms
-    return _node_view(departure.node_id, departure.state, offer, age_ms, departure.reason)
+    return _node_view(departure.node_id, departure.state, offer, age_ms, _why_gone(departure))
 
 
 def _node_view(

@@ -281,6 +281,10 @@ class Departure:
     address: str
     local_world_size: int
     role: str
+    may_run: bool = False
+    """Its workers may still run: nothing proves that they are gone, and it was not heard since."""
+    ends_by_ms: int = 0
+    """If they do: by when their runner has ended them, should their agent be dead."""
 
 
 @struct(frozen=True)
@@ -485,6 +489,8 @@ class Away:
     """When the nodes core will give it up; shown to people."""
     firm: bool
     """Its return is announced or was never heard to fail: nothing shortens the wait."""
+    may_run: bool = True
+    """Whether its workers may outlive its agent."""
 
 
 @struct(frozen=True)

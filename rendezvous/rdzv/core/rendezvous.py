@@ -33,6 +33,7 @@ from rdzv.core.commands import (
     Leave,
     MarkAway,
     MarkBack,
+    MarkHeard,
     MarkLost,
     Place,
     ReportStoreHost,
@@ -160,7 +161,10 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
     return replace(
         state,
         seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},
-        away={p.node_id: Away(now_ms, until_ms, firm=True) for p in held},
+        away={
+            p.node_id: Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)
+            for p in held
+        },
         stop_deadline_ms=None if round_.live else until_ms + _longest_stop_ms(round_, tuning),
         loopback_machine=next((p.offer.machine for p in held if _only_local(p.offer)), None),
     )
@@ -286,6 +290,8 @@ def _apply(work: _Step, command: Command) -> None:
             _submit(work, command)
         case Place() | Withdraw() | Decline() | GiveUp():
             _apply_to_submitted(work, command)
+        case MarkHeard():
+            _note_heard(work, command.node_id)
         case Bar():
             work.state = replace(work.state, barred=dict(command.barred))
         case Tick():
@@ -310,7 +316,7 @@ def _apply_to_present(
         case MarkBack():
             _mark_back(work, command.node_id)
         case MarkLost():
-            _give_up(work, command.node_id, command.reason)
+            _give_up(work, command.node_id, command.reason, heard=command.heard)
         case Leave(run=""):
             _leave(work, command)
         case Leave() if _went_along(work, command):
@@ -338,7 +344,7 @@ def _join(work: _Step, command: Join) -> None:
         if work.open and work.membership.stopping and not command.run:
             raise RunStoppingError(
                 f"the last run of {work.membership.rdzv_id} is being stopped; the next begins when "
-                f"the workers on {listed(work.state.seats)} are gone"
+                f"the workers on {listed((*work.state.seats, *unheard(work.state)))} are gone"
             )
         _admit(work, command)
         return
@@ -349,7 +355,7 @@ def _join(work: _Step, command: Join) -> None:
     if number is not None and number == command.left_round:
         _confirm_stopped(work, command, number)
     elif held != command.incarnation:
-        _give_up(work, node_id, "a new instance of the node took its place")
+        _give_up(work, node_id, "a new instance of the node took its place", heard=True)
         _admit(work, command)
     elif node_id in work.state.waiting:
         _wait(work, command, work.state.waiting[node_id].since_ms)
@@ -569,6 +575,7 @@ def _wait(work: _Step, command: Join, since_ms: int) -> None:
     waiting = Waiting(command.incarnation, command.offer, since_ms, command.instance)
     if work.state.waiting.get(command.node_id) != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
+    _note_heard(work, command.node_id)
     _mark_back(work, command.node_id)
 
 
@@ -991,7 +998,7 @@ def _mark_away(work: _Step, command: MarkAway) -> None:
         since_ms = work.state.away[command.node_id].since_ms
     else:
         work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
-    away = Away(since_ms, command.until_ms, command.firm)
+    away = Away(since_ms, command.until_ms, command.firm, command.may_run)
     work.put(away={**work.state.away, command.node_id: away})
 
 
@@ -1010,9 +1017,59 @@ def _mark_back(work: _Step, node_id: str) -> None:
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
 
 
-def _give_up(work: _Step, node_id: str, reason: str) -> None:
+def _note_heard(work: _Step, node_id: str) -> None:
+    """No worker is left on a node that was given up, for it says so itself."""
+    departures = work.membership.departures
+    if any(d.may_run and d.node_id == node_id for d in departures):
+        heard = (replace(d, may_run=d.may_run and d.node_id != node_id) for d in departures)
+        work.store(replace(work.membership, departures=tuple(heard)))
+
+
+def unheard(state: State) -> tuple[str, ...]:
+    """Name the nodes that were given up, and on which workers may still run."""
+    return tuple(d.node_id for d in state.membership.departures if d.may_run)
+
+
+def unheard_until_ms(state: State) -> int:
+    """By when workers of dead agents have been ended by their runners; 0: there are none."""
+    return max((d.ends_by_ms for d in state.membership.departures if d.may_run), default=0)
+
+
+def _orphans_end_ms(work: _Step, node_id: str) -> int:
+    """Say by when a runner whose agent is dead has ended its workers.
+
+    It waits for another agent no longer than the longest lease, and then stops them.
+    """
+    away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
+    since_ms = away.since_ms if away is not None else work.now_ms
+    stop_ms = _longest_stop_ms(round_, tuning) if round_ is not None else 0
+    return since_ms + tuning.takeover_grace_ms + stop_ms
+
+
+def may_run_on(state: State, node_id: str) -> bool:
+    """Whether workers may still run on a node that was given up."""
+    return node_id in unheard(state)
+
+
+def _may_run(state: State, node_id: str) -> bool:
+    """Whether workers may be left on a node that is given up unheard."""
+    away = state.away.get(node_id)
+    if node_id in state.waiting or is_stand_in(node_id) or (away is not None and not away.may_run):
+        return False
+    participant = _participant_of(state, node_id)
+    return participant is not None and not participant.instance.fence_after_ms
+
+
+def _give_up(
+    work: _Step, node_id: str, reason: str, *, heard: bool = False, ends_by_ms: int | None = None
+) -> None:
     """A node is lost. What its loss means for a live or unsettled round follows at once."""
     seat = work.state.seats.get(node_id)
+    done = seat is not None and seat.succeeded
+    if heard or done or not _may_run(work.state, node_id):
+        ends_by_ms = 0
+    elif ends_by_ms is None:
+        ends_by_ms = _orphans_end_ms(work, node_id)
     if seat is not None and seat.leaving:
         _depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
         return
@@ -1020,11 +1077,17 @@ def _give_up(work: _Step, node_id: str, reason: str) -> None:
         text = f"{node_id}: {reason}"
         _end_round(work, Cause.NODE_LOST, text, broken=True)
         _charge_instead(work, Cause.NODE_LOST, text)
-    _depart(work, node_id, NodeState.LOST, reason, None)
+    _depart(work, node_id, NodeState.LOST, reason, None, ends_by_ms=ends_by_ms)
 
 
 def _depart(
-    work: _Step, node_id: str, how: NodeState, reason: str, cause: LeaveCause | None
+    work: _Step,
+    node_id: str,
+    how: NodeState,
+    reason: str,
+    cause: LeaveCause | None,
+    *,
+    ends_by_ms: int = 0,
 ) -> None:
     """Take a node out of the job and remember why."""
     offer = _offer_of(work.state, node_id)
@@ -1035,7 +1098,15 @@ def _depart(
         away=_without(work.state.away, node_id),
     )
     departure = Departure(
-        node_id, how, reason, work.now_ms, offer.address, offer.local_world_size, offer.role
+        node_id=node_id,
+        state=how,
+        reason=reason,
+        at_ms=work.now_ms,
+        address=offer.address,
+        local_world_size=offer.local_world_size,
+        role=offer.role,
+        may_run=ends_by_ms > 0,
+        ends_by_ms=ends_by_ms,
     )
     departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
     work.store(replace(work.membership, departures=departures))
@@ -1045,18 +1116,22 @@ def _depart(
         else:
             _store_submission(work, withdraw(submission, (node_id,)))
     work.state = replace(work.state, last_leave=cause)
-    event = NodeLost(node_id, reason) if how is NodeState.LOST else NodeLeft(node_id, reason)
+    lost = how is NodeState.LOST
+    event = NodeLost(node_id, reason, departure.may_run) if lost else NodeLeft(node_id, reason)
     work.events.append(event)
 
 
 def _offer_of(state: State, node_id: str) -> Offer:
     if node_id in state.waiting:
         return state.waiting[node_id].offer
+    participant = _participant_of(state, node_id)
+    return participant.offer if participant is not None else Offer(address="")
+
+
+def _participant_of(state: State, node_id: str) -> Participant | None:
     round_ = state.membership.round
-    for participant in round_.participants if round_ else ():
-        if participant.node_id == node_id:
-            return participant.offer
-    return Offer(address="")
+    participants = round_.participants if round_ is not None else ()
+    return next((p for p in participants if p.node_id == node_id), None)
 
 
 def _leave_seat(work: _Step, node_id: str) -> None:
@@ -1166,7 +1241,9 @@ def _release_unstopped_seats(work: _Step) -> bool:
     if deadline_ms is None or work.now_ms < deadline_ms:
         return False
     for node_id in _seats_with_deadline(work.state):
-        _give_up(work, node_id, "it did not stop its workers in time")
+        # It had all the time that there is; nothing says that more of it would help.
+        reason = "it did not stop its workers in time"
+        _give_up(work, node_id, reason, ends_by_ms=work.now_ms)
         return True
     return False
 
@@ -1300,9 +1377,9 @@ def _count_ready(work: _Step) -> bool:
 
 
 def _forming(work: _Step) -> bool:
-    """Whether the run is open and has no live round."""
-    round_ = work.membership.round
-    return work.open and (round_ is None or not round_.live)
+    """Whether the run is open, has no live round, and may have another."""
+    membership, round_ = work.membership, work.membership.round
+    return work.open and not membership.stopping and (round_ is None or not round_.live)
 
 
 def _complete_round(work: _Step) -> bool:
@@ -1509,17 +1586,26 @@ def _missing(state: State) -> str:
 
 
 def _close_when_stopped(work: _Step) -> bool:
-    """Close a run that an operator ends, once no worker of it is left that is known of."""
+    """Close a run that an operator ends, once no worker of it is left that is known of.
+
+    Those of a dead agent run until their runner ends them. Of a node that is cut off nothing is
+    known, and it is not waited for longer than for those.
+    """
     if not work.open or not work.membership.stopping or work.state.seats:
         return False
-    _close(work, Result.STOPPED, work.membership.stopping)
+    if work.now_ms < unheard_until_ms(work.state):
+        return False
+    reason = work.membership.stopping
+    if names := unheard(work.state):
+        reason += f"; workers may still run on {listed(names)}: not heard since it was given up"
+    _close(work, Result.STOPPED, reason)
     return True
 
 
 def _close_when_all_left(work: _Step) -> bool:
     """When the last node has left of its own accord, the run is over, unless it was submitted."""
     cause = work.state.last_leave
-    if not work.open or cause is None or work.state.anybody:
+    if not work.open or cause is None or work.state.anybody or work.membership.stopping:
         return False
     if work.membership.submission is not None:
         return False
@@ -1576,7 +1662,9 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
         due.append(unclaimed[1])
     if state.stop_deadline_ms is not None and any(_seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
-    if membership.round is None or not membership.round.live:
+    if membership.stopping and not state.seats:
+        due.append(unheard_until_ms(state))
+    elif membership.round is None or not membership.round.live:
         due.append(completion_due_ms(state))
     if state.short_since_ms is not None and not state.seats:
         due.append(state.short_since_ms + membership.settings.join_timeout_ms)

@@ -40,6 +40,7 @@ from rdzv.core.commands import (
     Join,
     MarkAway,
     MarkBack,
+    MarkHeard,
     MarkLost,
     Resume,
     Submit,
@@ -50,7 +51,7 @@ from rdzv.core.events import Event, NodesPlaced, RunEnded
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import Instance, State, is_stand_in
 from rdzv.core.placement import FailingCheck
-from rdzv.core.rendezvous import Transition, ended_run, went_along
+from rdzv.core.rendezvous import Transition, ended_run, may_run_on, unheard, went_along
 from rdzv.core.stacks import Report
 from rdzv.core.stragglers import Straggler
 from rdzv.core.submitted import awaited
@@ -353,8 +354,10 @@ class Driver:
         # Those who come into a round have heard of it by now.
         self._logs.note_state(news.after)
         if any(isinstance(event, RunEnded) for event in news.events):
-            for node_id in [n for n in job.node_ids if not news.after.present(n)]:
-                self._forget(job, node_id)
+            after = news.after
+            for node_id in tuple(job.node_ids):
+                if not (after.present(node_id) or may_run_on(after, node_id)):
+                    self._forget(job, node_id)
 
     def _admitted(self, job: Job, command: Join, now_ms: int) -> None:
         membership, node_id = job.state.membership, command.node_id
@@ -419,7 +422,7 @@ class Driver:
             fence_ms = instance.fence_after_ms
             self._step_nodes(nodes.Expect(node_id, seat.incarnation, instance.id, fence_ms))
             self._mark_soon(node_id, [job.rdzv_id])
-        for node_id in job.state.placed:
+        for node_id in (*job.state.placed, *unheard(job.state)):
             self._note(job, node_id)
         # Which nodes it may not keep is not stored with it, and holds from its first step on.
         job.loaded = replace(job.state, barred=dict(self._quarantine.bar.barred))
@@ -612,7 +615,7 @@ class Driver:
         if state is None or state.membership.run != run or state.membership.ended is not None:
             return
         if state.incarnation(node_id) == stream.incarnation:
-            lost = MarkLost(node_id, stream.incarnation, reason)
+            lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
             await self._insist_or_log(stream, rdzv_id, lost)
         elif node_id in awaited(state):
             withdrawn = Withdraw(run, (node_id,), reason)
@@ -667,6 +670,9 @@ class Driver:
         joined = False
         try:
             state = await self._latest(stream, belief.rdzv_id)
+            if not belief.has_workers and may_run_on(state, node_id):
+                # Before it joins: the next run may wait for nothing else.
+                state = await self._insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
                 or told.may_be_adopted(state, belief)
@@ -707,9 +713,11 @@ class Driver:
         node_id = stream.node_id
         for rdzv_id in sorted(self._jobs_of.get(node_id, set()).difference(believed)):
             state = self._jobs.peek(rdzv_id)
-            if state is not None and state.incarnation(node_id) == stream.incarnation:
+            if state is None or may_run_on(state, node_id):
+                await self._insist_or_log(stream, rdzv_id, MarkHeard(node_id))
+            elif state.incarnation(node_id) == stream.incarnation:
                 reason = "it came back, and takes no part any more"
-                lost = MarkLost(node_id, stream.incarnation, reason)
+                lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
                 await self._insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
@@ -928,7 +936,8 @@ class Driver:
             gone = Withdraw(state.membership.run, (node_id,), reason or "it was given up")
             return gone if record is None and reason else None
         if held is None:
-            self._forget(job, node_id)
+            if not may_run_on(state, node_id):
+                self._forget(job, node_id)
             return None
         if record is None:
             return MarkLost(node_id, held, reason or "it was given up")
@@ -940,13 +949,15 @@ class Driver:
         if away is not None and away.firm and record.firm:
             # How much longer it is waited for is for the nodes core alone to say.
             return None
-        return MarkAway(node_id, held, record.until_ms, record.firm)
+        outlives = record.kind is nodes.AgentKind.DAEMON and not record.fence_after_ms
+        return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
         """Give up a former instance, once the one that replaced it has said what it believes."""
         stream = self._streams.get(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
-            return MarkLost(record.node_id, held, "a new instance of the node took its place")
+            reason = "a new instance of the node took its place"
+            return MarkLost(record.node_id, held, reason, heard=True)
         return None
 
     # ---------------------------------------------------------------- time

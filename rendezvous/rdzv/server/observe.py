@@ -78,7 +78,8 @@ def _describe(event: Event) -> str:
         case NodeCameBack():
             return f"{event.node_id} is back after {_seconds(event.after_ms)}"
         case NodeLost():
-            return f"{event.node_id} was lost: {event.reason}"
+            unheard = "; its workers may still run until it is heard" if event.may_run else ""
+            return f"{event.node_id} was lost: {event.reason}{unheard}"
         case NodeStuck():
             return f"{event.node_id} is stuck in round {event.round}: {event.reason}"
         case WorkerFailed():
