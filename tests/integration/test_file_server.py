@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from file_server import WHY_NOT, serving
+
+from rdzv.agent.errors import read_error
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -31,3 +34,16 @@ def test_its_clock_is_its_own(tmp_path: Path) -> None:
         file = server.mount / "file"
         file.write_text("x")
         assert file.stat().st_mtime == pytest.approx(time.time() + 3_600, abs=60)
+
+
+@pytest.mark.parametrize("ahead_s", [-3_600, 0, 3_600])
+def test_a_failure_is_as_old_as_its_file_by_the_clock_of_its_server(
+    tmp_path: Path, ahead_s: float
+) -> None:
+    """Else another failure, of a node whose clock fits better, is taken for the root cause."""
+    with serving(tmp_path / "remote", clock_ahead_s=ahead_s) as server:
+        file = server.mount / "error.json"
+        file.write_text('{"message": "x"}')
+        written_s = file.stat().st_mtime - 60
+        os.utime(file, (written_s, written_s))
+        assert 60_000 <= read_error(file, None, 7).age_ms < 90_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.driver import JobDriver
 from rdzv.agent.launch import Launch, Output
+from rdzv.agent.side_thread import in_thread
 from rdzv.client import Endpoint
 from rdzv.core.model import Settings, Tally
 from rdzv.structs import replace
@@ -279,3 +282,63 @@ async def test_restarts_are_counted_as_the_server_counts_them(
     driver.post(events.RoundCompleted(replace(LINE, restarts=4, max_restarts=3, tally=tally)))
     assert caplog.text.rstrip().endswith(said)
     await driver.close()
+
+
+@pytest.fixture
+def in_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls that this thread, which is the event loop's, makes on a path below `remote`."""
+    made: list[str] = []
+    loop = threading.get_ident()
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            paths = [str(arg) for arg in args if isinstance(arg, str | Path)]
+            if threading.get_ident() == loop and any("/remote" in path for path in paths):
+                made.append(f"{name}{args}")
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in (
+        *("access", "chmod", "chown", "link", "listdir", "lstat", "mkdir", "open", "readlink"),
+        *("rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "truncate"),
+        *("unlink", "utime"),
+    ):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    monkeypatch.setattr("io.open", watched("open", open))
+    monkeypatch.setattr("builtins.open", watched("open", open))
+    return made
+
+
+async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
+    f: Fixture, tmp_path: Path, in_the_loop: list[str]
+) -> None:
+    """A round from its beginning to a failure, and the next one."""
+    remote = tmp_path / "remote"
+
+    def make_files() -> None:
+        remote.mkdir()
+        (remote / "train.py").touch()
+
+    await in_thread(make_files)
+    launch = replace(
+        f.launch,
+        script="train.py",
+        no_python=False,
+        chdir=remote,
+        output=Output(redirects={0: 3}, log_dir=remote / "logs"),
+        snapshot=remote / "snapshot.pt",
+    )
+    driver = JobDriver(launch, f.link, "r1")  # type: ignore[arg-type]
+    await driver.prepare(Endpoint("127.0.0.1", 1))
+    driver.post(events.RoundCompleted(LINE))
+    await until(lambda: f.runner.asked)
+    await f.runner.tell(runner_link.WorkerExited(0, 0, 100, 1, None, 0))
+    (failed,) = [message.failed for message in f.link.said if message.HasField("failed")]
+    assert failed.failures[0].message.startswith("no error file")
+    f.runner.tell(runner_link.WorkersGone(0))
+    await until(lambda: f.bodies()[-1] == "join")
+    driver.post(events.RoundCompleted(replace(LINE, round=1, restarts=1)))
+    await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
+    await driver.close()
+    assert in_the_loop == []
