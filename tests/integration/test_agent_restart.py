@@ -299,3 +299,21 @@ def test_without_another_agent_the_workers_are_gone_after_a_lease(d: Nodes) -> N
     assert "adopted" not in d.agents["n1"].text
     d.cluster.finish()
     d.until_state("job", "succeeded")
+
+
+def test_a_gpu_that_is_gone_disturbs_no_worker(d: Nodes) -> None:
+    """As one that has fallen off the bus; an agent without workers does not start like this."""
+    d.agents["n1"] = d.start("n1", 'gpus = "GPU-a"\n')
+    d.submit("job", "--nproc-per-node=1", COUNT)
+    (report,) = d.reports("job", 1)
+    pids = {"n1": int(report["pid"])}
+    d.kill("n1")
+    again = d.agents["n1"] = d.launch("n1", 'gpus = "GPU-gone"\n')
+    d.until("n1 has adopted", lambda: "job: adopted, with runner pid" in again.text)
+    assert "`gpus` names GPU-gone, which is not on this node" in again.text
+    d.until_back()
+    d.counts_on(pids)
+    d.undisturbed()
+    d.cluster.finish()
+    d.until_state("job", "succeeded")
+    assert again.process.poll() is None

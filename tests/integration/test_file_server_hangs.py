@@ -18,6 +18,8 @@ from cluster import BIN, Cluster, cluster
 from file_server import WHY_NOT, FileServer, serving
 from test_daemon import REPORT, Daemons, worker
 
+from rdzv.agent.runner_link import end_spared, start_spared
+
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 WATCHDOG_S = 5.0
@@ -103,3 +105,19 @@ def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
         d.until_state(name, "succeeded")
     assert d.agent.process.poll() is None
     assert d.longest_s < WATCHDOG_S, f"{d.longest_s:.1f} s without a sign of life"
+
+
+async def test_a_program_that_hangs_as_it_is_opened_is_waited_for_by_its_process_alone(
+    remote: FileServer,
+) -> None:
+    program = remote.mount / "program"
+    program.write_text("#!/bin/sh\nexec cat\n")
+    program.chmod(0o755)
+    remote.hang()
+    for chdir in (None, remote.mount):
+        began_s = time.monotonic()
+        process = await start_spared(str(program), chdir=chdir)
+        assert process.returncode is None
+        await end_spared(process)
+        assert time.monotonic() - began_s < WATCHDOG_S
+        assert process.returncode == -signal.SIGKILL

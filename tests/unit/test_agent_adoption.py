@@ -575,3 +575,25 @@ async def test_a_job_that_is_handed_over_is_left_alone(s: Story) -> None:
     s.driver.post(events.Signalled(15, "SIGTERM"))
     assert s.runner.asked[2:] == []
     assert s.driver.belief() is None
+
+
+async def test_workers_run_on_of_which_no_more_would_be_started_today(
+    s: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    await s.begin_round(s.line())
+    s.runner.tell = None
+    s.new_agent()
+    state = kept.decode_state(s.runner.keeps[kept.STATE])
+    s.driver.resume(s.runner, state)  # type: ignore[arg-type]
+    await s.driver.get_ready("its arguments are refused")
+    assert "no further round can be started here; its workers run on: its arguments" in caplog.text
+    assert s.phase() == pb.Belief.RUNNING
+    assert s.runner.asked == [("start", 0, 2)]
+    # The next round fails here, and says why; nothing else does.
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.runner.tell(runner_link.WorkersGone(0))
+    s.driver.post(events.RoundCompleted(s.line(1)))
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await s.driver.wait()
+    assert "its arguments are refused" in outcome.text
+    assert [asked[:2] for asked in s.runner.asked if asked[0] == "start"] == [("start", 0)]

@@ -1,0 +1,58 @@
+"""Files that are waited for: one on a file server that hangs keeps no other from being watched."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent import watches as module
+from rdzv.agent.side_thread import in_thread
+from rdzv.agent.watches import Watches
+
+PATIENCE_S = 100.0
+
+
+@dataclass(eq=False)
+class Source:
+    path: Path
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    watch: int | None = None
+    identity: None = None
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+async def test_a_file_that_hangs_keeps_no_other_from_being_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watches, answers, asked = Watches(asyncio.get_running_loop()), threading.Event(), []
+    real = module._inotify_add_watch
+
+    def add(fd: int, path: Path, mask: int) -> int:
+        if path == far.path:
+            asked.append(path)
+            answers.wait(PATIENCE_S)
+        return real(fd, path, mask)
+
+    monkeypatch.setattr(module, "_inotify_add_watch", add)
+    far, near = Source(tmp_path / "far"), Source(tmp_path / "near")
+    for source in (far, near):
+        source.path.touch()
+    arming = asyncio.create_task(in_thread(watches.arm, far))
+    async with asyncio.timeout(PATIENCE_S):
+        while not asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        watches.arm(near)
+        near.path.write_text("x")
+        await near.woken.wait()
+        # What has changed while the watch was being set is not missed.
+        far.path.write_text("x")
+        answers.set()
+        await arming
+        await far.woken.wait()
+    watches.close()
