@@ -15,7 +15,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
     RunnerEvent,
+    RunnerExited,
     RunnerLink,
     WorkerExited,
     WorkersFenced,
@@ -212,7 +213,8 @@ def without_descriptors(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        with suppress(ProcessLookupError):  # It may have been told to end.
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_it(
@@ -239,3 +241,12 @@ async def test_a_round_goes_on_at_the_limit_of_descriptors(node: Strained) -> No
         node.link.renew_fence(boottime_ms() + 100)
         await node.heard(WorkersFenced, round=number)
         await node.heard(WorkersGone, round=number)
+
+
+async def test_a_runner_at_the_limit_of_descriptors_ends_in_order(node: Strained) -> None:
+    node.link = await RunnerLink.spawn(node.hear)
+    number = await node.start_family()
+    with without_descriptors(node.link.pid):
+        node.link.kill()
+        assert (await node.heard(RunnerExited)).exit_code == 0
+    assert marked(node.mark_of(number)) == []

@@ -2410,9 +2410,10 @@ def main() -> None:
     become_subreaper()
     try:
         Runner(Channel(socket.socket(fileno=fd))).run()
-    finally:
-        # Nothing is left here unless the runner itself has failed.
+    except BaseException:
+        # Else nothing is left here.
         sweep_descendants()
+        raise
 
 
 if __name__ == "__main__":
