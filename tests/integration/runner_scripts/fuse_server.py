@@ -14,7 +14,8 @@ import struct
 import sys
 
 FORGET, BATCH_FORGET = 2, 42
-(LOOKUP, GETATTR, SETATTR, MKDIR, UNLINK, RMDIR) = (1, 3, 4, 9, 10, 11)
+(LOOKUP, GETATTR, SETATTR, READLINK, SYMLINK) = (1, 3, 4, 5, 6)
+(MKDIR, UNLINK, RMDIR, RENAME, RENAME2) = (9, 10, 11, 12, 45)
 (OPEN, READ, WRITE, RELEASE, FSYNC, FLUSH) = (14, 15, 16, 18, 20, 25)
 (INIT, OPENDIR, READDIR, RELEASEDIR, CREATE) = (26, 27, 28, 29, 35)
 SETS_MODE, SETS_SIZE = 1, 8
@@ -45,6 +46,16 @@ class Files:
             return struct.pack("<QII", 0, 0, 0) + self._attributes(number)
         if opcode in (MKDIR, CREATE):
             return self._make(node, opcode, body)
+        if opcode == SYMLINK:
+            name, target, _ = body.split(b"\0")
+            return self._entry(self._add(node, name, stat.S_IFLNK | 0o777, data=bytearray(target)))
+        if opcode == READLINK:
+            return bytes(node["data"])
+        if opcode in (RENAME, RENAME2):
+            (folder,) = struct.unpack_from("<Q", body)
+            name, new_name, _ = body[8 if opcode == RENAME else 16 :].split(b"\0")
+            self.nodes[folder]["names"][new_name] = node["names"].pop(name)
+            return b""
         if opcode in (UNLINK, RMDIR):
             self._find(node, body)
             del node["names"][body.rstrip(b"\0")]
@@ -76,13 +87,16 @@ class Files:
         is_folder = opcode == MKDIR
         (mode,) = struct.unpack_from("<I", body, 0 if is_folder else 4)
         name = body[8 if is_folder else 16 :].rstrip(b"\0")
+        mode &= 0o7777
+        if is_folder:
+            return self._entry(self._add(node, name, stat.S_IFDIR | mode, names={}))
+        number = self._add(node, name, stat.S_IFREG | mode, data=bytearray())
+        return self._entry(number) + struct.pack("<QII", number, 0, 0)
+
+    def _add(self, folder, name, mode, **content):
         number = max(self.nodes) + 1
-        kind = stat.S_IFDIR if is_folder else stat.S_IFREG
-        made = {"mode": kind | (mode & 0o7777)}
-        made |= {"names": {}} if is_folder else {"data": bytearray()}
-        self.nodes[number], node["names"][name] = made, number
-        opened = b"" if is_folder else struct.pack("<QII", number, 0, 0)
-        return self._entry(number) + opened
+        self.nodes[number], folder["names"][name] = {"mode": mode, **content}, number
+        return number
 
     def _list(self, node, offset, size):
         said = b""
