@@ -199,7 +199,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         # Of a job that is not here: nothing is in it.
         "log_reading._Request.__init__: Written(), which is not told whose",
     ),
-    "py-spy has to trace a worker, for which it needs the rights of root": (
+    "py-spy traces a worker: as its account it would need a capability of root's all the same "
+    "(kernel.yama.ptrace_scope), and be in the job's hands; docs/run-as.md says so": (
         "stacks._run: start_spared",
     ),
 }
