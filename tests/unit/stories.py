@@ -61,6 +61,18 @@ async def crashing(s: Scraped, rounds: int = 20) -> None:
     await settle()
 
 
+async def fenced(s: Scraped) -> None:
+    """Two nodes are cut off after half a minute, kill their workers, and are back 22 s later."""
+    n1, n2 = await s.connect("n1"), await s.connect("n2")
+    for stream in (n1, n2):
+        await s.say(stream, join(stream, (2, 2)))
+    await s.let_pass(52_000)
+    for stream in (n1, n2):
+        back = join(stream, (2, 2), run="run-1", left_round=0)
+        await s.say(stream, replace(back, fenced=True, fenced_age_ms=22_000))
+    await s.let_pass(26_000)
+
+
 async def failing(s: Scraped) -> None:
     """The budget is spent by a failure of two workers at once, and another node is gone by then."""
     nodes = (2, 3)

@@ -146,6 +146,16 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     assert command.secret == resume.secret != ""
 
 
+def test_a_node_that_was_fenced_says_how_long_its_workers_are_dead() -> None:
+    state = AgentState(JOB, run="r1", left_round=5, fenced=True, stopping_since_ms=NOW_MS - 22_000)
+    for fenced, age_ms in ((True, 22_000), (False, 0)):
+        say = commands.SayJoin("r1", 5, (), fenced=fenced)
+        join = wire.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
+        command = heard(pb.NodeMessage(join=join))
+        assert isinstance(command, asked.Join)
+        assert (command.fenced, command.fenced_age_ms) == (fenced, age_ms)
+
+
 def test_a_fresh_join_names_no_round() -> None:
     say = commands.SayJoin("", None, ())
     join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)

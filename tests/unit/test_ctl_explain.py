@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stories import STORIES, crashing, many_nodes, told
+from stories import STORIES, crashing, fenced, many_nodes, told
 from test_ctl import control, server  # noqa: F401
 from test_metrics import history
 
 from rdzv.answers import Event
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.explain import FIRST, LAST, explain
+from rdzv.ctl.life import runs_of
+from rdzv.ctl.spans import Phase, spans_of
 from rdzv.structs import replace
 
 GOLDEN = Path(__file__).with_name("golden") / "explain"
@@ -50,6 +52,20 @@ async def test_times_of_another_day_have_a_column_of_their_own() -> None:
     day = f"{later.at(of.history[0].unix_ms)[:16]}"
     assert began.startswith(f"  {day}  Run 1 began")
     assert lines[lines.index(began) + 1].startswith((f"  {day}  ", " " * 20))
+
+
+async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
+    of = await told(fenced)
+    text = explain(of.status, of.history, of.page(width=None))
+    assert "n1: it was cut off, and has killed its workers 22 s ago (--fence-after)." in text
+    assert "node left: once, 22 s without a round." in text
+    assert "A round was live for 56 s of 1 min 18 s (72%)." in text
+    spans = [
+        (span.phase, span.until_ms - span.since_ms)
+        for span in spans_of(runs_of(of.history)[0], of.now_ms)
+    ]
+    assert [ms for phase, ms in spans if phase is Phase.LIVE] == [30_000, 26_000]
+    assert [ms for phase, ms in spans if phase is Phase.STOPPING] == [22_000]
 
 
 async def test_a_queued_job_is_queued_and_says_so_once() -> None:

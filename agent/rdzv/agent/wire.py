@@ -93,6 +93,7 @@ def join(
     secret: str = "",
 ) -> pb.Join:
     """Ask for a place, with what this node brings."""
+    fenced_ms = now_ms - (state.stopping_since_ms or now_ms) if say.fenced else 0
     return pb.Join(
         rdzv_id=state.job.rdzv_id,
         run=say.run,
@@ -112,6 +113,7 @@ def join(
         failures=_failures(say.failures, now_ms),
         refuse_reuse=refuse_reuse,
         fenced=say.fenced,
+        fenced_age_ms=fenced_ms,
         furthest_step=say.moved.step,
         snapshot_changed=say.moved.snapshot,
         secret=secret,

@@ -642,6 +642,7 @@ class Join(google.protobuf.message.Message):
     FURTHEST_STEP_FIELD_NUMBER: builtins.int
     SNAPSHOT_CHANGED_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
+    FENCED_AGE_MS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -659,6 +660,8 @@ class Join(google.protobuf.message.Message):
     """What whoever takes part in the run must know; empty: nothing. The first join decides. The server
     keeps a hash of it.
     """
+    fenced_age_ms: builtins.int
+    """With `fenced`: how long ago that was; 0: not known."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -681,9 +684,10 @@ class Join(google.protobuf.message.Message):
         furthest_step: builtins.int | None = ...,
         snapshot_changed: builtins.bool = ...,
         secret: builtins.str = ...,
+        fenced_age_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload

@@ -39,11 +39,11 @@ class Join:
     """Ask for a place in the next round.
 
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
-    fresh join. With `fenced` the node was cut off, and has killed those workers itself; none had
-    failed. `moved` is how far its workers had come. `claim` tells of that round to a server that
-    may not know it. `new_run` is the uid that a run gets which begins with this join; if the job
-    belongs to nobody yet, it then belongs to `owner`. `secret` is the hash of what the node knows.
-    `instance` is what the incarnation numbers.
+    fresh join. With `fenced` the node was cut off, and has killed those workers itself,
+    `fenced_age_ms` ago; none had failed. `moved` is how far its workers had come. `claim` tells of
+    that round to a server that may not know it. `new_run` is the uid that a run gets which begins
+    with this join; if the job belongs to nobody yet, it then belongs to `owner`. `secret` is the
+    hash of what the node knows. `instance` is what the incarnation numbers.
     """
 
     node_id: str
@@ -57,6 +57,7 @@ class Join:
     new_run: str = ""
     claim: Claim | None = None
     fenced: bool = False
+    fenced_age_ms: int = 0
     moved: Moved = UNMOVED
     owner: str = ""
     secret: str = ""

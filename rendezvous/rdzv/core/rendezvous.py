@@ -586,8 +586,10 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
         failures = _failures(work, command.node_id, round_, command.failures)
         if command.fenced:
             # Whoever has failed meanwhile has lost its connections to the workers killed here.
+            ago = f" {duration(command.fenced_age_ms)} ago" if command.fenced_age_ms else ""
             reason = (
-                f"{command.node_id}: it was cut off, and has killed its workers (--fence-after)"
+                f"{command.node_id}: it was cut off, and has killed its workers{ago} "
+                "(--fence-after)"
             )
             _end_round(work, Cause.NODE_LEFT, reason, broken=True)
             _charge_instead(work, Cause.NODE_LEFT, reason)

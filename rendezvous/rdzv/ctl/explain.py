@@ -208,7 +208,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
         until_ms = now_ms if after is None else after.at_ms
         cause = round_.charge or round_.cause
         number[cause] += 1
-        lost_ms[cause] += max(until_ms - round_.ended_ms, 0)
+        lost_ms[cause] += max(until_ms - round_.ended_ms + round_.dead_ms, 0)
     told = [
         f"  {cause}: {_times(number[cause])}, {duration(lost_ms[cause])} without a round."
         for cause, _ in lost_ms.most_common()

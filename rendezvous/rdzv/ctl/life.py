@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rdzv.answers import Event, JobStatus
+from rdzv.core.words import DURATION, parse_duration
 
 _NODE = r"(?P<node>\S+)"
 _ROUND = r"round (?P<round>\d+)"
@@ -45,6 +46,9 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
 }
 _PLACE = re.compile(r"(?P<node>\S+)=\d+(?:\.\.\d+)?")
 _MORE = re.compile(r" and (\d+) more nodes?$")
+
+_DEAD = re.compile(rf"has killed its workers ({DURATION}) ago \(--fence-after\)")
+"""Why a round ended whose workers were dead before that was heard."""
 
 # What nodes say of the round that they take part in.
 _OF_PARTICIPANTS = {"NodeStopped", "NodeSucceeded", "NodeStuck", "NodeAdopted"}
@@ -85,8 +89,15 @@ class Round:
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
     """By node: when it had stopped its workers, or was gone."""
+    dead_ms: int = 0
+    """For how long its workers were dead when it ended: killed by a node that was cut off."""
     restarts: str = ""
     """How many restarts were spent then, such as `1 of 3`; empty if the nodes count."""
+
+    @property
+    def live_until_ms(self) -> int | None:
+        """Until when its workers ran; None: they do."""
+        return None if self.ended_ms is None else max(self.ended_ms - self.dead_ms, self.at_ms)
 
 
 @dataclass(slots=True)
@@ -118,7 +129,8 @@ class Run:
         """Return for how long rounds were live."""
         until_ms = now_ms if self.ended_ms is None else self.ended_ms
         return sum(
-            max((until_ms if r.ended_ms is None else r.ended_ms) - r.at_ms, 0) for r in self.rounds
+            max((until_ms if r.live_until_ms is None else r.live_until_ms) - r.at_ms, 0)
+            for r in self.rounds
         )
 
 
@@ -221,6 +233,8 @@ def _go(run: Run, node: str, now_ms: int) -> None:
 def _end(round_: Round, said: Mapping[str, str], now_ms: int) -> None:
     if round_.ended_ms is None:
         round_.ended_ms, round_.cause, round_.reason = now_ms, said["cause"], said["reason"]
+        if dead := _DEAD.search(round_.reason):
+            round_.dead_ms = parse_duration(dead[1])
 
 
 def _settle(round_: Round, said: Mapping[str, str], now_ms: int) -> None:

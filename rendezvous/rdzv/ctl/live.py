@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from rdzv.answers import Event, JobStatus
-from rdzv.core.words import counted, duration, listed
+from rdzv.core.words import DURATION, counted, duration, listed, parse_duration
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.structs import replace
@@ -41,24 +41,11 @@ _HERE = ("seated", "waiting", "stopping", "succeeded")
 
 # ------------------------------------------------------------------------------------ time
 
-_UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DURATION = r"\d+(?:\.\d+)? (?:ms|s|min|h|d)\b(?: \d+ (?:s|min|h)\b)?"
 _FALLING = re.compile(
     r"(?P<before>gives up in |queued again in |within |or in )?"
-    rf"(?P<time>{_DURATION})(?P<after> left)?"
+    rf"(?P<time>{DURATION})(?P<after> left)?"
 )
-_GROWING = re.compile(rf"({_DURATION})(?= ago\b)")
-
-
-def parse_duration(text: str) -> int:
-    """Read what `rdzv.core.words.duration` has written, as milliseconds.
-
-    >>> [parse_duration(text) for text in ("0.5 s", "9 min 48 s", "2 h 1 min")]
-    [500, 588000, 7260000]
-    """
-    words = text.split()
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return round(sum(float(number) * _UNITS_MS[unit] for number, unit in pairs))
+_GROWING = re.compile(rf"({DURATION})(?= ago\b)")
 
 
 def aged(reason: str, more_ms: int) -> str:

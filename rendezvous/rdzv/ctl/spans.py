@@ -37,15 +37,15 @@ def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
     """Yield what a run did, from its beginning; what goes on ends at `until_ms`."""
     yield from _between(run, None, until_ms)
     for round_ in run.rounds:
-        ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
-        yield Span(Phase.LIVE, round_, round_.at_ms, ended_ms)
+        live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
+        yield Span(Phase.LIVE, round_, round_.at_ms, live_ms)
         yield from _between(run, round_, until_ms)
 
 
 def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
     """Yield what came after a round, or before the first: stopping, and then forming."""
     after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
-    since_ms = run.began_ms if before is None else before.ended_ms
+    since_ms = run.began_ms if before is None else before.live_until_ms
     if since_ms is None or (after is not None and after.adopted):
         return
     end_ms = until_ms if after is None else after.at_ms

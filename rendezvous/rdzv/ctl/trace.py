@@ -106,7 +106,7 @@ def _node_slices(
     process: int, round_: Round, tracks: Mapping[str, int], until_ms: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a round on the track of each node in it, and how long the node took to stop."""
-    ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
+    ended_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
     for node in round_.nodes:
         track = tracks[node]
         times_ms = (round_.at_ms, ended_ms)

@@ -562,6 +562,7 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
         failures=_failures(message.failures, limits),
         refuse_reuse=message.refuse_reuse,
         fenced=message.fenced,
+        fenced_age_ms=min(message.fenced_age_ms, limits.timeout_ms),
         moved=Moved(
             message.furthest_step if message.HasField("furthest_step") else None,
             message.snapshot_changed,
