@@ -26,7 +26,7 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.rendezvous import MAX_DEPARTURES, MAX_EARLIER_RUNS, ended_run, restore, step
+from rdzv.core.rendezvous import MAX_DEPARTURES, MAX_EARLIER_RUNS, ended_run, restore, step, unheard
 from rdzv.errors import NodeSupersededError, RendezvousClosedError, SettingsMismatchError
 from rdzv.structs import replace
 from tests.unit.builders import SETTINGS, Job, join, report, running
@@ -462,8 +462,10 @@ def test_who_was_given_up_while_it_succeeded_ends_the_run_when_it_is_heard() -> 
     job.lost("n2")
     job.stopped("n1")
     assert not job.round.live
+    assert unheard(job.state) == ("n2",)
     late = Succeed("n2", 7, job.membership.run, 0)
     assert NodeSucceeded("n2", 0) in job.do(late)
+    assert not unheard(job.state)
     assert job.membership.ended and job.membership.ended.result is Result.SUCCEEDED
     assert not job.membership.restarts
 

@@ -804,6 +804,7 @@ def _succeed(work: _Step, command: Succeed) -> None:
         )
         if any(own):
             _note_success(work, round_, node_id)
+            _note_heard(work, node_id)
 
 
 def _note_success(work: _Step, round_: Round, node_id: str) -> None:
