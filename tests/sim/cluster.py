@@ -112,6 +112,7 @@ class SimStore:
             kept = self._disk.kept
             new = await kept.compare_and_swap(rdzv_id, membership, revision, records)
             self._world.judge.committed(self._server, membership)
+            self._world.judge.recorded(kept, records)
             return new
 
         return await self._write(write)

@@ -1557,6 +1557,12 @@ MUTANTS = (
     ),
     # ---------------------------------------------------------- hangs
     Mutant(
+        "what rode on a doubtful commit that has happened is written again",
+        JOBS,
+        "job.revision, job.doubt, job.pending = revision, (), ()",
+        "job.revision, job.doubt = revision, ()",
+    ),
+    Mutant(
         "a hang ends no round",
         HANGS,
         "                await self._submit(episode.rdzv_id, command)\n",

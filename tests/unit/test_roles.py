@@ -19,6 +19,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection
 from test_driver import FakeClock
 
+from rdzv.core.commands import Tick
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
 from rdzv.server import access, roles, service
 from rdzv.server.callers import Role
@@ -477,6 +478,44 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         )
         secret = made.text
         assert secret.split("_", 2)[2] not in "".join(rows)
+
+
+async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with guarded(monkeypatch) as server:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        store = server.driver._jobs._store
+        swap, append = store.compare_and_swap, store.append
+        reached, gate, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def held_up(*what: Any) -> int:
+            reached.set()
+            await gate.wait()
+            return await swap(*what)
+
+        async def appended(records: Any) -> None:
+            await append(records)
+            written.set()
+
+        monkeypatch.setattr(store, "compare_and_swap", held_up)
+        monkeypatch.setattr(store, "append", appended)
+        stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
+        asked = asyncio.ensure_future(control(server, "ada", "StopJob", stop))
+        await reached.wait()
+        asked.cancel()
+        await asyncio.wait([asked])
+        async with asyncio.timeout(20):
+            await written.wait()
+        rows = await audited(server)
+        id_ = server.tokens["ada"].split("_")[1]
+        assert rows[1:] == [
+            f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; whether it was "
+            "done is not known"
+        ]
+        # It was, for a change is not cut in two.
+        gate.set()
+        assert (await server.driver.submit("job-7", Tick())).membership.ended is not None
 
 
 async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyPatch) -> None:

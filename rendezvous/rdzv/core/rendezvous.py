@@ -148,7 +148,6 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 
     Who waited without a seat is forgotten; such nodes say so again when they reconnect.
     """
-    membership = not_after(membership, now_ms)
     state = State(membership, tuning)
     if membership.ended is not None or not membership.run:
         return state
@@ -217,6 +216,9 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
         DeniedError: the node does not know the secret of the job.
 
     """
+    membership = not_after(state.membership, now_ms)
+    if membership is not state.membership:
+        state = replace(state, membership=membership)
     work = _Step(state, now_ms)
     _apply(work, command)
     while any(rule(work) for rule in _STATE_RULES):
