@@ -228,7 +228,7 @@ async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_i
         assert marked(node.mark_of(running)) == []
         short = await node.start_short()
         failed = await node.heard(WorkersStartFailed, round=short)
-        assert "can not be forked: Too many open files" in failed.reason
+        assert "cannot be forked: Too many open files" in failed.reason
         await node.heard(WorkersGone, round=short)
     assert await node.start_family() == short + 1
 

@@ -70,7 +70,7 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
 def test_what_can_not_be_looked_at_counts_as_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """At its limit of descriptors, an agent does not take workers that it can not see for gone."""
+    """At its limit of descriptors, an agent does not take workers that it cannot see for gone."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

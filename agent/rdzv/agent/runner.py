@@ -71,8 +71,8 @@ The runner opens no path of a job's and waits for no exec: a file system that ha
 and with it the fence and every stop. A child is forked, becomes its account, opens its own files
 and runs its program; a pipe that the exec closes says when it runs, or why it does not.
 
-A lack of descriptors or memory ends neither the runner nor the job. What can not be started is
-told like any other failure to start. Processes that can not be looked at count as being there, so
+A lack of descriptors or memory ends neither the runner nor the job. What cannot be started is
+told like any other failure to start. Processes that cannot be looked at count as being there, so
 `gone` waits until they can. The list of its own children is held open, and is enough for that: what
 descends from a child is a child itself as soon as its parents are dead.
 
@@ -428,7 +428,7 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
     subreaper does it find those whose parents are dead.
 
     Raises:
-        OSError: at the timeout the children can not be listed, so some may be there.
+        OSError: at the timeout the children cannot be listed, so some may be there.
 
     """
     deadline = time.monotonic() + timeout_s
@@ -451,12 +451,12 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
 def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     """Send SIGKILL to every descendant of this process, parents first; return their pids.
 
-    Processes that fork meanwhile may be missed, and so may those whose parents can not be looked
+    Processes that fork meanwhile may be missed, and so may those whose parents cannot be looked
     at. Whoever asks again at each exit of a child of this process finds them: their parents are
     among the killed, so they move up to be children.
 
     Raises:
-        OSError: the children can not be listed, so some may be there.
+        OSError: the children cannot be listed, so some may be there.
 
     """
     found = descendants_of(children_of(os.getpid()), except_pids)
@@ -470,7 +470,7 @@ def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -
     """List these processes and what descends from them, parents before children; zombies count.
 
     Leaves out those in `except_pids` with all that descends from them, and what descends from a
-    process that can not be looked at.
+    process that cannot be looked at.
     """
     found = [pid for pid in children if pid not in except_pids]
     for pid in found:
@@ -486,7 +486,7 @@ def children_of(pid: int) -> list[int]:
     processes some may be missing while their siblings exit.
 
     Raises:
-        OSError: it can not be looked at, so it may have any number.
+        OSError: it cannot be looked at, so it may have any number.
 
     """
     children: list[int] = []
@@ -505,7 +505,7 @@ class _OwnChildren:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:
-        """List them, zombies included; `OSError` if that can not be done now."""
+        """List them, zombies included; `OSError` if that cannot be done now."""
         listed = b""
         while part := os.pread(self._fd, 1 << 16, len(listed)):
             listed += part
@@ -947,7 +947,7 @@ def _fork_into(program: _Program, says: int) -> int:
     It dies with this process, has no descriptors but those of the program, no signal ignored, and
     only those blocked that it is to have. What it is about to do it writes to `says`, each step
     with a NUL; the exec closes that. Without a NUL at the end it is why the program does not run.
-    Raises `OSError` if it can not be forked.
+    Raises `OSError` if it cannot be forked.
     """
     parent = os.getpid()
     # This process ignores what is meant for its workers, and a signal to one that is ignored there
@@ -985,11 +985,11 @@ def _prepare_child(program: _Program, parent: int, says: int) -> None:
     """Give a child the session, descriptors, signals, CPUs, leash and account of its program."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    before = 2
-    for fd in sorted({says, *program.pass_fds}):
-        os.closerange(before + 1, fd)
-        before = fd
-    os.closerange(before + 1, os.sysconf("SC_OPEN_MAX"))
+    keep = {0, 1, 2, says, *program.pass_fds}
+    with suppress(OSError):  # The exec closes them, too; but until then it may hang.
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - keep:  # noqa: PTH208
+            with suppress(OSError):
+                os.close(fd)
     for signum in signal.valid_signals():
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
@@ -1047,7 +1047,7 @@ def _execute(program: _Program) -> None:
 
 @contextmanager
 def _step(what: str, says: int, *, path: str | None = None) -> Iterator[None]:
-    """Say what a child is about to do; `StartError` says what of it can not be done."""
+    """Say what a child is about to do; `StartError` says what of it cannot be done."""
     _write_all(says, f"{what}\0")
     try:
         yield
@@ -1582,7 +1582,7 @@ class Runner:
         """Fork a child that is to become a program, to be looked after; never wait for it.
 
         `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if it
-        can not be forked.
+        cannot be forked.
         """
         fd, says = os.pipe2(os.O_CLOEXEC)
         launch = _Launch(name, fd, on_run, time.monotonic() + START_SLOW_S)
@@ -1666,7 +1666,7 @@ class Runner:
     def _kill_what_is_left(self) -> list[int]:
         """Send SIGKILL to all that the end of a round does not leave alone; return their pids.
 
-        The children alone decide whether anything is left. Raises `OSError` if they can not be
+        The children alone decide whether anything is left. Raises `OSError` if they cannot be
         listed, and so may be there.
         """
         exempt = self._exempt()
@@ -1710,7 +1710,7 @@ class Runner:
                 name, _program_of(spec), lambda: self._emit_started(started, spec, launch.pid)
             )
         except OSError as error:
-            self._fail_start(started, spec, f"{name} can not be forked: {_reason(error)}")
+            self._fail_start(started, spec, f"{name} cannot be forked: {_reason(error)}")
             return
         started.running.add(launch.pid)
         on_exit = partial(self._end_worker, started, spec, launch)
@@ -2342,7 +2342,7 @@ class Runner:
         self._store_hosts[spec.round] = child
 
     def _fail_store_host(self, number: int, reason: str) -> None:
-        write_line(f"can not start the store host of round {number}: {reason}")
+        write_line(f"cannot start the store host of round {number}: {reason}")
         self._emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
 
     def _read_ready(self, number: int, ready_fd: int) -> None:
@@ -2353,7 +2353,7 @@ class Runner:
 
     def _end_store_host(self, spec: _StoreHostSpec, launch: _Launch, code: int) -> None:
         if launch.failure:
-            write_line(f"can not start the store host {spec.argv[0]!r}: {launch.failure}")
+            write_line(f"cannot start the store host {spec.argv[0]!r}: {launch.failure}")
         self._report_store_host_exit(spec.round, code)
 
     def _report_store_host_exit(self, number: int, code: int) -> None:

@@ -43,7 +43,7 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     on, and is found when it is looked again.
 
     Raises:
-        OSError: at the timeout a process can not be looked at, so it may be one of them.
+        OSError: at the timeout a process cannot be looked at, so it may be one of them.
 
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
