@@ -289,6 +289,23 @@ def test_the_agent_runs_a_job_as_its_own_account_and_a_stop_ends_it_in_order(
     assert machine.run("pgrep", "-u", "rdzv-agent").stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("unit", "line", "priority"),
+    [
+        ("rdzvd", "night: run 1 (", "6"),
+        ("rdzv-agent", "joined night (run ", "6"),
+        ("rdzv-agent", "night: received SIGTERM; leaving the job", "4"),
+    ],
+)
+def test_a_line_in_the_journal_has_its_priority_and_no_second_time(
+    machine: Booted, unit: str, line: str, priority: str
+) -> None:
+    said = machine.do("journalctl", "--no-pager", "-u", unit, "-o", "json")
+    entries = [json.loads(entry) for entry in said.splitlines()]
+    found = [entry["PRIORITY"] for entry in entries if str(entry["MESSAGE"]).startswith(line)]
+    assert found == [priority]
+
+
 def test_an_upgrade_restarts_the_server_and_keeps_what_was_configured(machine: Booted) -> None:
     file = machine.path(SERVER_FILE)
     mine = f"{file.read_text()}\n[limits]\njobs = 77\n"
