@@ -7,20 +7,21 @@ request makes the server fail. The stream has no end, and is tried elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import positive_data_acceptance
 from served import served
 
 from rdzv.core.stacks import Report
 from rdzv.server.config import Limits
 from rdzv.server.openapi import PREFIX, document, operations
 
+if TYPE_CHECKING:
+    from schemathesis import GenerationMode
+
 pytestmark = pytest.mark.slow
+# Whoever collects these does not import schemathesis, which takes half a second.
 
 NAMES = [one.path for one in operations(Limits()) if one.path != "/stream"]
 KNOWN = {"rdzv_id": "job-7", "node_id": "n1"}
@@ -46,6 +47,9 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("path", NAMES)
 def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
+    import schemathesis
+    from schemathesis import GenerationMode
+
     schema = schemathesis.openapi.from_dict(document(Limits()))
     operation = schema[path]["GET"]
     # Any text may be a name, so that only what stands beside the path can be wrong.
@@ -60,6 +64,9 @@ def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
 
 def _try(operation: Any, mode: GenerationMode, url: str, *, known: bool) -> set[int]:
     """Try an operation, also with names that are known; return the statuses that came."""
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import positive_data_acceptance
+
     named = known and mode is GenerationMode.POSITIVE
     # A name that no job can have is refused, and so is a round or RANK that there was not.
     of_rounds = operation.path.endswith(("/logs", "/stacks"))

@@ -226,13 +226,15 @@ def imports(path: Path, name: str) -> frozenset[str]:
 
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            continue  # No import is inside one.
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from _at_run_time(child)
+    left = [node]
+    while left:
+        for child in ast.iter_child_nodes(left.pop()):
+            if isinstance(child, ast.expr):
+                continue  # No import is inside one.
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            yield child
+            left.append(child)
 
 
 def is_below(module: str, names: frozenset[str]) -> bool:
