@@ -131,7 +131,7 @@ class Launched:
         while words and re.match(r"[A-Z_]+=", words[0]):
             name, _, value = words.pop(0).partition("=")
             given[name] = value
-        environ = clean_environ() | {
+        environ = dict(clean_environ()) | {
             "TMPDIR": str(home / "tmp"),
             "CONFORMANCE_SEEN": str(self._seen),
             "CONFORMANCE_MARK": self._mark,
@@ -323,8 +323,12 @@ def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, 
         yield theirs, ours
 
 
-def clean_environ() -> dict[str, str]:
-    """Return this process's environment without what steers a launcher."""
+@functools.cache
+def clean_environ() -> Mapping[str, str]:
+    """Return this process's environment without what steers a launcher.
+
+    Read once, before there are threads that ask for it: pytest writes into it at each test.
+    """
     steers = ("TORCH", "PET_", "OMP_", "CUDA_", "KMP_", "LOGLEVEL", "PYTEST", "PYTHON", "RDZV_")
     return {name: value for name, value in os.environ.items() if not name.startswith(steers)}
 
