@@ -190,7 +190,8 @@ def test_a_server_that_comes_late_is_found(no_server: Cluster) -> None:
     c.finish()
     assert node.wait() == 0
     assert node.text.count("can not reach rdzvd") == 1
-    assert f"connected to the server at {c.endpoint} again" in node.text
+    # For the first time, so not "again".
+    assert f"connected to the server at {c.endpoint}\n" in node.text
 
 
 def test_what_listens_there_but_is_no_rdzvd_is_no_server(no_server: Cluster) -> None:
