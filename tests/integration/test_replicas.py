@@ -57,6 +57,15 @@ def test_one_leads_and_the_others_point_to_it(c: Replicas) -> None:
         assert str(client.server) == leader.address
 
 
+def test_who_asks_while_the_leader_is_killed_waits_for_the_next(c: Replicas) -> None:
+    leader = c.wait_for_leader()
+    c.wait_until("all take part", lambda: len(c.servers()) == 3)
+    c.kill_replica(leader.address)
+    found = c.run("rdzvctl", "--server", c.endpoint, "list")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("no jobs at ")
+
+
 def test_a_training_goes_on_when_the_leader_is_killed_and_when_it_comes_back(c: Replicas) -> None:
     nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2") for i in (1, 2)]
     before = c.wait_for_round(0, workers=2)
