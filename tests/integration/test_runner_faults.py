@@ -29,6 +29,8 @@ from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerExited,
     RunnerLink,
+    RunnerRefused,
+    StoreHostExited,
     WorkerExited,
     WorkersFenced,
     WorkersGone,
@@ -231,6 +233,20 @@ async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_i
         assert "cannot be forked: Too many open files" in failed.reason
         await node.heard(WorkersGone, round=short)
     assert await node.start_family() == short + 1
+
+
+async def test_at_the_limit_of_descriptors_a_store_host_fails_to_start(node: Strained) -> None:
+    """Its socket is lost on the way; the request is as good as any, however long it is."""
+    node.env |= {f"LONG_{index}": "x" * 100_000 for index in range(8)}
+    node.link = await RunnerLink.spawn(node.hear)
+    await node.start_family()
+    with without_descriptors(node.link.pid):
+        node.start_store_host(1)
+        exited = await node.heard(StoreHostExited, round=1)
+        assert exited.exit_code == runner.NOT_STARTED
+    assert not any(isinstance(event, RunnerRefused) for event in node.events)
+    node.start_store_host(2, "/bin/false")
+    assert (await node.heard(StoreHostExited, round=2)).exit_code == 1
 
 
 async def test_a_round_goes_on_at_the_limit_of_descriptors(node: Strained) -> None:

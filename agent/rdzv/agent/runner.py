@@ -216,7 +216,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
         self.lost_fds = False
-        """Whether descriptors were lost that came last, for this process may have no more."""
+        """Whether descriptors were lost that came with what is read: one may have no more."""
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once closed."""
@@ -274,7 +274,7 @@ class Channel:
             if error.errno in _FLEETING:
                 return False  # Nothing is lost.
             raise EOFError(str(error)) from error
-        self.lost_fds = bool(flags & socket.MSG_CTRUNC)
+        self.lost_fds |= bool(flags & socket.MSG_CTRUNC)
         self._fds.extend(fds)
         if not data:
             raise EOFError("the peer has closed the channel")
@@ -289,6 +289,7 @@ class Channel:
         """
         if not self._received:
             self._close_fds()
+            self.lost_fds = False
         if len(self._received) < 4:
             return None
         (length,) = struct.unpack_from(">I", self._received)
