@@ -50,6 +50,17 @@ def test_a_directory_that_somebody_else_has_made_is_refused(shared: Path) -> Non
 
 
 @needs_root
+def test_a_folder_of_another_account_is_taken_where_root_has_put_it(shared: Path) -> None:
+    """As the homes of a group in its head's folder; where jobs have accounts, that is refused."""
+    shared.chmod(0o755)
+    group = own_folder(shared, "group")
+    own = group / "own"
+    own.mkdir()
+    assert refusal(own) == ""
+    assert f"{group} belongs to {ADA.uid}" in refusal(own, strictly=True)
+
+
+@needs_root
 def test_a_link_that_somebody_else_has_made_is_refused(shared: Path) -> None:
     (shared / "own").mkdir()
     link = shared / "link"

@@ -379,24 +379,27 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
     The agent trusts what it finds there: it removes files, and kills what a dead runner has left.
     A directory that everybody may write to is refused `strictly`, else there is a warning: in a
-    container of its own the agent may be alone.
+    container of its own the agent may be alone. So is one below another account's folder, unless
+    anybody may have made that: a home in the folder of a group, say, is where root has put it.
 
     Raises:
         InvalidRequestError: it belongs to somebody else, or one above it does, or a link to it.
 
     """
     path = path.absolute()
+    ends = (path, path.resolve())
     # Of "/" too, for in a container root may have any number.
     trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
-    for place in dict.fromkeys((path, *path.parents, path.resolve(), *path.resolve().parents)):
+    for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
         found = place.lstat()
-        if found.st_uid not in trusted:
+        anybodys = place in ends or place.parent.stat().st_mode & stat.S_IWOTH
+        if found.st_uid not in trusted and (strictly or anybodys):
             raise InvalidRequestError(
                 f"`{key}` = {str(path)!r} is not safe: {place} belongs to {name_of(found.st_uid)}, "
                 "who may put anything in its place; remove that, or give another"
             )
         # Of a sticky folder, such as /tmp, the entries are safe.
-        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place != path)
+        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
         if found.st_mode & stat.S_IWOTH and not safe:
             why = f"`{key}` = {str(path)!r} is not safe: everybody may write to {place}"
             if strictly:
