@@ -806,8 +806,12 @@ async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
     def full(**_: object) -> typing.NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def no_notes(path: Path, mode: str) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("disk I/O error")
+
     before = files(tmp_path)
     with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file, "connect", no_notes)
         patch.setattr(sqlite_file.tempfile, "TemporaryFile", full)
         with pytest.raises(InvalidRequestError, match="No space left on device; see to it"):
             await SqliteStore.open(tmp_path)

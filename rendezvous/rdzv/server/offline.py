@@ -16,7 +16,7 @@ from rdzv.core.model import Membership
 from rdzv.errors import InvalidRequestError, RendezvousStateError
 from rdzv.server.config import Config
 from rdzv.stores import backup
-from rdzv.stores.base import Store
+from rdzv.stores.base import Store, StoreRefusedError
 from rdzv.stores.election import Election, Fence
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
@@ -44,26 +44,34 @@ async def check(config: Config) -> Found:
 
     """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
-    problems: list[str] = []
+    problems = list(_without_room(config.data_dir)) if config.store == "sqlite" else []
     if config.store == "memory":
         lines.append("store: in memory, empty at every start")
     elif config.store == "sqlite" and not _has_data(config.data_dir):
         lines.append(f"store: {config.data_dir} holds no data yet; rdzvd will create it")
     else:
-        async with _to_read(config) as store:
-            if isinstance(store, SqliteStore):
-                survey = await store.survey()
-                lines += _described(survey)
-                problems += [f"{survey.path} {what}" for what in survey.problems]
-            else:
-                lines.append(f"store: {store.place}")
-            await _check_jobs(store, config, lines, problems)
-            if documents := await store.list_documents():
-                lines.append(f"documents: {', '.join(documents)}")
-    if config.store == "sqlite":
-        problems += _without_room(config.data_dir)
+        try:
+            await _check_data(config, lines, problems)
+        except StoreRefusedError as error:
+            # SQLite takes notes to read, and without room says no more than "disk I/O error".
+            if not problems:
+                raise
+            lines.append(f"store: {config.data_dir} can not be looked at: {error}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
+
+
+async def _check_data(config: Config, lines: list[str], problems: list[str]) -> None:
+    async with _to_read(config) as store:
+        if isinstance(store, SqliteStore):
+            survey = await store.survey()
+            lines += _described(survey)
+            problems += [f"{survey.path} {what}" for what in survey.problems]
+        else:
+            lines.append(f"store: {store.place}")
+        await _check_jobs(store, config, lines, problems)
+        if documents := await store.list_documents():
+            lines.append(f"documents: {', '.join(documents)}")
 
 
 def _has_data(directory: Path) -> bool:
