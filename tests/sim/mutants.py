@@ -900,6 +900,7 @@ MUTANTS = (
         DRIVER,
         "            command = replace(command, owner=owner, instance=stream.instance)",
         "            command = replace(command, owner=owner)",
+        by="tests/unit/test_driver.py",
     ),
     Mutant(
         "the successor of a fenced agent waits for the whole grace of a take-over",

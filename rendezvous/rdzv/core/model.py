@@ -283,8 +283,8 @@ class Departure:
     role: str
     may_run: bool = False
     """Its workers may still run: nothing proves that they are gone, and it was not heard since."""
-    ends_by_ms: int = 0
-    """If they do: by when their runner has ended them, should their agent be dead."""
+    ends_after_ms: int = 0
+    """If they do: how long after this their runner has ended them, should their agent be dead."""
 
 
 @struct(frozen=True)

@@ -1037,18 +1037,19 @@ def unheard(state: State) -> tuple[str, ...]:
 
 def unheard_until_ms(state: State) -> int:
     """By when workers of dead agents have been ended by their runners; 0: there are none."""
-    return max((d.ends_by_ms for d in state.membership.departures if d.may_run), default=0)
+    departures = state.membership.departures
+    return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
 
-def _orphans_end_ms(work: _Step, node_id: str) -> int:
-    """Say by when a runner whose agent is dead has ended its workers.
+def _orphans_end_after_ms(work: _Step, node_id: str) -> int:
+    """Say within what time a runner whose agent is dead has ended its workers.
 
     It waits for another agent no longer than the longest lease, and then stops them.
     """
     away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
-    since_ms = away.since_ms if away is not None else work.now_ms
+    age_ms = work.now_ms - away.since_ms if away is not None else 0
     stop_ms = _longest_stop_ms(round_, tuning) if round_ is not None else 0
-    return since_ms + tuning.takeover_grace_ms + stop_ms
+    return max(tuning.takeover_grace_ms + stop_ms - age_ms, 0)
 
 
 def may_run_on(state: State, node_id: str) -> bool:
@@ -1066,15 +1067,15 @@ def _may_run(state: State, node_id: str) -> bool:
 
 
 def _give_up(
-    work: _Step, node_id: str, reason: str, *, heard: bool = False, ends_by_ms: int | None = None
+    work: _Step, node_id: str, reason: str, *, heard: bool = False, stopped_late: bool = False
 ) -> None:
     """A node is lost. What its loss means for a live or unsettled round follows at once."""
     seat = work.state.seats.get(node_id)
     done = seat is not None and seat.succeeded
-    if heard or done or not _may_run(work.state, node_id):
-        ends_by_ms = 0
-    elif ends_by_ms is None:
-        ends_by_ms = _orphans_end_ms(work, node_id)
+    ends_after_ms = None
+    if not (heard or done) and _may_run(work.state, node_id):
+        # Who had all the time that there is is not given more.
+        ends_after_ms = 0 if stopped_late else _orphans_end_after_ms(work, node_id)
     if seat is not None and seat.leaving:
         _depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
         return
@@ -1082,7 +1083,7 @@ def _give_up(
         text = f"{node_id}: {reason}"
         _end_round(work, Cause.NODE_LOST, text, broken=True)
         _charge_instead(work, Cause.NODE_LOST, text)
-    _depart(work, node_id, NodeState.LOST, reason, None, ends_by_ms=ends_by_ms)
+    _depart(work, node_id, NodeState.LOST, reason, None, ends_after_ms=ends_after_ms)
 
 
 def _depart(
@@ -1092,7 +1093,7 @@ def _depart(
     reason: str,
     cause: LeaveCause | None,
     *,
-    ends_by_ms: int = 0,
+    ends_after_ms: int | None = None,
 ) -> None:
     """Take a node out of the job and remember why."""
     offer = _offer_of(work.state, node_id)
@@ -1110,8 +1111,8 @@ def _depart(
         address=offer.address,
         local_world_size=offer.local_world_size,
         role=offer.role,
-        may_run=ends_by_ms > 0,
-        ends_by_ms=ends_by_ms,
+        may_run=ends_after_ms is not None,
+        ends_after_ms=ends_after_ms or 0,
     )
     departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
     work.store(replace(work.membership, departures=departures))
@@ -1246,9 +1247,7 @@ def _release_unstopped_seats(work: _Step) -> bool:
     if deadline_ms is None or work.now_ms < deadline_ms:
         return False
     for node_id in _seats_with_deadline(work.state):
-        # It had all the time that there is; nothing says that more of it would help.
-        reason = "it did not stop its workers in time"
-        _give_up(work, node_id, reason, ends_by_ms=work.now_ms)
+        _give_up(work, node_id, "it did not stop its workers in time", stopped_late=True)
         return True
     return False
 
