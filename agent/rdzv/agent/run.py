@@ -1,8 +1,9 @@
 """rdzvrun: one job in the foreground, in place of torchrun.
 
-Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 trying again is sensible (no server, or
-too few nodes came in time); 77 the server does not let this caller do that; 93 it failed again and
-again without moving on, and is not to be queued again; 128+n ended by signal n; 130 Ctrl-C.
+Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 trying again is sensible (no server, too
+few nodes came in time, or this node's runner was killed); 77 the server does not let this caller do
+that; 93 it failed again and again without moving on, and is not to be queued again; 128+n ended by
+signal n; 130 Ctrl-C.
 """
 
 # ruff: noqa: E402
