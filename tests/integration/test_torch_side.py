@@ -402,7 +402,7 @@ async def test_what_a_class_has_teed_is_not_copied_where_there_is_no_console(
     followed: list[Path] = []
     monkeypatch.setattr(Tee, "follow", lambda _, path, *__: followed.append(path))
     for console in (False, True):
-        made = launch(specs="mine", log_dir=tmp_path)
+        made = replace(launch(specs="mine", log_dir=tmp_path), script=__file__)
         group = LocalWorkerGroup(
             replace(made, output=replace(made.output, console=console)), lambda _: ""
         )
@@ -502,5 +502,5 @@ def test_a_handler_goes_on_when_a_dead_runner_is_swept_up_after(tmp_path: Path) 
     script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     with cluster(tmp_path) as c:
         command = [str(BIN / "rdzvrun"), "--standalone", "--event-log-handler=write", str(script)]
-        assert c.start("n1", command, cwd=tmp_path).wait() == 1
+        assert c.start("n1", command, cwd=tmp_path).wait() == 75
     assert recorded(tmp_path)[-1][0] == "FAILED"
