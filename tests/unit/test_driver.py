@@ -561,6 +561,23 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         await views.aclose()
 
 
+async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it() -> None:
+    store = FlakyStore()
+    async with server(store) as s:
+        await s.pair()
+        n9 = await s.connect("n9")
+        store.away, store.reads = StoreRefusedError("disk full"), True
+        joins = asyncio.ensure_future(s.driver.hear(n9, "job-9", join(n9, (1, 1))))
+        await s.clock.advance(1_500)
+        assert "n9 joins (job-9)" in s.driver.trouble
+        joins.cancel()
+        for _ in range(5):
+            s.driver.heard(n9)
+            await s.clock.advance(1_000)
+        assert "n9" not in s.driver.trouble
+        assert "job-9" not in s.driver._jobs.store_state._waiting
+
+
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
     """A refused request of an operator was the last write for hours: it was away all that time."""
 

@@ -147,11 +147,14 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Try a write, unless those that wait try theirs."""
-        if self._since_ms is not None:
-            self._timer.arm(self._clock.now_ms() + self._retry_ms)
-            if not any(self.waiting(rdzv_id) for rdzv_id in self._waiting):
-                self._probe()
+        """Forget those that wait no longer; if none is left to try a write, try one."""
+        if self._since_ms is None:
+            return
+        self._timer.arm(self._clock.now_ms() + self._retry_ms)
+        for rdzv_id in [name for name in self._waiting if not self.waiting(name)]:
+            del self._waiting[rdzv_id]
+        if not self._waiting:
+            self._probe()
 
 
 def _words(command: Command) -> str:
