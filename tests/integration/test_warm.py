@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -749,6 +750,25 @@ async def test_an_interpreter_that_is_not_there_is_told(node: WarmNode) -> None:
     lost = await node.heard(ZygoteLost)
     assert lost.reason.startswith("can not start '/nonexistent/python': ")
     await start_pausing(node, 0, zygote)
+
+
+async def test_a_zygote_at_its_limit_of_descriptors_forks_again_later(node: WarmNode) -> None:
+    script = node.folder / "short.py"
+    script.write_text("")
+    zygote = node.zygote(sys.executable, "-u", script)
+    worker = replace(node.spec(*zygote.argv), zygote=zygote)
+    ready = await node.keep(zygote)
+    before = resource.prlimit(ready.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(ready.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    [end] = await node.end_of(0, [worker])
+    assert end.exit_code == 0
+    cold = await node.heard(WorkersStartedCold, round=0)
+    assert cold.reason == "fork: Too many open files"
+    resource.prlimit(ready.pid, resource.RLIMIT_NOFILE, before)
+    [end] = await node.end_of(1, [worker])
+    assert end.exit_code == 0
+    assert [event for event in node.events if isinstance(event, WorkersStartedCold)] == [cold]
+    assert not any(isinstance(event, ZygoteLost) for event in node.events)
 
 
 async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> None:
