@@ -1519,7 +1519,6 @@ MUTANTS = (
         RENDEZVOUS,
         "    if work.now_ms < unheard_until_ms(work.state):",
         "    if False:",
-        by="tests/scenarios",
     ),
     Mutant(
         "a node that is heard again is waited for all the same",
