@@ -127,6 +127,40 @@ async def test_exit_codes_and_signals_are_reported(node: Node) -> None:
     await node.stop(0)
 
 
+async def test_an_agent_that_reads_nothing_for_a_while_hears_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the socket does not take waits in the runner until it does."""
+    pair = socket.socketpair
+
+    def narrow() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # The least that there is.
+        return ours, theirs
+
+    monkeypatch.setattr(socket, "socketpair", narrow)
+    node, started = Node(tmp_path), StartedRunner()
+    monkeypatch.undo()
+    node.link = started.link(node.hear)
+    started.close()
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    ranks = range(30)
+    # Each waits until somebody opens the other end.
+    waits = (node.spec("/bin/sh", "-c", f"exec <{gate}", local_rank=rank) for rank in ranks)
+    pids = await node.start(0, *waits)
+    opened = os.open(gate, os.O_RDWR)
+    deadline = time.monotonic() + PATIENCE_S
+    # The runner waits for each that has exited; the event loop stands still meanwhile.
+    while any(map(state_of, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # noqa: ASYNC251
+    os.close(opened)
+    assert not any(isinstance(event, WorkerExited) for event in node.events)
+    for rank in ranks:
+        await node.heard(WorkerExited, local_rank=rank, exit_code=0)
+    await node.link.close(PATIENCE_S)
+
+
 async def test_a_handler_has_time_to_save(node: Node) -> None:
     ready, saved = node.folder / "ready", node.folder / "saved"
     handler = f"""
