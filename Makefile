@@ -47,7 +47,7 @@ picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has
 
 .PHONY: test
 # Four processes on two cores: half of the tests wait for something most of the time.
-test: check  ## all tests but those of `ci`, in under ten minutes; STRICT=1: a skip is a failure
+test: check  ## the tests, in under ten minutes; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 4 --dist loadfile --no-loadscope-reorder --durations=5 \
 	  -m 'not campaign and not clusters'
 
@@ -60,7 +60,7 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 	@$(BIN)/python -m pytest tests -q --durations=5 -m campaign
 
 .PHONY: ci
-ci: test clusters campaigns  ## all of them
+ci: test clusters campaigns  ## all three
 
 .PHONY: unit
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.
