@@ -750,6 +750,12 @@ def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
             signal.signal(signum, action)
 
 
+def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:
+    news = threading.Condition(threading.RLock())
+    endpoints, credentials = (Endpoint("127.0.0.1", 1),), Credentials()
+    NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda message: None).close(60)
+
+
 def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
     """Only the main thread can take the descriptor back; until it does, signals are harmless."""
 

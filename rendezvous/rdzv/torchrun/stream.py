@@ -91,7 +91,8 @@ class NodeStream:
                 self._outbox.put(None)
             if self._call is not None:
                 self._cut = _timer(within_s, self._call)
-        if wait:
+        # Ctrl-C may have come before the thread was started; it does not start any more then.
+        if wait and self._thread.is_alive():
             # The cut ends it in time; a little more is for the thread itself.
             self._thread.join(within_s + 1)
 

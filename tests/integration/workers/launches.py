@@ -243,7 +243,12 @@ def interrupted_and_replaced(job: str) -> None:
 def interrupted_while_it_waits(job: str) -> None:
     """No node has come yet, and no worker was started."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def send() -> None:
+        wait_until(lambda: "rdzv-stream" in [thread.name for thread in threading.enumerate()])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send).start()
     raises(KeyboardInterrupt, elastic_launch(config(job, nodes="2"), works))
     signal.signal(signal.SIGINT, former)
     succeed(config(job))
