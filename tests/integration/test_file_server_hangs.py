@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 from cluster import BIN, Cluster, cluster
-from file_server import WHY_NOT, FileServer, serving
+from file_server import FileServer, serving
 from test_daemon import REPORT, Daemons, worker
 
 from rdzv.agent.runner_link import end_spared, start_spared
-
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 WATCHDOG_S = 5.0
 
@@ -81,10 +79,10 @@ def _remote(tmp_path: Path) -> Iterator[FileServer]:
 def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
     d: Watched, remote: FileServer
 ) -> None:
-    script = remote.mount / "report.py"
+    script = remote.path / "report.py"
     script.write_text(Path(REPORT).read_text())
     d.watch()
-    log_dir = f"--log-dir={remote.mount / 'logs'}"
+    log_dir = f"--log-dir={remote.path / 'logs'}"
     d.submit("far", "--max-restarts=3", "--nproc-per-node=1", log_dir, str(script))
     d.submit("near", "--max-restarts=3", *worker())
     (far,), (near,) = d.reports("far", 1), d.reports("near", 1)
@@ -110,11 +108,11 @@ def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
 async def test_a_program_that_hangs_as_it_is_opened_is_waited_for_by_its_process_alone(
     remote: FileServer,
 ) -> None:
-    program = remote.mount / "program"
+    program = remote.path / "program"
     program.write_text("#!/bin/sh\nexec cat\n")
     program.chmod(0o755)
     remote.hang()
-    for chdir in (None, remote.mount):
+    for chdir in (None, remote.path):
         began_s = time.monotonic()
         process = await start_spared(str(program), chdir=chdir)
         assert process.returncode is None

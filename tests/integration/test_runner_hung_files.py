@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hung_files import FileServer, file_server
+from file_server import FileServer, serving
 from runners import PATIENCE_S, Node, marked, state_of, until
 
 from rdzv.agent import runner
@@ -32,7 +32,10 @@ from rdzv.agent.runner_link import (
 
 @pytest.fixture(name="server")
 def _server(tmp_path: Path) -> Iterator[FileServer]:
-    with file_server(tmp_path / "served") as server:
+    """A server that has what `NEEDING` needs."""
+    with serving(tmp_path / "served") as server:
+        shutil.copy("/bin/true", server.path / "program")
+        (server.path / "folder").mkdir()
         yield server
 
 
@@ -65,26 +68,29 @@ def needing_a_folder(node: Node, server: FileServer) -> WorkerSpec:
 NEEDING = (needing_a_log, needing_a_program, needing_a_folder)
 
 
-def offer(server: FileServer) -> None:
-    """Have there what all of them need."""
-    shutil.copy("/bin/true", server.path / "program")
-    (server.path / "folder").mkdir()
+async def start_beside(node: Node, waiting: WorkerSpec) -> int:
+    """Start a worker that waits for the server, and one that runs; return the pid of the second."""
+    node.link.start_workers(0, [waiting, node.spec("sleep", "1000")])
+    return (await node.heard(WorkerStarted, local_rank=0)).pid
+
+
+async def fence(node: Node) -> None:
+    """Let the fence kill the workers, and not before its time."""
+    at_ms = boottime_ms() + 200
+    node.link.renew_fence(at_ms)
+    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
+    await node.heard(WorkersGone, round=0)
 
 
 @pytest.mark.parametrize("needing", NEEDING)
 async def test_the_fence_kills_workers_that_run_while_another_is_not_started(
     node: Node, server: FileServer, needing: Needing
 ) -> None:
-    offer(server)
     server.hang()
     # Its interpreter is not to be had either; the fence has nothing to do with it.
     node.start_store_host(0, str(server.path / "program"))
-    node.link.start_workers(0, [needing(node, server), node.spec("sleep", "1000")])
-    running = (await node.heard(WorkerStarted, local_rank=0)).pid
-    at_ms = boottime_ms() + 200
-    node.link.renew_fence(at_ms)
-    assert (await node.heard(WorkersFenced, round=0)).at_ms >= at_ms
-    await node.heard(WorkersGone, round=0)
+    running = await start_beside(node, needing(node, server))
+    await fence(node)
     assert state_of(running) == ""
 
 
@@ -93,10 +99,8 @@ async def test_a_stop_ends_a_worker_that_is_not_started_by_its_signal(
     node: Node, server: FileServer, needing: Needing
 ) -> None:
     """No grace is waited for: nothing of the user's has run."""
-    offer(server)
     server.hang()
-    node.link.start_workers(0, [needing(node, server), node.spec("sleep", "1000")])
-    await node.heard(WorkerStarted, local_rank=0)
+    await start_beside(node, needing(node, server))
     await node.stop(0)
 
 
@@ -104,7 +108,6 @@ async def test_a_stop_ends_a_worker_that_is_not_started_by_its_signal(
 async def test_a_worker_is_started_once_its_files_are_there_again(
     node: Node, server: FileServer, needing: Needing
 ) -> None:
-    offer(server)
     server.hang()
     node.link.start_workers(0, [needing(node, server), node.spec("true")])
     await node.heard(WorkerExited, local_rank=0, exit_code=0)
@@ -124,11 +127,8 @@ async def test_a_fork_of_the_zygote_opens_its_log_itself(node: Node, server: Fil
     server.hang()
     log = str(server.path / "stdout.log")
     warm = replace(node.spec(*argv, local_rank=1), stdout=log, zygote=zygote)
-    node.link.start_workers(0, [node.spec("sleep", "1000"), warm])
-    await node.heard(WorkerStarted, local_rank=0)
-    node.link.renew_fence(boottime_ms() + 200)
-    await node.heard(WorkersFenced, round=0)
-    await node.heard(WorkersGone, round=0)
+    await start_beside(node, warm)
+    await fence(node)
 
 
 def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
