@@ -443,8 +443,8 @@ MUTANTS = (
     Mutant(
         "a new instance inherits the old one's seat without its workers",
         RENDEZVOUS,
-        "    elif held != command.incarnation:\n        _give_up(work, node_id,",
-        "    elif held != command.incarnation:\n        _ = (work, node_id,",
+        '_give_up(work, node_id, "a new instance of the node took its place", heard=True)',
+        "pass",
     ),
     Mutant(
         "who says that it leaves may confirm by a join",
