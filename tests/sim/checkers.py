@@ -701,6 +701,8 @@ class Judge:
         record = server.driver._nodes.records.get(agent.name)
         if record is None or record.instance or server.store.leadership != self.leadership:
             return
+        if server.driver._stopping:
+            return  # It lets nobody in.
         rounds = [m.round for m in self.stored.values() if m.round is not None and not m.ended]
         seats = [p for round_ in rounds for p in round_.participants if p.node_id == agent.name]
         if seats and all(seat.instance.id == agent.instance for seat in seats):
