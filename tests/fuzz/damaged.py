@@ -8,7 +8,6 @@ or a worker's error file, or its step.
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import struct
@@ -191,11 +190,7 @@ def _say(folder: Path, frames: bytes) -> None:
                 break
     finally:
         ours.close()
-        made._listen_no_more()
-        made._lose_agent()
-        if made._alarm is not None:
-            os.close(made._alarm.fileno())
-        made._selector.close()
+        made.close()
 
 
 def _prepared(spec: Any) -> None:
@@ -233,8 +228,7 @@ def _hear_zygote(data: bytes) -> None:
             made._close_link(fork)
         for one in (ours, theirs, agent):
             one.close()
-        made._lose_agent()
-        made._selector.close()
+        made.close()
 
 
 def _hello(data: bytes) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -245,14 +246,24 @@ def _take_in_time(take: Take, steps: Input) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def _open_now() -> tuple[int, int, int]:
-    return len([*Path("/proc/self/fd").iterdir()]), threading.active_count(), len(_children())
+_Open = tuple[Mapping[int, str], int, int]
+"""Descriptors and what each is of; how many threads; how many processes."""
 
 
-def _left(before: tuple[int, int, int]) -> str:
+def _open_now() -> _Open:
+    files = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with suppress(FileNotFoundError):  # It was the one that listed.
+            files[fd] = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+    return files, threading.active_count(), len(_children())
+
+
+def _left(before: _Open) -> str:
     """Say what is open beyond what was."""
-    more = [now - then for now, then in zip(_open_now(), before, strict=True)]
-    names = ("descriptors", "threads", "processes")
+    (files, *now), (files_then, *then) = _open_now(), before
+    more = (len(files) - len(files_then), *map(int.__sub__, now, then))
+    of = {re.sub(r"\d+", "N", files[fd]) for fd in files.keys() - files_then.keys()}
+    names = (f"descriptors of {sorted(of)}", "threads", "processes")
     return ", ".join(f"{n} {name}" for n, name in zip(more, names, strict=True) if n > 0)
 
 

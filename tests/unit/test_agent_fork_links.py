@@ -43,10 +43,9 @@ class Told:
 
     def close(self) -> None:
         self.runner._close_link(self.fork)
-        assert self.runner._agent is not None
-        for one in (self.fork_end, self._agent, self._control, self._zygote, self.runner._agent):
+        for one in (self.fork_end, self._agent, self._control, self._zygote):
             one.close()
-        self.runner._selector.close()
+        self.runner.close()
 
 
 @pytest.fixture
@@ -58,6 +57,12 @@ def told() -> Iterator[Told]:
 
 def open_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_runner_that_is_closed_leaves_no_descriptor() -> None:
+    before = open_fds()
+    Told().close()
+    assert open_fds() == before
 
 
 def test_descriptors_that_a_fork_sends_do_not_pile_up(told: Told) -> None:

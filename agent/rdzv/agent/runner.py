@@ -512,6 +512,9 @@ class _OwnChildren:
             listed += part
         return [int(pid) for pid in listed.split()]
 
+    def close(self) -> None:
+        os.close(self._fd)
+
 
 def signal_group(leader: int, signum: int) -> None:
     """Signal the process group of a child, which was forked to lead one, and is not reaped.
@@ -691,6 +694,9 @@ class _Alarm:
         spec = _TimerSpec(0, 0, seconds, ms * 1_000_000)  # All zero: never.
         if _libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 # ---------------------------------------------------------------------- requests
@@ -1346,7 +1352,15 @@ class Runner:
             # Here, so that what was asked for together is forked together.
             self._attempt(self._ask_zygote)
             self._attempt(self._advance)
+        self.close()
+
+    def close(self) -> None:
+        """Close what a runner has open from the start, and its agents' sockets."""
         self._listen_no_more()
+        self._lose_agent()
+        self._selector.close()
+        self._alarm.close()
+        self._own_children.close()
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """Call; what fails that is not provided for is told once, for the agent to decide."""
