@@ -20,6 +20,7 @@ import pytest
 from builders import Job, running
 from tls_files import Files
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import (
@@ -728,6 +729,26 @@ def test_a_signal_makes_it_leave_at_once_and_again_when_the_workers_are_gone(mad
     assert run.stream.hung_up
 
 
+def test_a_signal_that_torchs_agent_has_missed_ends_it_at_its_next_question(made: Made) -> None:
+    run = made(line(0))
+    run.handler.next_rendezvous()
+    assert run.handler.num_nodes_waiting() == 0
+    run.handler._talk.on_signal(signal.SIGTERM)
+    assert run.handler.num_nodes_waiting() == 1
+    with pytest.raises(SignalException, match="received SIGTERM") as raised:
+        run.handler.next_rendezvous()
+    assert raised.value.sigval is signal.SIGTERM
+    assert run.stream.bodies == ["join", "leave"]
+
+
+def test_a_signal_that_is_missed_while_it_waits_for_a_round_ends_it_too(made: Made) -> None:
+    run = made()
+    threading.Timer(0.1, lambda: run.handler._talk.on_signal(signal.SIGTERM)).start()
+    with pytest.raises(SignalException, match="received SIGTERM"):
+        run.handler.next_rendezvous()
+    assert run.stream.bodies == ["join", "leave"]
+
+
 def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -748,6 +769,25 @@ def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
         stop()
         for signum, action in former.items():
             signal.signal(signum, action)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_the_signals_of_a_fork_are_not_those_of_its_parent() -> None:
+    noticed: list[signal.Signals] = []
+    former = signal.signal(signal.SIGTERM, lambda *_: None)
+    stop = watch_signals(noticed.append)
+    try:
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        (watching,) = (t for t in threading.enumerate() if t.name == "rdzv-signals")
+    finally:
+        stop()
+        signal.signal(signal.SIGTERM, former)
+    watching.join(60)
+    assert noticed == []
 
 
 def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:

@@ -1,4 +1,4 @@
-"""A process that launches more than once by the plug-in, as a notebook does: twenty-four stories.
+"""A process that launches more than once by the plug-in, as a notebook does: twenty-six stories.
 
 They are told by `workers/launches.py`, which has them.
 """
@@ -30,5 +30,5 @@ def test_every_launch_of_a_process_ends_as_if_it_were_the_only_one(c: Cluster, h
     command = [sys.executable, str(WORKERS / "launches.py"), c.endpoint, str(c.folder), how]
     told = c.start("launches", command)
     assert told.wait(PATIENCE_S) == 0, told.text
-    assert told.text.count(": as it should") == 24
+    assert told.text.count(": as it should") == 26
     assert "FAILED" not in told.text

@@ -115,6 +115,9 @@ class RdzvHandler(RendezvousHandler):
             RendezvousConnectionError: no server could be reached for join_timeout, or the other
                 nodes not at all.
             RendezvousError: the server refuses this node; the message says why.
+            SignalException: a signal has come to end this torchrun, and torch's agent has missed
+                it: Python drops what a signal handler raises in a callback of its own, as after
+                each fork (`os.register_at_fork`).
             SystemExit: the job has succeeded without this node. torch's own word for that,
                 `RendezvousGracefulExitError`, makes torchrun die of an AttributeError
                 (`launch_agent` asks the missing result whether it is a failure).
@@ -132,7 +135,7 @@ class RdzvHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Say whether the workers are to be restarted: not 0 once their round is over."""
         with self._news:
-            return int(bool(self._part.over) or self._part.ended)
+            return int(self._talk.round_is_over)
 
     def is_closed(self) -> bool:
         """Say whether the job forms no more rounds, as far as this node has heard."""
@@ -193,6 +196,7 @@ class RdzvHandler(RendezvousHandler):
             if self._talk.hung_up or self._has_closed:
                 did = "left" if self._talk.hung_up else "closed"
                 raise RendezvousClosedError(f"this node has {did} {self._options.rdzv_id}")
+            self._raise_if_signalled()
             self._raise_if_ended()
             self._joined_at_s = time.monotonic()
             self._talk.say(self._part.say_join(self._talk.store_socket.port))
@@ -225,9 +229,15 @@ class RdzvHandler(RendezvousHandler):
                 self._raise_if_ended()
                 self._raise_if_apart()
                 self._news.wait(1.0)
+            self._raise_if_signalled()
             if self._part.line is None or self._part.phase is not Phase.RUNNING:
                 raise RendezvousClosedError(f"this node is leaving {self._options.rdzv_id}")
             return self._part.line
+
+    def _raise_if_signalled(self) -> None:
+        signum = self._talk.signalled
+        if signum is not None:
+            raise SignalException(f"process {os.getpid()} received {signum.name}", signum)
 
     def _raise_if_ended(self) -> None:
         rdzv_id, closed, refused = self._options.rdzv_id, self._part.closed, self._part.refused

@@ -20,6 +20,19 @@ _left: dict[int, int] = {}
 """Pipes, by their write ends, that Python still writes signals to though their watch has ended:
 not in the main thread, which alone can change that. Without a reader there would be complaints."""
 
+_watched: set[int] = set()
+"""The write ends of all pipes that Python may write signals to."""
+
+
+def _in_a_fork() -> None:
+    """Keep the signals of a fork, as torch starts and stops workers, out of its parent's pipe."""
+    present = signal.set_wakeup_fd(-1)
+    if present not in _watched:
+        signal.set_wakeup_fd(present)
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
+
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
     """Call a function, in a thread of its own, for each signal that makes torchrun end.
@@ -33,6 +46,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     os.set_blocking(write_end, False)
     former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     if former in _left:
+        _watched.remove(former)
         os.close(former)
         os.close(_left.pop(former))
     elif former != -1:
@@ -40,6 +54,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
         os.close(read_end)
         os.close(write_end)
         return lambda: None
+    _watched.add(write_end)
     awaited = _awaited()
 
     def watch() -> None:
@@ -58,6 +73,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
         if present != write_end:
             # Somebody else has taken it over.
             signal.set_wakeup_fd(present)
+        _watched.remove(write_end)
         os.write(write_end, bytes([_END]))
         os.close(write_end)
 

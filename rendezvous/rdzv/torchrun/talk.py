@@ -37,6 +37,8 @@ class Talk:
         self.news = threading.Condition(threading.RLock())
         self.stream: NodeStream | None = None
         self.hung_up = False
+        self.signalled: signal.Signals | None = None
+        """The first signal that came to end this torchrun."""
         self._stop_watching: Callable[[], None] = lambda: None
         self._pid = os.getpid()
 
@@ -55,7 +57,7 @@ class Talk:
     @property
     def round_is_over(self) -> bool:
         """Whether the round, or the whole job, is over for this node."""
-        return bool(self.part.over) or self.part.ended
+        return bool(self.part.over) or self.part.ended or self.signalled is not None
 
     def why_over(self, line: pb.RoundCompleted) -> str:
         """Say why a round is over for this node; empty while it is not."""
@@ -83,7 +85,9 @@ class Talk:
     def on_signal(self, signum: signal.Signals) -> None:
         """Leave at once: torch's agent stops the workers now, and does not come back."""
         with self.news:
+            self.signalled = self.signalled or signum
             self.leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
+            self.news.notify_all()
 
     def end(self, cause: pb.Leave.Cause.ValueType, reason: str) -> None:
         """Leave without workers, and hang up once the server has heard it."""

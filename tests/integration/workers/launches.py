@@ -56,6 +56,16 @@ def fails_once() -> int:
     return 7
 
 
+def fails_once_beside_one_that_waits(mark: str) -> int:
+    """Fail as RANK 0 once RANK 1 waits; torch then stops that with SIGTERM."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if os.environ["RANK"] == "1":
+            waits(mark)
+        wait_until(Path(mark).with_suffix(".1").exists)
+        raise ValueError("it fails")
+    return 7
+
+
 def waits(mark: str) -> None:
     Path(mark).with_suffix(f".{os.environ['RANK']}").touch()
     time.sleep(PATIENCE_S)
@@ -205,6 +215,13 @@ def again_after_a_restart(job: str) -> None:
         assert elastic_launch(of, fails_once)() == {0: 7}
 
 
+def restarted_with_a_worker_that_waits(job: str) -> None:
+    """The signal that torch stops a fork with is not one for the launch."""
+    of = config(job, workers=2, max_restarts=1)
+    mark = str(FOLDER / job_name("mark"))
+    assert elastic_launch(of, fails_once_beside_one_that_waits)(mark) == {0: 7, 1: 7}
+
+
 def again_after_sigint(job: str) -> None:
     of = config(job)
     interrupt(of)
@@ -214,6 +231,21 @@ def again_after_sigint(job: str) -> None:
 def again_after_sigterm(job: str) -> None:
     of = config(job)
     interrupt(of, signal.SIGTERM)
+    succeed(of)
+
+
+def again_after_a_signal_that_torch_misses(job: str) -> None:
+    """It comes while a worker is forked: Python drops what torch's handler raises there."""
+    of, signals = config(job), [signal.SIGTERM]
+
+    def send_once() -> None:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+
+    os.register_at_fork(after_in_parent=send_once)
+    launch = elastic_launch(of, waits)
+    raises(SignalException, lambda: launch(str(FOLDER / job_name("mark"))))
+    assert not signals
     succeed(of)
 
 
@@ -346,8 +378,10 @@ STORIES = (
     failure_after_failure,
     success_failure_success,
     again_after_a_restart,
+    restarted_with_a_worker_that_waits,
     again_after_sigint,
     again_after_sigterm,
+    again_after_a_signal_that_torch_misses,
     again_after_two_interruptions,
     interrupted_with_the_error_kept,
     interrupted_and_replaced,
