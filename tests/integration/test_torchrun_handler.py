@@ -790,6 +790,24 @@ def test_the_signals_of_a_fork_are_not_those_of_its_parent() -> None:
     assert noticed == []
 
 
+def test_a_watch_that_is_interrupted_as_it_begins_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread, start: Any = threading.Thread.start) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", start)
+        watch_signals(lambda _: None)
+    started[0].join(60)
+    assert not started[0].is_alive()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:
     news = threading.Condition(threading.RLock())
     endpoints, credentials = (Endpoint("127.0.0.1", 1),), Credentials()

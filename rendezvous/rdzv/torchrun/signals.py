@@ -77,7 +77,12 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
         os.write(write_end, bytes([_END]))
         os.close(write_end)
 
-    threading.Thread(target=watch, name="rdzv-signals", daemon=True).start()
+    try:
+        threading.Thread(target=watch, name="rdzv-signals", daemon=True).start()
+    except BaseException:
+        # Ctrl-C has come meanwhile; the thread may run, and nobody else could end it.
+        stop()
+        raise
     return stop
 
 

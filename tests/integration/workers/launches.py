@@ -158,10 +158,10 @@ def in_threads(*deeds: Callable[[], object]) -> list[Any]:
     return [results[number] for number in range(len(deeds))]
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], found: Callable[[], object] = str) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline_s, "it never came to that"
+        assert time.monotonic() < deadline_s, f"it never came to that {found()}"
         time.sleep(0.02)
 
 
@@ -277,7 +277,8 @@ def interrupted_while_it_waits(job: str) -> None:
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send() -> None:
-        wait_until(lambda: "rdzv-stream" in [thread.name for thread in threading.enumerate()])
+        # One that Ctrl-C keeps from starting is listed for ever.
+        wait_until(lambda: "rdzv-stream" in [t.name for t in threading.enumerate() if t.is_alive()])
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send).start()
@@ -430,7 +431,7 @@ def leave_nothing(job: str) -> None:
         gc.collect()
         return [t.name for t in threading.enumerate() if t.name.startswith("rdzv")]
 
-    wait_until(lambda: not threads())
+    wait_until(lambda: not threads(), threads)
     with ControlClient(parse_endpoint(ENDPOINT)) as client:
         for found in client.jobs():
             if found.rdzv_id.startswith(job):
