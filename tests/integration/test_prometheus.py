@@ -299,7 +299,12 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
         args=("exit=3",),
         environ={"RDZV_TEST_REPORTS": str(apart)},
     )
-    c.start_node("fails", "--rdzv-id=fails", nnodes="1:1", args=("exit=3",))
+    c.start_node(
+        *("fails", "--rdzv-id=fails"),
+        nnodes="1:1",
+        args=("exit=3",),
+        environ={"RDZV_TEST_REPORTS": str(apart)},
+    )
     c.start_node("n1", nnodes="2:2")
     n2 = c.start_node("n2", nnodes="2:2")
     c.wait_for_round(0, workers=2)

@@ -814,6 +814,36 @@ def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same()
     NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda message: None).close(60)
 
 
+def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
+    """A watch that is busy with a signal hears late that it was told to end."""
+    busy, gate = threading.Event(), threading.Event()
+
+    def on_signal(_: signal.Signals) -> None:
+        busy.set()
+        assert gate.wait(60)
+
+    former = signal.signal(signal.SIGUSR1, lambda *_: None)
+    files = [*Path("/proc/self/fd").iterdir()]
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+            first = watch_signals(on_signal)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert busy.wait(60)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(first).result()
+            late = threading.Timer(0.1, gate.set)
+            late.start()
+            watch_signals(lambda _: None)()
+            late.join()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    for thread in threading.enumerate():
+        if thread.name == "rdzv-signals":
+            thread.join(60)
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(files)
+
+
 def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
     """Only the main thread can take the descriptor back; until it does, signals are harmless."""
 

@@ -16,9 +16,13 @@ from collections.abc import Callable
 _END = 0
 """Ends a watch; no signal has this number."""
 
-_left: dict[int, int] = {}
-"""Pipes, by their write ends, that Python still writes signals to though their watch has ended:
-not in the main thread, which alone can change that. Without a reader there would be complaints."""
+_LEFT_WITHIN_S = 1.0
+"""How long a watch that was told to end may take for that."""
+
+_left: dict[int, tuple[int, threading.Thread]] = {}
+"""Pipes that Python still writes signals to though their watch has ended, by their write ends: the
+read end, and the thread that read it. A watch that ends outside the main thread leaves its pipe,
+since the main thread alone can change that. Without a reader there would be complaints."""
 
 _watched: set[int] = set()
 """The write ends of all pipes that Python may write signals to."""
@@ -46,9 +50,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     os.set_blocking(write_end, False)
     former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     if former in _left:
-        _watched.remove(former)
-        os.close(former)
-        os.close(_left.pop(former))
+        _close_left(former)
     elif former != -1:
         signal.set_wakeup_fd(former)
         os.close(read_end)
@@ -56,17 +58,21 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
         return lambda: None
     _watched.add(write_end)
     awaited = _awaited()
+    leaves_pipe = threading.Event()
 
     def watch() -> None:
         while (received := os.read(read_end, 1)[0]) != _END:
             if received in awaited:
                 on_signal(signal.Signals(received))
-        if write_end not in _left:
+        if not leaves_pipe.is_set():
             os.close(read_end)
+
+    thread = threading.Thread(target=watch, name="rdzv-signals", daemon=True)
 
     def stop() -> None:
         if not _in_main_thread():
-            _left[write_end] = read_end
+            _left[write_end] = read_end, thread
+            leaves_pipe.set()
             os.write(write_end, bytes([_END]))
             return
         present = signal.set_wakeup_fd(-1)
@@ -78,12 +84,22 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
         os.close(write_end)
 
     try:
-        threading.Thread(target=watch, name="rdzv-signals", daemon=True).start()
+        thread.start()
     except BaseException:
         # Ctrl-C has come meanwhile; the thread may run, and nobody else could end it.
         stop()
         raise
     return stop
+
+
+def _close_left(write_end: int) -> None:
+    """Close a pipe whose watch was told to end, once its thread reads from it no more."""
+    read_end, thread = _left.pop(write_end)
+    _watched.remove(write_end)
+    os.close(write_end)
+    thread.join(_LEFT_WITHIN_S)
+    if not thread.is_alive():
+        os.close(read_end)
 
 
 def _in_main_thread() -> bool:
