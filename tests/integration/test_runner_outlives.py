@@ -115,7 +115,7 @@ async def test_workers_live_on_and_the_next_agent_finds_what_was_kept(node: Orph
 
 async def test_an_exit_that_nobody_has_heard_is_told_with_its_age(node: Orphanage) -> None:
     await node.begin()
-    (pid,) = await node.start(0, node.python("import sys; sys.stdin.read(); sys.exit(7)"))
+    (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()
     os.kill(pid, signal.SIGKILL)
     await until(lambda: state_of(pid) == "")

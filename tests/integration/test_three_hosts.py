@@ -58,6 +58,7 @@ def test_a_day_with_rdzvctl(hosts: Hosts) -> None:
     hosts.restart_server()
     assert hosts.wait_running("night", 2) == before
 
+    hosts.wait("all agents are back", lambda: hosts.connected() == len(HOSTS))
     hosts.ctl("cordon", "n3", "--reason=fan")
     hosts.ctl("scale", "night", "2:3")
     shown = hosts.status("night")

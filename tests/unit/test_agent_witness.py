@@ -133,6 +133,16 @@ def test_a_job_that_succeeds_is_recorded_as_torchrun_records_it(play: Play) -> N
     assert (agent["metadata"]["group_rank"], agent["metadata"]["global_rank"]) == (1, None)
 
 
+def test_starts_are_recorded_by_local_rank_whichever_worker_runs_first(play: Play) -> None:
+    play.see(events.RoundCompleted(LINE))
+    play.witness.worker_started(1, 71)
+    assert ("WORKER", "START") not in play.recorded()
+    play.witness.worker_started(0, 70)
+    starts = [e["metadata"] for e in play.recorder.events if e["name"].endswith("START")]
+    assert [start["global_rank"] for start in starts] == sorted(s["global_rank"] for s in starts)
+    assert len(starts) == 2
+
+
 def test_a_worker_that_the_agent_has_ended_is_terminated_and_has_not_failed(play: Play) -> None:
     play.run()
     play.exit(0, None, 11)
