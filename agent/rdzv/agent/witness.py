@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import AgentState, Assignment, Outcome
 from rdzv.agent.event_log import EventLog
-from rdzv.agent.fates import LocalRound, NodeOutcome, Stop, WorkerFate
+from rdzv.agent.fates import LocalRound, NodeOutcome, Stop
 from rdzv.agent.launch import Launch
 from rdzv.structs import field_names
 
@@ -28,8 +28,6 @@ class Witness:
         self._now_ms = now_ms
         self._event_log = EventLog(launch, now_ms(), error_file)
         self._round: LocalRound | None = None
-        self._starts_recorded = 0
-        """How many workers of the round are in the event log."""
 
     async def open(self) -> None:
         """Get ready to record events.
@@ -48,20 +46,14 @@ class Witness:
         self._round = LocalRound.begin(assignment, self._local_world_size)
         for local_rank, pid in pids.items():
             self._round = self._round.started(local_rank, pid)
-        self._starts_recorded = sum(1 for _ in self._new_starts(self._round, 0))
 
     def worker_started(self, local_rank: int, pid: int) -> None:
         """Take note that a worker runs; record starts by LOCAL_RANK, as torch does."""
         if self._round is not None:
+            recorded = _started_in_order(self._round)
             self._round = self._round.started(local_rank, pid)
-            for worker in self._new_starts(self._round, self._starts_recorded):
+            for worker in self._round.workers[recorded : _started_in_order(self._round)]:
                 self._event_log.worker_started(worker)
-                self._starts_recorded += 1
-
-    @staticmethod
-    def _new_starts(local: LocalRound, recorded: int) -> Iterator[WorkerFate]:
-        """Yield the workers after the first `recorded` up to one that does not run yet."""
-        return takewhile(lambda worker: worker.pid is not None, local.workers[recorded:])
 
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
@@ -89,7 +81,6 @@ class Witness:
             case commands.StartWorkers():
                 self._event_log.round_complete(command.assignment, self._now_ms())
                 self._round = LocalRound.begin(command.assignment, self._local_world_size)
-                self._starts_recorded = 0
             case commands.NotifyWorkers(signum=int(signum)) if self._is_current(command.round):
                 assert self._round is not None
                 stop = Stop(signal.Signals(signum), command.left_ms)
@@ -114,3 +105,8 @@ class Witness:
 
     def _is_current(self, round_: int) -> bool:
         return self._round is not None and self._round.assignment.round == round_
+
+
+def _started_in_order(local: LocalRound) -> int:
+    """Count the workers that were started, by LOCAL_RANK up to the first that was not."""
+    return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, local.workers))
