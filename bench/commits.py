@@ -37,11 +37,11 @@ from simulated import until
 from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
 from rdzv.core.model import Claim, Membership, Offer, Settings
 from rdzv.core.nodes import AgentKind
-from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen
-from rdzv.server.driver import Driver
+from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.messages import Belief, Closed, Hello, Line
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from rdzv.agent import wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import Job, Phase
-from rdzv.agent.server_link import Identity, ServerLink
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer, Settings
 from rdzv.structs import replace
@@ -87,7 +87,7 @@ class SimulatedNode:
         """Say all that is believed; None once the job has ended for this node."""
         if self._state.phase is Phase.ENDED:
             return None
-        return wire.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
+        return encoding.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
 
     def renew_fence(self, heard_at_ms: int) -> None:
         """Workers are not fenced."""
@@ -128,7 +128,7 @@ class SimulatedNode:
         match command:
             case commands.SayJoin():
                 offer = self._current_offer()
-                join = wire.join(command, self._state, offer, _now_ms(), refuse_reuse=False)
+                join = encoding.join(command, self._state, offer, _now_ms(), refuse_reuse=False)
                 self.link.say(pb.NodeMessage(join=join))
             case commands.StartWorkers():
                 self._store_port = next(_store_ports)
@@ -139,7 +139,7 @@ class SimulatedNode:
             case commands.StopStoreHost() | commands.Exit():
                 pass
             case _:
-                self.link.say(wire.report(command, self.rdzv_id, _now_ms()))
+                self.link.say(encoding.report(command, self.rdzv_id, _now_ms()))
 
     def _current_offer(self) -> Offer:
         if self._state.phase is not Phase.JOINING:

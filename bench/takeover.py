@@ -44,10 +44,10 @@ from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
 from processes import BIN, Rdzvd
 from simulated import SimulatedNode, simulated, until
 
-from rdzv.answers import Server
 from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import RendezvousError
-from rdzv.stream import BACKOFF
+from rdzv.transport.node_stream import BACKOFF
+from rdzv.view.answers import Server
 
 JOB = "bench"
 CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")

@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rdzv.agent.runner import PARK_AFTER_S
+from rdzv.agent.runner.runner import PARK_AFTER_S
 from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerLink,

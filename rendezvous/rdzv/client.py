@@ -1,9 +1,9 @@
 """The client's door to rdzvd: calls with a deadline, and what is answered as values.
 
-`ControlClient` asks the `Control` service and answers with the values of `rdzv.answers`. No message
-and no gRPC exception leaves: every failure is an error of the table in `rdzv.errors`.
+`ControlClient` asks the `Control` service and answers with the values of `rdzv.view.answers`. No
+message and no gRPC exception leaves: every failure is an error of the table in `rdzv.errors`.
 
-What a node's stream needs, and statuses turned into errors, is in `rdzv.stream`.
+What a node's stream needs, and statuses turned into errors, is in `rdzv.transport.node_stream`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,27 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import grpc
 
-from rdzv import endpoints
-from rdzv.answers import (
+from rdzv.core.model import JobSpec, Settings
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    NotLeaderError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from rdzv.transport import endpoints
+from rdzv.transport.certificates import Stamp
+from rdzv.transport.channels import PLAIN, Credentials, Metadata
+from rdzv.transport.node_stream import (
+    CHANNEL_OPTIONS,
+    STREAM_OPTIONS,
+    Rota,
+    error_from_status,
+    settings_message,
+)
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1.rdzv_pb2_grpc import ControlStub
+from rdzv.view.answers import (
     Event,
     JobStatus,
     JobSummary,
@@ -37,19 +56,6 @@ from rdzv.answers import (
     stack_report_of,
     token_of,
 )
-from rdzv.certificates import Stamp
-from rdzv.core.model import JobSpec, Settings
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    NotLeaderError,
-    RendezvousConnectionError,
-    RendezvousError,
-)
-from rdzv.stream import CHANNEL_OPTIONS, STREAM_OPTIONS, Rota, error_from_status, settings_message
-from rdzv.transport import PLAIN, Credentials, Metadata
-from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.v1.rdzv_pb2_grpc import ControlStub
 
 if TYPE_CHECKING:
     from rdzv.stores.backup import Summary

@@ -889,7 +889,7 @@ def test_every_flag_of_torchrun_is_in_the_table() -> None:
 def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
     from torch.distributed.run import get_args_parser
 
-    from rdzv import flags
+    from rdzv.launch_options import flags
 
     theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
     actions = flags.options(flags._parser({}, legacy=False))

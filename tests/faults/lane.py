@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from rdzv.answers import Event, JobStatus
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.errors import RendezvousError
+from rdzv.view.answers import Event, JobStatus
 from tests.faults import history, sources
 from tests.faults.errors import StuckError
 from tests.faults.etcd import MEMBERS, Etcd

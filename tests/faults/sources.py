@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rdzv.answers import Event
+from rdzv.view.answers import Event
 from tests.faults.history import (
     Announced,
     Place,

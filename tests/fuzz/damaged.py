@@ -18,10 +18,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rdzv.agent import agent_config, kept, runner, runner_link
-from rdzv.agent.errors import read_error
-from rdzv.agent.progress import read_step
-from rdzv.server import configuration
+from rdzv.agent import runner_link
+from rdzv.agent.app import agent_settings
+from rdzv.agent.handover import handover_state
+from rdzv.agent.observers.progress_files import read_step
+from rdzv.agent.runner import runner
+from rdzv.agent.system.error_files import read_error
+from rdzv.server.settings import server_settings
 from tests.fuzz import surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
 
@@ -116,7 +119,7 @@ def _frame(dice: random.Random) -> Step:
 
 
 def _toml(dice: random.Random, kind: str) -> Step:
-    knobs = configuration.KNOBS if kind == "rdzvd" else agent_config.KNOBS
+    knobs = server_settings.KNOBS if kind == "rdzvd" else agent_settings.KNOBS
     keys = [*knobs.by_key, "no_such", "job.args", "user"]
     lines = []
     for key in sorted(dice.choice(keys) for _ in range(dice.randint(1, 5))):
@@ -257,7 +260,7 @@ def _decoded(data: bytes) -> Mapping[str, object] | None:
 
 
 def _kept(data: bytes) -> None:
-    for decode in (kept.decode_placement, kept.decode_state):
+    for decode in (handover_state.decode_placement, handover_state.decode_state):
         with suppress(runner_link.NotAdoptableError):
             decode(data.decode(errors="replace"))
 
@@ -278,11 +281,11 @@ def _step(data: bytes) -> None:
 @contextmanager
 def _open(folder: Path) -> Iterator[Take]:
     def read_rdzvd(path: Path) -> None:
-        configuration.Configuration(path, {})
+        server_settings.Configuration(path, {})
 
     takes: Mapping[str, Callable[[bytes], None]] = {
         "rdzvd": partial(_configuration, folder, read_rdzvd),
-        "agent": partial(_configuration, folder, agent_config.read_config),
+        "agent": partial(_configuration, folder, agent_settings.read_config),
         "runner": partial(_say, folder),
         "zygote": _hear_zygote,
         "hello": _hello,

@@ -18,16 +18,16 @@ from pathlib import Path
 import click
 from google.protobuf.message import DecodeError
 
-from rdzv.agent import wire as agent_wire
-from rdzv.agent.launch import check_startable
-from rdzv.agent.run_folders import RunFolders, folder_name
-from rdzv.agent.submitted import Share, Surroundings, make_launch
+from rdzv.agent.launch.launch import check_startable
+from rdzv.agent.output.run_folders import RunFolders, folder_name
+from rdzv.agent.server_link import encoding as agent_wire
+from rdzv.agent.server_link.placed_jobs import Share, Surroundings, make_launch
 from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
-from rdzv.ctl import submit
-from rdzv.server import wire
-from rdzv.server.config import Limits
+from rdzv.ctl import submit_command
 from rdzv.server.messages import Placed
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import conversion
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
@@ -108,9 +108,9 @@ def _read(path: Path, kind: str, data: bytes) -> None:
             assert all(isinstance(word, str) for word in words)
         except (ValueError, TypeError, AssertionError, RecursionError):
             return
-    caller = submit.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
+    caller = submit_command.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
     with refusing(), suppress(click.ClickException, click.exceptions.Exit, SystemExit):
-        asked = submit.read(words, caller)
+        asked = submit_command.read(words, caller)
         # What the command accepts, the server is sent.
         spec = asked.spec
         pb.JobSpec(args=spec.args, chdir=spec.chdir)
@@ -119,14 +119,14 @@ def _read(path: Path, kind: str, data: bytes) -> None:
 def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
     """Go the way of a submission, as far as it is accepted."""
     with refusing():
-        rdzv_id = wire.rdzv_id_of(request.rdzv_id, _LIMITS)
-        command = wire.submit_of(request, _LIMITS)
+        rdzv_id = conversion.rdzv_id_of(request.rdzv_id, _LIMITS)
+        command = conversion.submit_of(request, _LIMITS)
         _place(folder, rdzv_id, command)
 
 
 def _place(folder: Path, rdzv_id: str, command: Submit) -> None:
     told = Placed(rdzv_id, command.run, command.spec)
-    message = wire.server_message(told, 1, "1.2.3", 0)
+    message = conversion.server_message(told, 1, "1.2.3", 0)
     placed = agent_wire.placed(pb.ServerMessage.FromString(message.SerializeToString()).placed)
     if placed.spec != command.spec:
         raise FoundError(f"a node hears of another job than was submitted: {placed.spec!r:.300}")

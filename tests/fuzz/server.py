@@ -25,17 +25,17 @@ import grpc.aio
 from rdzv.client import Endpoint
 from rdzv.core.nodes import NodesTuning
 from rdzv.ctl.authority import Authority
-from rdzv.server.access import Gate
-from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Limits, Listen, Timings, TlsFiles
-from rdzv.server.driver import Driver
-from rdzv.server.http import serving_http
-from rdzv.server.metrics import Metrics
-from rdzv.server.replica import Replica
-from rdzv.server.service import serving
-from rdzv.server.tls import Tls
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.http.listener import serving_http
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.access import Gate
+from rdzv.server.rpc.service import serving
+from rdzv.server.security.tls import Tls
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Limits, Listen, Timings, TlsFiles
+from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
-from rdzv.transport import Credentials, Metadata
+from rdzv.transport.channels import Credentials, Metadata
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alarmed

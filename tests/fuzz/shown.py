@@ -17,12 +17,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from rdzv import answers
-from rdzv.ctl import as_text, as_text_access, as_text_nodes, explain, live, trace
-from rdzv.ctl import stacks as stacks_text
+from rdzv.ctl import as_text, as_text_access, as_text_nodes, explain_text, live, stacks_text, trace
 from rdzv.ctl.layout import Page
-from rdzv.ctl.logs import Printer
+from rdzv.ctl.logs_text import Printer
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view import answers
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
 
@@ -35,7 +34,7 @@ def _status(message: Any) -> Iterator[str]:
     for page in (_NARROW, _WIDE):
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
-        yield explain.explain(job, (), page)
+        yield explain_text.explain(job, (), page)
         yield as_text.submitted(job, None, page)
     yield trace.trace(live.later(job, 500), (), 1_000)
 

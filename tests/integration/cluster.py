@@ -16,10 +16,10 @@ from typing import Any
 
 from ports import free_port
 
-from rdzv.answers import JobStatus
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.errors import RendezvousError
-from rdzv.transport import PLAIN
+from rdzv.transport.channels import PLAIN
+from rdzv.view.answers import JobStatus
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")

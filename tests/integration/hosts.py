@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
 
-from rdzv.answers import JobStatus
 from rdzv.client import ControlClient, parse_endpoints
+from rdzv.view.answers import JobStatus
 from tests.faults.network import Network
 
 HEAD = "head"

@@ -11,9 +11,9 @@ from cluster import BIN, Cluster
 from etcd_cluster import EtcdCluster
 from ports import free_ports
 
-from rdzv.answers import Server
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.errors import RendezvousConnectionError
+from rdzv.view.answers import Server
 
 
 class Replicas(Cluster):

@@ -19,9 +19,9 @@ from etcd_cluster import EtcdCluster
 from test_rdzvd import Rdzvd, attached, hello, rdzvd, status
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server import offline as offline_module
-from rdzv.server.config import Config, Listen
-from rdzv.server.offline import check, restore
+from rdzv.server.replication import offline as offline_module
+from rdzv.server.replication.offline import check, restore
+from rdzv.server.settings.config import Config, Listen
 from rdzv.stores import backup
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
@@ -159,7 +159,7 @@ async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) ->
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
         "from rdzv.server import offline\n"
-        "from rdzv.server.config import Config, Listen\n"
+        "from rdzv.server.settings.config import Config, Listen\n"
         "from rdzv.stores.sqlite import SqliteStore\n"
         "real = SqliteStore._record\n"
         "def killed(self, rows):\n"

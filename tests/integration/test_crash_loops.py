@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, cluster
 
-from rdzv.answers import JobStatus
 from rdzv.errors import RendezvousError
+from rdzv.view.answers import JobStatus
 
 LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0")
 

@@ -17,12 +17,12 @@ import pytest
 from cluster import BIN, WORKERS, Cluster, Node, alive, cluster
 from made_up_gpus import environ_with_gpus
 
-from rdzv import flags, job_options
-from rdzv.answers import JobStatus
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.core.model import JobSpec
 from rdzv.errors import RendezvousError
+from rdzv.launch_options import flags, job_options
 from rdzv.structs import replace
+from rdzv.view.answers import JobStatus
 
 REPORT = str(WORKERS / "report.py")
 

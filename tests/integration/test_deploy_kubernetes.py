@@ -20,12 +20,12 @@ import pytest
 from cluster import BIN, JOB, cluster_without_server
 from ports import free_port
 
-from rdzv.agent import agent_config
-from rdzv.agent.options import parse_launch
-from rdzv.knobs import Knobs, load
+from rdzv.agent.app import agent_settings
+from rdzv.agent.cli.options import parse_launch
 from rdzv.server.__main__ import main as rdzvd
-from rdzv.server.config import Config
-from rdzv.server.configuration import KNOBS, make_config
+from rdzv.server.settings.config import Config
+from rdzv.server.settings.server_settings import KNOBS, make_config
+from rdzv.settings.toml_settings import Knobs, load
 
 pytestmark = pytest.mark.clusters
 
@@ -228,7 +228,7 @@ def test_the_agents_configuration_is_one_of_rdzv_agent(
     file = tmp_path / "agent.toml"
     file.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
     # Its rules ask for this machine's accounts and programs.
-    known = Knobs(agent_config.KNOBS.program, agent_config.KNOBS.knobs)
+    known = Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs)
     values = load(known, file)
     server = values.get("server", str)
     assert server == f"rdzvd:{server_config.listen.port}"
@@ -244,7 +244,7 @@ def test_an_agent_shows_its_own_nodes_certificate(tmp_path: Path) -> None:
     (tls,) = [volume for volume in pod(document)["volumes"] if volume["name"] == "tls"]
     config = tmp_path / "agent.toml"
     config.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
-    values = load(Knobs(agent_config.KNOBS.program, agent_config.KNOBS.knobs), config)
+    values = load(Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs), config)
     named = {values.get(f"tls.{key}", Path) for key in ("ca", "cert", "key")}
     assert {file.parent for file in named} == {Path(tls_mount(document))}
     installs = [words for words in readme_commands() if words[0] == "install"]

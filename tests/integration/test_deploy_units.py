@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cluster import BIN
 
-from rdzv.agent import agent_config
-from rdzv.knobs import Knobs, load
-from rdzv.server import configuration
-from rdzv.server.configuration import make_config
+from rdzv.agent.app import agent_settings
+from rdzv.server.settings import server_settings
+from rdzv.server.settings.server_settings import make_config
+from rdzv.settings.toml_settings import Knobs, load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SYSTEMD = DEPLOY / "systemd"
@@ -107,12 +107,12 @@ def test_each_checks_its_configuration_before_it_starts(unit: Path) -> None:
 
 def knobs_of(program: str) -> Knobs:
     # The agent's rules ask for this machine's accounts and programs.
-    agent = Knobs(agent_config.KNOBS.program, agent_config.KNOBS.knobs)
-    return {"rdzvd": configuration.KNOBS, "agent": agent}[program]
+    agent = Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs)
+    return {"rdzvd": server_settings.KNOBS, "agent": agent}[program]
 
 
 def test_the_packages_configuration_of_rdzvd_is_in_order() -> None:
-    config = make_config(load(configuration.KNOBS, SYSTEMD / "rdzvd.toml"))
+    config = make_config(load(server_settings.KNOBS, SYSTEMD / "rdzvd.toml"))
     assert config.http is not None and config.http.loopback
 
 

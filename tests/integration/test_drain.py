@@ -18,8 +18,8 @@ import pytest
 from cluster import WORKERS, Node, alive, cluster
 from test_daemon import Daemons
 
-from rdzv.answers import JobStatus, NodeStatus
-from rdzv.answers import Node as SeenNode
+from rdzv.view.answers import JobStatus, NodeStatus
+from rdzv.view.answers import Node as SeenNode
 
 SAVING = str(WORKERS / "saving.py")
 

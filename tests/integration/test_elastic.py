@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import JOB, Cluster, Node, alive, cluster
 
-from rdzv.answers import Event
 from rdzv.client import ControlClient, parse_endpoint
+from rdzv.view.answers import Event
 
 
 @pytest.fixture(name="c")

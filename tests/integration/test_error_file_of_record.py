@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.errors import read_error
+from rdzv.agent.system.error_files import read_error
 
 pytest.importorskip("torch", reason="torch is not installed")
 

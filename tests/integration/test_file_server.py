@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from file_server import serving
 
-from rdzv.agent.errors import read_error
+from rdzv.agent.system.error_files import read_error
 
 
 def test_who_asks_a_server_that_hangs_waits_until_it_goes_on(tmp_path: Path) -> None:

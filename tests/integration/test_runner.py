@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent import runner, runner_link
+from rdzv.agent.runner import runner
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -41,7 +41,7 @@ from rdzv.agent.runner_link import (
 )
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
-STORE_HOST = Path(runner_link.__file__).with_name("store_host.py")
+STORE_HOST = Path(runner.__file__).with_name("store_host.py")
 # ---------------------------------------------------------------------- tools
 
 

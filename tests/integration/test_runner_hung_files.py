@@ -16,7 +16,7 @@ import pytest
 from file_server import FileServer, serving
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent import runner
+from rdzv.agent.runner import runner
 from rdzv.agent.runner_link import (
     RunnerLink,
     WorkerExited,

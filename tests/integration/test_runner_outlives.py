@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent import runner
+from rdzv.agent.runner import runner
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,

@@ -18,7 +18,7 @@ from tls_files import Files, put
 
 from rdzv.client import ControlClient, Endpoint, parse_endpoints
 from rdzv.errors import RendezvousConnectionError, UnauthenticatedError
-from rdzv.transport import Credentials
+from rdzv.transport.channels import Credentials
 from tests.faults.network import Network
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"

@@ -21,16 +21,18 @@ from typing import Any
 import pytest
 from cluster import BIN, alive, cluster
 
-from rdzv.agent import event_log, logs_specs, side_process
 from rdzv.agent.core.model import Assignment, Job
-from rdzv.agent.event_log import EventLog
-from rdzv.agent.fates import LocalRound, NodeOutcome
-from rdzv.agent.launch import EventSink, Launch, Output
-from rdzv.agent.logs import RoundOutput
-from rdzv.agent.logs_specs import LogsSpecs
-from rdzv.agent.side_process import SideProcess
-from rdzv.agent.tee import Stream, Tee
-from rdzv.agent.worker_group import LocalWorkerGroup
+from rdzv.agent.launch.launch import EventSink, Launch, Output
+from rdzv.agent.output import logs_specs
+from rdzv.agent.output.logs_specs import LogsSpecs
+from rdzv.agent.output.run_files import RoundOutput
+from rdzv.agent.output.tee import Stream, Tee
+from rdzv.agent.system import side_process
+from rdzv.agent.system.side_process import SideProcess
+from rdzv.agent.workers import event_log
+from rdzv.agent.workers.event_log import EventLog
+from rdzv.agent.workers.fates import LocalRound, NodeOutcome
+from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Result, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
@@ -267,7 +269,7 @@ async def test_an_interpreter_without_torch_says_so(
 def test_an_agent_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     code = """
 import asyncio, sys
-from rdzv.agent.side_process import SideProcess
+from rdzv.agent.system.side_process import SideProcess
 async def main():
     side = await SideProcess.start(sys.executable, {"role": "events", "name": "hang",
         "logs_specs": ""})

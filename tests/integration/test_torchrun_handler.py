@@ -36,19 +36,19 @@ from rdzv.core.events import RoundSettled
 from rdzv.core.explain import view
 from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
-from rdzv.server import wire
-from rdzv.server.config import Limits
-from rdzv.server.tls import Tls
+from rdzv.server.security.tls import Tls
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import conversion
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
 from rdzv.torchrun.handler import RdzvHandler
-from rdzv.torchrun.options import KNOWN_KEYS, Options, read_options
-from rdzv.torchrun.part import Part, Phase
+from rdzv.torchrun.participation import Part, Phase
+from rdzv.torchrun.plugin_options import KNOWN_KEYS, Options, read_options
+from rdzv.torchrun.round_store import EXIT_BARRIER
 from rdzv.torchrun.signals import watch_signals
-from rdzv.torchrun.store import EXIT_BARRIER
-from rdzv.torchrun.stream import NodeStream
-from rdzv.transport import Credentials
+from rdzv.torchrun.sync_stream import NodeStream
+from rdzv.transport.channels import Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
 
@@ -232,8 +232,8 @@ def test_a_job_is_launched_by_torchrun_or_by_rdzvrun_not_both() -> None:
 def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
     offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
     message = Part("job-7", UNCOUNTED, offer).say_join(4711)
-    speaker = wire.Speaker("n1", 1)
-    _, command = wire.command_of(message, speaker, Limits())
+    speaker = conversion.Speaker("n1", 1)
+    _, command = conversion.command_of(message, speaker, Limits())
     assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
 
 
@@ -432,7 +432,7 @@ def test_what_the_server_has_lost_is_said_again(made: Made) -> None:
     run.handler.next_rendezvous()
     (belief,) = run.stream.beliefs()
     assert (belief.phase, belief.round.round) == (pb.Belief.RUNNING, 3)
-    assert wire.belief_of(belief, wire.Speaker("n1", 1), Limits()).round == 3
+    assert conversion.belief_of(belief, conversion.Speaker("n1", 1), Limits()).round == 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent import runner, runner_link
+from rdzv.agent.runner import runner
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -31,7 +31,7 @@ from rdzv.agent.runner_link import (
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-STORE_HOST = Path(runner_link.__file__).with_name("store_host.py")
+STORE_HOST = Path(runner.__file__).with_name("store_host.py")
 
 LEAVE_A_TRACE = "trace = open(__file__)\n"
 """A preloaded module that forks have open, and nobody else."""

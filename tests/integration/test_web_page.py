@@ -25,8 +25,8 @@ from rdzv.core.explain import view
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.rendezvous import vacant
 from rdzv.ctl import live
+from rdzv.server.http.views import Shown
 from rdzv.server.messages import NodeSummary
-from rdzv.server.shown import Shown
 from rdzv.structs import replace
 
 DEADLINE_MS = 90_000

@@ -1,8 +1,8 @@
 """The nodes of a simulation: the real agent core and its words on the wire, with fake workers.
 
-`Agent` is one start of an agent on a node. It does what `rdzv.agent.server_link` does (one stream,
-opened again for ever) and what `rdzv.agent.driver` does (events to the core, its commands to
-runner and server). `Runner` is what becomes of the workers: late, slow, failing, stuck.
+`Agent` is one start of an agent on a node. It does what `rdzv.agent.server_link.link` does (one
+stream, opened again for ever) and what `rdzv.agent.job.job_driver` does (events to the core, its
+commands to runner and server). `Runner` is what becomes of the workers: late, slow, failing, stuck.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rdzv.agent import wire
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
-from rdzv.agent.draining import Event, NodeDrain
-from rdzv.agent.hangs import HungReport
+from rdzv.agent.observers.hang_watch import HungReport
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.draining import Event, NodeDrain
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
-from rdzv.stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.structs import struct
+from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
 
@@ -289,7 +289,7 @@ class Runner:
             )
             report = HungReport(line.run, line.round, hung)
             agent = self.part.agent
-            agent.awake(lambda: agent.say(wire.hung(report, self.part.rdzv_id)))
+            agent.awake(lambda: agent.say(encoding.hung(report, self.part.rdzv_id)))
 
     def _exit(
         self, workers: Workers, local_rank: int, exit_code: int | None, signum: int | None
@@ -348,7 +348,9 @@ class Part:
     def belief(self) -> pb.Belief | None:
         if self.state.phase is Phase.ENDED:
             return None
-        return wire.belief(self.state, self._offer(), self.world.agenda.now_ms, refuse_reuse=False)
+        return encoding.belief(
+            self.state, self._offer(), self.world.agenda.now_ms, refuse_reuse=False
+        )
 
     def post(self, event: events.Event) -> None:
         self.joined = self.joined or isinstance(event, events.Joined)
@@ -406,7 +408,7 @@ class Part:
             case commands.SayJoin():
                 self._port += 1
                 now_ms = self.world.agenda.now_ms
-                join = wire.join(command, self.state, self._offer(), now_ms, refuse_reuse=False)
+                join = encoding.join(command, self.state, self._offer(), now_ms, refuse_reuse=False)
                 self.agent.say(pb.NodeMessage(join=join))
             case commands.StartWorkers():
                 self.runner.start(command.assignment)
@@ -422,7 +424,7 @@ class Part:
                 self.outcome = command.outcome
                 self.agent.ended(self)
             case _:
-                self.agent.say(wire.report(command, self.rdzv_id, self.world.agenda.now_ms))
+                self.agent.say(encoding.report(command, self.rdzv_id, self.world.agenda.now_ms))
 
 
 # ------------------------------------------------------------------ one start of an agent
@@ -568,7 +570,7 @@ class Agent:
     def preempt(self, left_ms: int) -> None:
         """Hear that this node is about to be taken away."""
         if self.drain.wish(left_ms, "preempted") and self.connection is not None:
-            self.connection.up(pb.NodeMessage(draining=wire.draining(self.drain)))
+            self.connection.up(pb.NodeMessage(draining=encoding.draining(self.drain)))
 
     def _tell_notice(self, event: Event) -> None:
         for part in list(self.parts.values()):
@@ -612,7 +614,7 @@ class Agent:
             incarnation=self.incarnation,
             agent_version="simulated",
             beliefs=beliefs,
-            draining=wire.draining(self.drain),
+            draining=encoding.draining(self.drain),
         )
 
     def _give_up_unless_greeted(self, connection: Connection) -> None:
@@ -679,14 +681,14 @@ class Agent:
         line = part.state.assignment if part is not None else None
         workers = (asked.rdzv_id, asked.run, asked.round)
         if part is None or line is None or part.runner.workers != workers:
-            self._answer(wire.stacks(asked.request, (), last=True, error="it has none"))
+            self._answer(encoding.stacks(asked.request, (), last=True, error="it has none"))
             return
         for rank in sorted(part.runner.alive):
             where = Frame("hang" if rank in part.runner.hung else "step", "train.py", 1)
             main = Thread("MainThread", True, (where,))
             stack = WorkerStack(line.rank_first + rank, rank, 100 + rank, "S", (main,))
-            self._answer(wire.stacks(asked.request, (stack,), last=False, error=""))
-        self._answer(wire.stacks(asked.request, (), last=True, error=""))
+            self._answer(encoding.stacks(asked.request, (stack,), last=False, error=""))
+        self._answer(encoding.stacks(asked.request, (), last=True, error=""))
 
     def _answer(self, message: pb.NodeMessage) -> None:
         """Send what is of no run, and so of no later repetition either."""
@@ -722,14 +724,14 @@ class Agent:
         beat()
 
     def _deliver(self, message: pb.ServerMessage) -> None:
-        part = self.parts.get(wire.rdzv_id_of(message))
+        part = self.parts.get(encoding.rdzv_id_of(message))
         if part is None or part.outcome is not None:
             return
         self.world.judge.heard(part, message)
         if message.HasField("waiting"):
             part.reason = message.waiting.reason
             return
-        event = wire.event(message, self.world.agenda.now_ms)
+        event = encoding.event(message, self.world.agenda.now_ms)
         if event is not None:
             part.post(event)
 

@@ -20,7 +20,7 @@ from rdzv.agent.core import events as agent_events
 from rdzv.agent.core.machine import Transition as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Assignment, Phase
-from rdzv.agent.submitted import Placed
+from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.core import nodes, placement, rendezvous
 from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
 from rdzv.core.events import (
@@ -53,11 +53,11 @@ from rdzv.core.model import (
 from rdzv.core.placement import Demand, Host, Plan
 from rdzv.core.quarantine import Record as QuarantineRecord
 from rdzv.core.rendezvous import Transition
-from rdzv.core.submitted import MAX_DECLINED
+from rdzv.core.submissions import MAX_DECLINED
 from rdzv.errors import RendezvousError
-from rdzv.server import placer
-from rdzv.server.jobs import News
-from rdzv.server.quarantine import QUARANTINE
+from rdzv.server.engine.jobs import News
+from rdzv.server.scheduling import placer
+from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace, struct

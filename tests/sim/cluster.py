@@ -1,6 +1,6 @@
 """The servers of a simulation: the real driver, jobs, streams and cores, on one simulated store.
 
-`Server` is one rdzvd and its door: what `rdzv.server.service` does with gRPC is done here with
+`Server` is one rdzvd and its door: what `rdzv.server.rpc.service` does with gRPC is done here with
 `Connection`s, and everything behind it is the code of `rdzv.server`. Several of them may believe
 that they lead; the store refuses the writes of all but the last that took over.
 """
@@ -24,14 +24,14 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
 )
-from rdzv.server import wire
-from rdzv.server.config import Config, Listen
-from rdzv.server.driver import Driver
-from rdzv.server.jobs import Job, News
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.jobs import Job, News
 from rdzv.server.messages import Holdings, Hung, Refused
-from rdzv.server.meter import Meter
-from rdzv.server.streams import Stream
-from rdzv.server.tasks import Tasks
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.wire import conversion
 from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -376,7 +376,9 @@ class Server:
     def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
         door = self._doors[connection] = _Door(connection)
         try:
-            stream = door.stream = self.driver.attach(wire.hello_of(message.hello, CONFIG.limits))
+            stream = door.stream = self.driver.attach(
+                conversion.hello_of(message.hello, CONFIG.limits)
+            )
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
             self.world.judge.turned_away(self, connection.node)  # type: ignore[arg-type]
@@ -390,36 +392,40 @@ class Server:
         create(self._end(door, stream))
 
     def _beliefs(self, stream: Stream, hello: pb.Hello) -> list[Any]:
-        speaker = wire.Speaker(stream.node_id, stream.incarnation)
-        return [wire.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
+        speaker = conversion.Speaker(stream.node_id, stream.incarnation)
+        return [conversion.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
 
     def _take_in(self, door: _Door, stream: Stream, message: pb.NodeMessage) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
                 pass
             case "away":
-                self.driver.plan_away(stream, wire.away_ms_of(message.away, CONFIG.limits))
+                self.driver.plan_away(stream, conversion.away_ms_of(message.away, CONFIG.limits))
             case "hung":
-                hung = wire.hung_of(message.hung, CONFIG.limits)
+                hung = conversion.hung_of(message.hung, CONFIG.limits)
                 if stream.greeted:
                     self._note_hung(stream, hung)
                 else:
                     door.early_hung.append(hung)
             case "stacks":
-                self.driver.take_stacks_in(stream, wire.stacks_of(message.stacks, CONFIG.limits))
+                self.driver.take_stacks_in(
+                    stream, conversion.stacks_of(message.stacks, CONFIG.limits)
+                )
             case "holdings":
                 self._queue(
-                    door, stream, Holdings(wire.holdings_of(message.holdings, CONFIG.limits))
+                    door, stream, Holdings(conversion.holdings_of(message.holdings, CONFIG.limits))
                 )
             case "draining":
-                draining = wire.draining_of(message.draining, CONFIG.limits)
+                draining = conversion.draining_of(message.draining, CONFIG.limits)
                 self.driver.note_draining(stream, draining)
             case _:
-                speaker = wire.Speaker(stream.node_id, stream.incarnation)
+                speaker = conversion.Speaker(stream.node_id, stream.incarnation)
                 try:
-                    self._queue(door, stream, wire.command_of(message, speaker, CONFIG.limits))
+                    self._queue(
+                        door, stream, conversion.command_of(message, speaker, CONFIG.limits)
+                    )
                 except InvalidRequestError as error:
-                    stream.send(Refused(wire.job_named_in(message), error.code, str(error)))
+                    stream.send(Refused(conversion.job_named_in(message), error.code, str(error)))
 
     def _queue(self, door: _Door, stream: Stream, said: tuple[str, Command] | Holdings) -> None:
         try:
@@ -447,7 +453,7 @@ class Server:
     async def _write(self, door: _Door, stream: Stream) -> None:
         while True:
             told = await stream.next()
-            message = wire.server_message(
+            message = conversion.server_message(
                 told, self.driver.leadership, "simulated", self.process.now_ms()
             )
             door.connection.down(message)

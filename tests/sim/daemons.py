@@ -1,7 +1,7 @@
 """Nodes that take submitted jobs: the real ledger and agent core, with a model of what is between.
 
-`Daemon` does what `rdzv.agent.placements` does: it takes up what the server places on it, one part
-each, waits for its places and GPUs, declines what can not run here, and tells what it holds.
+`Daemon` does what `rdzv.agent.node.placements` does: it takes up what the server places on it, one
+part each, waits for its places and GPUs, declines what can not run here, and tells what it holds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rdzv.agent import wire
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
-from rdzv.agent.draining import Event
-from rdzv.agent.ledger import Ledger
-from rdzv.agent.submitted import Holding, Placed
+from rdzv.agent.node.gpu_assignments import Ledger
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.draining import Event
+from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.placement import gpus_needed
 from rdzv.errors import InvalidRequestError
 from rdzv.v1 import rdzv_pb2 as pb
@@ -59,7 +59,7 @@ class Daemon(Agent):
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         if message.HasField("placed"):
-            placed = wire.placed(message.placed)
+            placed = encoding.placed(message.placed)
             self.world.judge.told_placed(self, placed)
             self._take_up(placed)
         elif message.HasField("withdrawn"):
@@ -105,7 +105,7 @@ class Daemon(Agent):
 
     def _decline(self, held: Held, reason: str) -> None:
         self.world.count("agent: declines")
-        self.say(wire.declined(held.placed.rdzv_id, held.placed.run, reason))
+        self.say(encoding.declined(held.placed.rdzv_id, held.placed.run, reason))
         self._let_go(held)
 
     def _grant(self) -> None:
@@ -166,7 +166,7 @@ class Daemon(Agent):
                 outcome = part.outcome
                 assert outcome is not None
                 if outcome.result is None and not part.joined and not held.given_back:
-                    self.say(wire.declined(part.rdzv_id, held.placed.run, outcome.text))
+                    self.say(encoding.declined(part.rdzv_id, held.placed.run, outcome.text))
                 self._later((0, 20, 400), partial(self._let_go, held))
 
     def _let_go(self, held: Held) -> None:
@@ -213,11 +213,11 @@ class Daemon(Agent):
 
     def _holdings(self) -> pb.Holdings:
         held = {h.placed.key: Holding(h.placed.rdzv_id, h.placed.run, h.gpus) for h in self.held}
-        return wire.holdings(held.values())
+        return encoding.holdings(held.values())
 
     def _hello(self) -> pb.Hello:
         hello = super()._hello()
-        hello.resources.CopyFrom(wire.resources(self.resources))
+        hello.resources.CopyFrom(encoding.resources(self.resources))
         hello.holdings.CopyFrom(self._holdings())
         return hello
 

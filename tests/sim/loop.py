@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
-from rdzv.server.clock import Timer
+from rdzv.runtime.clock import Timer
 
 T = TypeVar("T")
 

@@ -33,22 +33,22 @@ BUDGETS = "rendezvous/rdzv/core/budgets.py"
 NODES = "rendezvous/rdzv/core/nodes.py"
 ADOPT = "rendezvous/rdzv/core/adopt.py"
 RANKS = "rendezvous/rdzv/core/ranks.py"
-TOLD = "rendezvous/rdzv/server/told.py"
-JOBS = "rendezvous/rdzv/server/jobs.py"
-DRIVER = "rendezvous/rdzv/server/driver.py"
-CLOCK = "rendezvous/rdzv/server/clock.py"
+TOLD = "rendezvous/rdzv/server/engine/announcements.py"
+JOBS = "rendezvous/rdzv/server/engine/jobs.py"
+DRIVER = "rendezvous/rdzv/server/sessions/driver.py"
+CLOCK = "rendezvous/rdzv/runtime/clock.py"
 MACHINE = "agent/rdzv/agent/core/machine.py"
 MODEL = "rendezvous/rdzv/core/model.py"
 PLACEMENT = "rendezvous/rdzv/core/placement.py"
-SUBMITTED = "rendezvous/rdzv/core/submitted.py"
-PLACER = "rendezvous/rdzv/server/placer.py"
-HANGS = "rendezvous/rdzv/server/hangs.py"
-STACKS = "rendezvous/rdzv/server/stacks.py"
-VIGIL = "agent/rdzv/agent/core/hangs.py"
+SUBMITTED = "rendezvous/rdzv/core/submissions.py"
+PLACER = "rendezvous/rdzv/server/scheduling/placer.py"
+HANGS = "rendezvous/rdzv/server/diagnosis/hang_investigation.py"
+STACKS = "rendezvous/rdzv/server/diagnosis/stack_collection.py"
+VIGIL = "agent/rdzv/agent/core/hang_timeout.py"
 QUARANTINE = "rendezvous/rdzv/core/quarantine.py"
-ROLES = "rendezvous/rdzv/server/roles.py"
-DRAINING = "agent/rdzv/agent/draining.py"
-HEALTH = "agent/rdzv/agent/health.py"
+ROLES = "rendezvous/rdzv/server/security/roles.py"
+DRAINING = "agent/rdzv/agent/server_link/draining.py"
+HEALTH = "agent/rdzv/agent/inventory/health.py"
 QUARANTINE_TESTS = "tests/unit/test_quarantine.py tests/unit/test_quarantine_of_jobs.py"
 NOTICE_TESTS = "tests/unit/test_agent_notice.py"
 PLACER_TESTS = "tests/unit/test_placer.py"
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "a repeated drain has the deadline of another server's clock",
-        "agent/rdzv/agent/draining.py",
+        "agent/rdzv/agent/server_link/draining.py",
         "        if self.told is None or self.told.number != number:",
         "        if True:",
         by="tests/unit/test_agent_notice.py",
@@ -1508,7 +1508,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was told before its node knew the run counts as heard",
-        "rendezvous/rdzv/server/streams.py",
+        "rendezvous/rdzv/server/sessions/streams.py",
         "            self.forget(told.rdzv_id)\n",
         "            pass\n",
         by="tests/unit/test_streams.py",
@@ -1585,7 +1585,7 @@ MUTANTS = (
     ),
     Mutant(
         "time in which nobody watched is silence",
-        "agent/rdzv/agent/hangs.py",
+        "agent/rdzv/agent/observers/hang_watch.py",
         "min(now_ms - self._looked_ms, 2 * self._look_every_ms)",
         "now_ms - self._looked_ms",
         by="tests/unit/test_agent_hangs.py",

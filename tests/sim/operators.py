@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rdzv.core.commands import Restart, Scale, Stop, Submit
 from rdzv.core.placement import Host, demand
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.server.driver import Driver
+from rdzv.server.sessions.driver import Driver
 from tests.sim.checkers import fits
 from tests.sim.daemons import Daemon, Held
 

@@ -20,8 +20,8 @@ import pytest
 
 from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.server import offline
-from rdzv.server.config import Config, Listen
+from rdzv.server.replication import offline
+from rdzv.server.settings.config import Config, Listen
 from rdzv.stores import sqlite, sqlite_file, sqlite_mark
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore

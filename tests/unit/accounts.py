@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.accounts import Account, Identity
+from rdzv.agent.system.accounts import Account, Identity
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another account")
 

@@ -22,10 +22,8 @@ from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import Settings
 from rdzv.core.stacks import Frame, Thread, WorkerStack
-from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen, Timings
-from rdzv.server.driver import Driver
-from rdzv.server.http import serving_http
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.http.listener import serving_http
 from rdzv.server.messages import (
     Hung,
     LogPiece,
@@ -36,9 +34,11 @@ from rdzv.server.messages import (
     TakeStacks,
     Told,
 )
-from rdzv.server.metrics import Metrics
-from rdzv.server.replica import Replica
-from rdzv.server.streams import Stream
+from rdzv.server.replication.replica import Replica
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen, Timings
+from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 
 T = TypeVar("T")

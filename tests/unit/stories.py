@@ -10,12 +10,12 @@ from test_driver import join, settle
 from test_metrics import Scraped, history, scraped
 from test_small_scope import SETTINGS
 
-from rdzv.answers import Event, JobStatus, event_of, job_status_of
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
-from rdzv.server import wire
+from rdzv.server.wire import conversion
 from rdzv.structs import replace
+from rdzv.view.answers import Event, JobStatus, event_of, job_status_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ async def told(
         view = await s.driver.status(rdzv_id)
         rows = await s.driver.history(rdzv_id, limit)
         progress = s.driver.progress(rdzv_id)
-    status = job_status_of(wire.job_status(view, now_ms, progress))
-    return Told(status, tuple(event_of(wire.event_row(row)) for row in rows), now_ms)
+    status = job_status_of(conversion.job_status(view, now_ms, progress))
+    return Told(status, tuple(event_of(conversion.event_row(row)) for row in rows), now_ms)
 
 
 async def crashing(s: Scraped, rounds: int = 20) -> None:

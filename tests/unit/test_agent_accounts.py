@@ -14,8 +14,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from rdzv.agent import runner
-from rdzv.agent.accounts import (
+from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode, format_for
+from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
+from rdzv.agent.observers.notice import NoticeFile
+from rdzv.agent.observers.progress_files import ProgressFiles
+from rdzv.agent.observers.snapshot import Snapshot
+from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
+from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
+from rdzv.agent.output.run_folders import INDEX, RunFolders
+from rdzv.agent.runner import runner
+from rdzv.agent.server_link.placed_jobs import (
+    Placed,
+    Share,
+    Surroundings,
+    job_environ,
+    working_directory,
+)
+from rdzv.agent.system.accounts import (
     EVERYONE,
     Accounts,
     Identity,
@@ -29,18 +45,8 @@ from rdzv.agent.accounts import (
     started_as,
     write_anew,
 )
-from rdzv.agent.core.model import Assignment, Job
-from rdzv.agent.errors import read_error
-from rdzv.agent.kept import KeptPlacement, decode_placement, encode, format_for
-from rdzv.agent.launch import Launch, check_chdir, check_startable, has_torch
-from rdzv.agent.log_reading import LogReading, Piece, ReadRequest
-from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, Written
-from rdzv.agent.notice import NoticeFile
-from rdzv.agent.progress import ProgressFiles
-from rdzv.agent.run_folders import INDEX, RunFolders
-from rdzv.agent.snapshot import Snapshot
-from rdzv.agent.submitted import Placed, Share, Surroundings, job_environ, working_directory
-from rdzv.agent.watches import Watches
+from rdzv.agent.system.error_files import read_error
+from rdzv.agent.system.file_watches import Watches
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Settings
 from rdzv.errors import InvalidRequestError

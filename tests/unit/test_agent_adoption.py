@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import adoption, kept, runner_link
-from rdzv.agent import driver as module
-from rdzv.agent.adoption import Heritage
+from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import (
     AgentState,
@@ -30,12 +28,21 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.agent.driver import JobDriver
-from rdzv.agent.kept import Keeping, KeptOutput, KeptPlacement, KeptState, KeptStop
-from rdzv.agent.launch import Launch, Output
-from rdzv.agent.node import daemon_identity
+from rdzv.agent.handover import adoption, handover_state
+from rdzv.agent.handover.adoption import Heritage
+from rdzv.agent.handover.handover_state import (
+    Keeping,
+    KeptOutput,
+    KeptPlacement,
+    KeptState,
+    KeptStop,
+)
+from rdzv.agent.job import job_driver as module
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.launch.launch import Launch, Output
+from rdzv.agent.node.node import daemon_identity
 from rdzv.agent.runner_link import Hello, NotAdoptableError
-from rdzv.agent.server_link import ServerLink
+from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
 from rdzv.structs import replace
@@ -92,23 +99,23 @@ FULL = KeptState(
 
 
 def test_all_that_is_kept_is_read_again() -> None:
-    assert kept.decode_placement(kept.encode(PLACEMENT)) == PLACEMENT
-    assert kept.decode_state(kept.encode(FULL)) == FULL
+    assert handover_state.decode_placement(handover_state.encode(PLACEMENT)) == PLACEMENT
+    assert handover_state.decode_state(handover_state.encode(FULL)) == FULL
 
 
 def test_what_the_first_version_had_kept_is_read_still() -> None:
     """It was recorded, and never changes: an upgraded agent adopts what the old one had."""
     recorded = json.loads(RECORDED.read_text())
-    assert kept.decode_placement(json.dumps(recorded["placement"])).rdzv_id == "job"
-    state = kept.decode_state(json.dumps(recorded["state"]))
+    assert handover_state.decode_placement(json.dumps(recorded["placement"])).rdzv_id == "job"
+    state = handover_state.decode_state(json.dumps(recorded["state"]))
     assert (state.state.phase, state.state.assignment) == (Phase.LEAVING, LINE)
     assert state.state.job == JOB
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    raw = json.loads(kept.encode(FULL))
+    raw = json.loads(handover_state.encode(FULL))
     raw["later"] = raw["state"]["later"] = {"a": 1}
-    assert kept.decode_state(json.dumps(raw)) == FULL
+    assert handover_state.decode_state(json.dumps(raw)) == FULL
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 )
 def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
     with pytest.raises(NotAdoptableError, match=why):
-        kept.decode_placement(text)
+        handover_state.decode_placement(text)
 
 
 # ---------------------------------------------------------------------- the instance
@@ -145,7 +152,10 @@ def found(path: Path, placement: KeptPlacement = PLACEMENT) -> Any:
     def note(what: str) -> None:
         made.did.append(what)
 
-    keeps = {kept.PLACEMENT: kept.encode(placement), kept.STATE: kept.encode(FULL)}
+    keeps = {
+        handover_state.PLACEMENT: handover_state.encode(placement),
+        handover_state.STATE: handover_state.encode(FULL),
+    }
     made = SimpleNamespace(path=path, did=[])
     made.hello = Hello(1, None, None, {}, frozenset(), zygote=False, kept=keeps)
     made.adopt, made.leave = lambda: note("adopt"), lambda: note("leave")
@@ -354,7 +364,7 @@ class Story:
 
     @property
     def state(self) -> AgentState:
-        return kept.decode_state(self.runner.keeps[kept.STATE]).state
+        return handover_state.decode_state(self.runner.keeps[handover_state.STATE]).state
 
     def new_agent(self) -> None:
         self.link = Link()
@@ -366,7 +376,7 @@ class Story:
         self.runner.tell = None
         self.runner.deaf_to.clear()
         self.new_agent()
-        state = kept.decode_state(self.runner.keeps[kept.STATE])
+        state = handover_state.decode_state(self.runner.keeps[handover_state.STATE])
         self.driver.resume(self.runner, state)  # type: ignore[arg-type]
         await self.driver.get_ready()
 
@@ -583,7 +593,7 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     await s.begin_round(s.line())
     s.runner.tell = None
     s.new_agent()
-    state = kept.decode_state(s.runner.keeps[kept.STATE])
+    state = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
     s.driver.resume(s.runner, state)  # type: ignore[arg-type]
     await s.driver.get_ready("its arguments are refused")
     assert "no further round can be started here; its workers run on: its arguments" in caplog.text

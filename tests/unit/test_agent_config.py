@@ -8,13 +8,13 @@ from click.testing import CliRunner, Result
 from tls_files import Files
 
 from rdzv.agent import __main__ as main
-from rdzv.agent import agent_config, daemon
-from rdzv.agent.agent_config import KNOBS, check_state_dir, own_account, read_config
-from rdzv.agent.health_checks import Command, Disk, Gpus, Xids
+from rdzv.agent.app import agent_settings, daemon
+from rdzv.agent.app.agent_settings import KNOBS, check_state_dir, own_account, read_config
+from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.knobs import compare, load, render
-from rdzv.transport import Credentials
+from rdzv.settings.toml_settings import compare, load, render
+from rdzv.transport.channels import Credentials
 
 OWN = own_account()
 
@@ -143,7 +143,7 @@ def test_root_runs_the_jobs_that_its_own_file_names(
 
 def test_another_user_takes_jobs_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    monkeypatch.setattr(agent_config, "own_account", lambda: "train")
+    monkeypatch.setattr(agent_settings, "own_account", lambda: "train")
     assert read_config(written(tmp_path, "", account=""))
     assert read_config(written(tmp_path, "", account="train"))
 

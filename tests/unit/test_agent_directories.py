@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.daemon import check_own, locked
+from rdzv.agent.app.daemon import check_own, locked
 from rdzv.errors import InvalidRequestError
 from tests.unit.accounts import ADA, needs_root, own_folder, passable_folder
 

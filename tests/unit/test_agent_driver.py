@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import driver as module
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Assignment, Job
-from rdzv.agent.driver import JobDriver
-from rdzv.agent.launch import Launch, Output
-from rdzv.agent.side_thread import in_thread
+from rdzv.agent.job import job_driver as module
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.launch.launch import Launch, Output
+from rdzv.agent.system.side_thread import in_thread
 from rdzv.client import Endpoint
 from rdzv.core.model import Settings, Tally
 from rdzv.structs import replace

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from rdzv.agent.errors import (
+from rdzv.agent.system.error_files import (
     MAX_FILE_BYTES,
     MAX_MESSAGE_CHARS,
     MAX_TRACEBACK_CHARS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import runner
+from rdzv.agent.runner import runner
 
 MANY = 40
 FDS_EACH = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import former
-from rdzv.agent.former import Runners
+from rdzv.agent.handover import previous_runners
+from rdzv.agent.handover.previous_runners import Runners
 
 PATIENCE_S = 100.0
 
@@ -28,7 +28,7 @@ async def test_who_was_written_down_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(former, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(previous_runners, "TELL_EVERY_S", 0.01)
     Runners(tmp_path).note(process.pid)
     waiting = asyncio.create_task(Runners(tmp_path).former_gone())
     async with asyncio.timeout(PATIENCE_S):

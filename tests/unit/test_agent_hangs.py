@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import hangs
-from rdzv.agent.core.hangs import AUTO_INTERVALS, Look, Vigil, timeout_ms
+from rdzv.agent.core.hang_timeout import AUTO_INTERVALS, Look, Vigil, timeout_ms
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.hangs import HangWatch, HungReport
+from rdzv.agent.observers import hang_watch
+from rdzv.agent.observers.hang_watch import HangWatch, HungReport
 from rdzv.core.hangs import HangTimeout
 
 AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
@@ -141,7 +141,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         at_ms[0] += 500
         return at_ms[0]
 
-    monkeypatch.setattr(hangs, "_now_ms", now_ms)
+    monkeypatch.setattr(hang_watch, "_now_ms", now_ms)
     return at_ms
 
 
@@ -170,7 +170,7 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     assert told.reason.startswith("no word of its progress for ")
     w.watch.say_again()
     assert w.reported == [[9], [9]]
-    clock[0] += hangs.SAY_AGAIN_MS
+    clock[0] += hang_watch.SAY_AGAIN_MS
     w.look(1)
     assert w.reported == [[9]] * 3
     w.watch.close_round()

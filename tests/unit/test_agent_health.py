@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import health, xid
-from rdzv.agent.health import Health
-from rdzv.agent.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
+from rdzv.agent.inventory import health, xid
+from rdzv.agent.inventory.health import Health
+from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
 from rdzv.core.placement import FailingCheck
 
 NONE: frozenset[str] = frozenset()

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from rdzv.agent.hosting import serving_itself
-from rdzv.agent.server_link import Identity, ServerLink
+from rdzv.agent.node.server_hosting import serving_itself
+from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 60.0

@@ -13,13 +13,23 @@ NEVER = (
     *("torch", "numpy", "aiohttp", "prometheus_client", "opentelemetry", "cryptography"),
     *("sqlite3", "http", "email", "importlib.metadata", "multiprocessing", "click"),
     *("rdzv.client", "rdzv.etcd", "rdzv.stores.etcd_client", "rdzv.stores.sqlite", "rdzv.web"),
-    *("rdzv.server.api", "rdzv.server.http", "rdzv.server.tls", "rdzv.server.metrics"),
+    *(
+        "rdzv.server.http.api",
+        "rdzv.server.http.listener",
+        "rdzv.server.security.tls",
+        "rdzv.server.telemetry.metrics",
+    ),
     *("rdzv.stores.backup", "grpc_reflection.v1alpha"),
-    *("rdzv.agent.metrics", "rdzv.agent.daemon", "rdzv.agent.placements", "rdzv.agent.adoption"),
+    *(
+        "rdzv.agent.app.agent_metrics",
+        "rdzv.agent.app.daemon",
+        "rdzv.agent.node.placements",
+        "rdzv.agent.handover.adoption",
+    ),
 )
 """What a job with a server of its own has no use for, however it is launched."""
 
-TO_TALK = ("grpc", "google.protobuf", "rdzv.v1", "rdzv.server", "rdzv.agent.driver")
+TO_TALK = ("grpc", "google.protobuf", "rdzv.v1", "rdzv.server", "rdzv.agent.job.job_driver")
 """What nobody waits for whose command line is refused."""
 
 
@@ -38,8 +48,8 @@ def among(modules: set[str], names: tuple[str, ...]) -> set[str]:
 
 @pytest.mark.slow
 def test_a_job_with_its_own_server_imports_what_it_needs_and_no_more() -> None:
-    modules = imported_by("import rdzv.agent.run, rdzv.agent.node")
-    assert "rdzv.agent.hosting" in modules
+    modules = imported_by("import rdzv.agent.run, rdzv.agent.node.node")
+    assert "rdzv.agent.node.server_hosting" in modules
     assert not among(modules, NEVER)
 
 
@@ -47,7 +57,7 @@ def test_a_job_with_its_own_server_imports_what_it_needs_and_no_more() -> None:
 def test_a_command_line_is_read_without_what_talks_to_servers() -> None:
     program = "from rdzv.agent.run import parse_launch\nparse_launch(['--standalone', 'train.py'])"
     modules = imported_by(program)
-    assert "rdzv.agent.options" in modules
+    assert "rdzv.agent.cli.options" in modules
     assert not among(modules, TO_TALK)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import launch
 from rdzv.agent.core.model import Job
-from rdzv.agent.launch import (
+from rdzv.agent.launch import launch
+from rdzv.agent.launch.launch import (
     Launch,
     ask_count_devices,
     check_chdir,
@@ -25,8 +25,8 @@ from rdzv.agent.launch import (
 from rdzv.client import Endpoint
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.meeting import StoreSocket, is_loopback, machine_id
 from rdzv.structs import replace
+from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
 
 JOB = Job("job-7", "n1", Settings(1, 1), local_world_size=1)
 

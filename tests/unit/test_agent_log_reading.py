@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import log_reading
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.launch import NO_FILES
-from rdzv.agent.log_reading import PIECE_COST, LogReading, Piece, ReadRequest, tail
-from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
+from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.output import log_reading
+from rdzv.agent.output.log_reading import PIECE_COST, LogReading, Piece, ReadRequest, tail
+from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 
 PATIENCE_S = 100.0
 PLENTY = 1 << 30

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.logs import RunLogs
+from rdzv.agent.output.run_files import RunLogs
 from rdzv.structs import replace
 
 LINE = Assignment("r1", 0, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, True, restarts=0, max_restarts=3)

@@ -20,11 +20,11 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rdzv.agent.agent_config import KNOBS, read_config
+from rdzv.agent.app.agent_metrics import AgentMetrics, announced, serving_metrics
+from rdzv.agent.app.agent_settings import KNOBS, read_config
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.metrics import AgentMetrics, announced, serving_metrics
-from rdzv.agent.placements import Occupancy, Placements
+from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.runner_link import (
     RunnerExited,
     StoreHostExited,
@@ -36,11 +36,11 @@ from rdzv.agent.runner_link import (
     WorkersStuck,
     WorkerStarted,
 )
-from rdzv.agent.server_link import Identity, ServerLink
+from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.knobs import ConfigurationError
-from rdzv.server.config import Listen
+from rdzv.server.settings.config import Listen
+from rdzv.settings.toml_settings import ConfigurationError
 from rdzv.v1 import rdzv_pb2 as pb
 
 GOLDEN = Path(__file__).with_name("golden") / "metrics" / "agent.txt"
@@ -364,7 +364,7 @@ def config(folder: Path, text: str) -> Path:
 
 
 def _account() -> str:
-    from rdzv.agent.agent_config import own_account
+    from rdzv.agent.app.agent_settings import own_account
 
     return own_account()
 
@@ -392,7 +392,7 @@ def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_agent_that_nobody_scrapes_loads_no_library_for_it() -> None:
     code = (
-        "import sys; import rdzv.agent.daemon, rdzv.agent.node, rdzv.agent.__main__\n"
+        "import sys; import rdzv.agent.app.daemon, rdzv.agent.node.node, rdzv.agent.__main__\n"
         "print(sorted({'aiohttp', 'prometheus_client'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

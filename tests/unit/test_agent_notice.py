@@ -24,8 +24,8 @@ from rdzv.agent.core.commands import (
 )
 from rdzv.agent.core.machine import EXIT_TRY_AGAIN
 from rdzv.agent.core.model import Leaving, Phase
-from rdzv.agent.draining import Event, NodeDrain
-from rdzv.agent.notice import NoticeFile
+from rdzv.agent.observers.notice import NoticeFile
+from rdzv.agent.server_link.draining import Event, NodeDrain
 from rdzv.core.model import LeaveCause, Result
 from rdzv.structs import replace
 from tests.unit.test_agent_machine import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import numa
-from rdzv.agent.cuda import cuda_gpus
-from rdzv.agent.numa import (
+from rdzv.agent.launch import numa
+from rdzv.agent.launch.cuda import cuda_gpus
+from rdzv.agent.launch.numa import (
     NumaBinding,
     bound_cpus,
     format_cpu_list,

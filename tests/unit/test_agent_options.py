@@ -11,17 +11,17 @@ from signal import Signals
 import pytest
 from tls_files import Files
 
-from rdzv import flags
-from rdzv.agent.launch import Launch, Output
-from rdzv.agent.numa import NumaBinding
-from rdzv.agent.options import parse_launch
+from rdzv.agent.cli.options import parse_launch
+from rdzv.agent.launch.launch import Launch, Output
+from rdzv.agent.launch.numa import NumaBinding
 from rdzv.client import Endpoint
 from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.job_options import parse_conf, parse_nnodes, parse_streams
+from rdzv.launch_options import flags
+from rdzv.launch_options.job_options import parse_conf, parse_nnodes, parse_streams
 from rdzv.structs import replace
-from rdzv.transport import PLAIN
+from rdzv.transport.channels import PLAIN
 
 HEAD = ("--rdzv-endpoint=head", "--rdzv-id=job-7")
 

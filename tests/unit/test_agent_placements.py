@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import placements as module
-from rdzv.agent.adoption import Heritage, Orphan
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Job
-from rdzv.agent.fates import NodeOutcome
-from rdzv.agent.health import Health, describe
-from rdzv.agent.kept import KeptPlacement, KeptState
-from rdzv.agent.launch import Launch
-from rdzv.agent.logs import Written
-from rdzv.agent.placements import Placements
-from rdzv.agent.run_folders import RunFolders
-from rdzv.agent.submitted import Placed, Surroundings
+from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.handover_state import KeptPlacement, KeptState
+from rdzv.agent.inventory.health import Health, describe
+from rdzv.agent.launch.launch import Launch
+from rdzv.agent.node import placements as module
+from rdzv.agent.node.placements import Placements
+from rdzv.agent.output.run_files import Written
+from rdzv.agent.output.run_folders import RunFolders
+from rdzv.agent.server_link.placed_jobs import Placed, Surroundings
+from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.core.placement import Gpu, Resources

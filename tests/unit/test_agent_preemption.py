@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import preemption as module
-from rdzv.agent.preemption import Preemption, heeded
+from rdzv.agent.inventory import preemption as module
+from rdzv.agent.inventory.preemption import Preemption, heeded
 
 PATIENCE_S = 100.0
 

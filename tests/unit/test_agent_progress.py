@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import progress, watches
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.progress import WINDOW_MS, Pace, ProgressFiles, RankProgress, Report, read_step
+from rdzv.agent.observers import progress_files
+from rdzv.agent.observers.progress_files import (
+    WINDOW_MS,
+    Pace,
+    ProgressFiles,
+    RankProgress,
+    Report,
+    read_step,
+)
+from rdzv.agent.system import file_watches
 
 DEADLINE_S = 100.0
 ROOT = Path(__file__).parents[2]
@@ -58,7 +66,7 @@ def test_anything_else_is_no_step(content: bytes) -> None:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(progress).failed == 0
+    assert doctest.testmod(progress_files).failed == 0
 
 
 # ---------------------------------------------------------------------- rates
@@ -131,7 +139,7 @@ class Desk:
 @pytest.fixture(name="desk")
 async def _desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(progress, "INTERVAL_MS", 1)
+    monkeypatch.setattr(progress_files, "INTERVAL_MS", 1)
     made = Desk()
     yield made
     made.files.close()
@@ -200,7 +208,7 @@ async def test_what_is_said_again_is_the_last_word_and_its_age(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = 1_000_000
-    monkeypatch.setattr(progress, "_now_ms", lambda: now_ms)
+    monkeypatch.setattr(progress_files, "_now_ms", lambda: now_ms)
     desk.files.open_round(line(), 2)
     desk.files.say_again()
     assert not desk.said
@@ -279,7 +287,7 @@ async def test_however_often_it_is_written_it_is_said_once_in_a_while(
     """The first is said at once, and whatever follows when its time has come."""
     desk = Desk()
     now_ms = 50_000
-    monkeypatch.setattr(progress, "_now_ms", lambda: now_ms)
+    monkeypatch.setattr(progress_files, "_now_ms", lambda: now_ms)
     delays: list[float] = []
     call_later = asyncio.get_running_loop().call_later
 
@@ -305,8 +313,8 @@ async def test_without_inotify_files_are_looked_at(
     def refuse() -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(watches, "_inotify_init", refuse)
-    monkeypatch.setattr(watches, "_FALLBACK_POLL_S", 0.001)
+    monkeypatch.setattr(file_watches, "_inotify_init", refuse)
+    monkeypatch.setattr(file_watches, "_FALLBACK_POLL_S", 0.001)
     desk.files.open_round(line(), 1)
     for step in range(3):
         desk.path(0).write_text(str(step))
@@ -328,10 +336,10 @@ async def test_without_a_place_workers_run_all_the_same(
 
 
 def test_what_is_said_becomes_a_message() -> None:
-    from rdzv.agent import wire
+    from rdzv.agent.server_link import encoding
 
     report = Report("feed", 3, (RankProgress(4, 1_204, 300, 14.25),))
-    said = wire.progress(report, "job-7").progress
+    said = encoding.progress(report, "job-7").progress
     assert (said.rdzv_id, said.run, said.round) == ("job-7", "feed", 3)
     (one,) = said.ranks
     assert (one.rank, one.step, one.age_ms, one.rate) == (4, 1_204, 300, 14.25)

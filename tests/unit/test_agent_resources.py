@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.ledger import Ledger
-from rdzv.agent.resources import describe, find_gpus, find_resources, memory_bytes, parse_gpus
+from rdzv.agent.inventory.resources import (
+    describe,
+    find_gpus,
+    find_resources,
+    memory_bytes,
+    parse_gpus,
+)
+from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 
@@ -256,7 +262,7 @@ def test_the_real_module_reads_a_library(tmp_path: Path) -> None:
     command = [compiler, "-shared", "-fPIC", "-w", "-o", "libnvidia-ml.so.1", "stub.c"]
     subprocess.run(command, check=True, cwd=tmp_path)
     question = (
-        "import sys; from rdzv.agent.resources import find_gpus; "
+        "import sys; from rdzv.agent.inventory.resources import find_gpus; "
         "print(find_gpus('nvml', library=sys.argv[1], environ={}))"
     )
     library = str(tmp_path / "libnvidia-ml.so.1")

@@ -22,7 +22,7 @@ import pytest
 
 AGENT = Path(__file__).parents[2] / "agent" / "rdzv" / "agent"
 
-OF_THE_JOB = {"torch_side", "store_host", "zygote", "zygote_hook.sitecustomize"}
+OF_THE_JOB = {"torch_side", "store_host", "zygote", "sitecustomize"}
 """These run in processes of the job's own, which are its account before they do anything."""
 
 GUARDS = {"acting_as", "started_as"}
@@ -71,10 +71,10 @@ REASONS: dict[str, tuple[str, ...]] = {
     "it is of the kernel's: /proc, /sys or /dev/null, by numbers and names that no job gives": (
         "__main__._set_up: os.open",
         "adoption._boot_id: _BOOT_ID.read_text",
-        "former.Runners._started_at: "
+        "previous_runners.Runners._started_at: "
         "(self._proc / 'sys' / 'kernel' / 'random' / 'boot_id').read_text",
-        "former.Runners._started_at: (self._proc / str(pid) / 'stat').read_bytes",
-        "hangs._switches: Path(f'/proc/{pid}/status').read_text",
+        "previous_runners.Runners._started_at: (self._proc / str(pid) / 'stat').read_bytes",
+        "hang_watch._switches: Path(f'/proc/{pid}/status').read_text",
         "numa._Machine._text: (self.sysfs / path).read_text",
         "numa._Machine.core_complex_of: (self.sysfs / f'devices/system/cpu/cpu{cpu}/cache').glob",
         "numa._Machine.nodes: (self.sysfs / 'devices/system/node').glob",
@@ -91,13 +91,13 @@ REASONS: dict[str, tuple[str, ...]] = {
         "runner.children_of: Path(f'/proc/{pid}/task/{task}/children').read_bytes",
         "runner.children_of: os.listdir",
         "runner.main: Path(f'/proc/self/task/{os.getpid()}/children').exists",
-        "stacks._kernel: Path(f'/proc/{pid}/stack').read_text",
-        "stacks._kernel: Path(f'/proc/{pid}/wchan').read_text",
-        "stacks._ptrace_scope: _PTRACE_SCOPE.read_text",
-        "stacks._why_not: os.stat",
-        "stacks.process_state: Path(f'/proc/{pid}/stat').read_text",
-        "strays._kill_if_marked: Path(f'/proc/{pid}/environ').read_bytes",
-        "strays._kill_marked: os.listdir",
+        "stack_sampling._kernel: Path(f'/proc/{pid}/stack').read_text",
+        "stack_sampling._kernel: Path(f'/proc/{pid}/wchan').read_text",
+        "stack_sampling._ptrace_scope: _PTRACE_SCOPE.read_text",
+        "stack_sampling._why_not: os.stat",
+        "stack_sampling.process_state: Path(f'/proc/{pid}/stat').read_text",
+        "leaked_processes._kill_if_marked: Path(f'/proc/{pid}/environ').read_bytes",
+        "leaked_processes._kill_marked: os.listdir",
         "tee._own_console: os.open",
         "xid.Lifted._boot: self._boot_id.read_text",
         "xid.read_records: os.open",
@@ -113,11 +113,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "daemon._own_directories: path.mkdir",
         "daemon._remove_leftovers: runtime_dir.glob",
         "daemon.locked: open_untrusted",
-        "former.Runners._former: self._folder.iterdir",
-        "former.Runners._is_it: path.read_text",
-        "former.Runners.forget: (self._folder / str(pid)).unlink",
-        "former.Runners.note: (self._folder / str(pid)).write_text",
-        "former.Runners.note: self._folder.mkdir",
+        "previous_runners.Runners._former: self._folder.iterdir",
+        "previous_runners.Runners._is_it: path.read_text",
+        "previous_runners.Runners.forget: (self._folder / str(pid)).unlink",
+        "previous_runners.Runners.note: (self._folder / str(pid)).write_text",
+        "previous_runners.Runners.note: self._folder.mkdir",
         "run_folders.RunFolders._make_for: folder.chmod",
         "run_folders.RunFolders._make_for: path.lstat",
         "run_folders.RunFolders._make_for: path.mkdir",
@@ -132,30 +132,30 @@ REASONS: dict[str, tuple[str, ...]] = {
         "runner.listen_at: listener.bind",
         "runner.short_path: os.open",
         "runner_link._connect: asyncio.get_running_loop().sock_connect",
-        "trees._Place.__enter__: os.open",
+        "folder_trees._Place.__enter__: os.open",
         "xid.Lifted.lift: temporary.replace",
         "xid.Lifted.lift: temporary.write_text",
         "xid.Lifted.number: self._file.read_text",
     ),
     "it was made this moment in a directory of the agent's own, and is then given away": (
-        "progress.ProgressFiles.open_round: os.chown",
-        "progress.ProgressFiles.open_round: tempfile.mkdtemp",
+        "progress_files.ProgressFiles.open_round: os.chown",
+        "progress_files.ProgressFiles.open_round: tempfile.mkdtemp",
         "run_folders.RunFolders._make_for: os.chown",
     ),
     "whoever configures the agent, or starts rdzvrun, has named it": (
-        "agent_config._check_passable: os.path.lexists",
-        "agent_config._check_passable: place.stat",
-        "agent_config._check_python: shutil.which",
-        "agent_config._place: Path(os.environ.get(of_user) or else_).expanduser",
-        "agent_config.check_state_dir: os.path.lexists",
-        "agent_config.check_state_dir: tempfile.TemporaryFile",
+        "agent_settings._check_passable: os.path.lexists",
+        "agent_settings._check_passable: place.stat",
+        "agent_settings._check_python: shutil.which",
+        "agent_settings._place: Path(os.environ.get(of_user) or else_).expanduser",
+        "agent_settings.check_state_dir: os.path.lexists",
+        "agent_settings.check_state_dir: tempfile.TemporaryFile",
         "backends._can_bind: probe.bind",
         "daemon.check_own: Path('/').lstat",
         "daemon.check_own: path.resolve",
         "daemon.check_own: place.lstat",
         "daemon.check_own: place.parent.stat",
-        "errors.write_error: path.parent.mkdir",
-        "errors.write_error: path.write_text",
+        "error_files.write_error: path.parent.mkdir",
+        "error_files.write_error: path.write_text",
         "health_checks.Command.look: find_program",
         "health_checks.Command.look: start_spared",
         "health_checks.Disk.look: os.statvfs",
@@ -163,8 +163,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "preemption._read: os.open",
         "preemption._run: find_program",
         "preemption._run_into: start_spared",
-        "stacks.find_py_spy: os.access",
-        "stacks.find_py_spy: shutil.which",
+        "stack_sampling.find_py_spy: os.access",
+        "stack_sampling.find_py_spy: shutil.which",
     ),
     "only what has a console is teed: `Output.console` is false for submitted jobs": (
         "tee.Tee.duplicate: os.open",
@@ -190,11 +190,11 @@ REASONS: dict[str, tuple[str, ...]] = {
         "snapshot.look: entry.stat",
         "snapshot.look: os.scandir",
         "snapshot.look: path.stat",
-        "trees._Level.__init__: os.scandir",
+        "folder_trees._Level.__init__: os.scandir",
     ),
     "it has this name, and opens no file itself": (
-        "driver.JobDriver.get_ready: self._witness.open",
-        "driver.JobDriver.prepare: self._witness.open",
+        "job_driver.JobDriver.get_ready: self._witness.open",
+        "job_driver.JobDriver.prepare: self._witness.open",
         "witness.Witness.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: nothing is in it.
@@ -202,7 +202,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "py-spy traces a worker: as its account it would need a capability of root's all the same "
     "(kernel.yama.ptrace_scope), and be in the job's hands; docs/run-as.md says so": (
-        "stacks._run: start_spared",
+        "stack_sampling._run: start_spared",
     ),
 }
 """Why these need not be done as an account."""
@@ -379,7 +379,7 @@ def last_words(expression: ast.expr) -> Iterator[str]:
 def sources() -> dict[str, str]:
     found = {}
     for path in sorted(AGENT.rglob("*.py")):
-        name = ".".join(path.relative_to(AGENT).with_suffix("").parts)
+        name = path.stem if path.stem != "__init__" else path.parent.name
         if name not in OF_THE_JOB:
             found[name] = path.read_text()
     return found
@@ -449,7 +449,7 @@ def test_every_path_is_handled_as_an_account_or_has_a_reason_not_to_be() -> None
     assert not gone, f"these stand in REASONS, and are done as an account or not at all: {gone}"
 
 
-PROGRESS = "progress"
+PROGRESS = "progress_files"
 PLACE = "    def say_again(self)"
 
 
@@ -481,9 +481,9 @@ def test_a_path_that_is_added_without_an_account_is_found(added: str, found: str
     more = unguarded(texts) - unguarded()
     if found is None:
         # It is used by one more that has no rights but root's, so what it does is found now.
-        assert set(more) == {"progress._content: open_untrusted"}
+        assert set(more) == {"progress_files._content: open_untrusted"}
     else:
-        assert set(more) == {f"progress.ProgressFiles.added: {found}"}
+        assert set(more) == {f"progress_files.ProgressFiles.added: {found}"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.core.model import Assignment
-from rdzv.agent.launch import NO_FILES, Output
-from rdzv.agent.logs import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
-from rdzv.agent.run_folders import INDEX, RunFolders, folder_name
+from rdzv.agent.launch.launch import NO_FILES, Output
+from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written, usual_output
+from rdzv.agent.output.run_folders import INDEX, RunFolders, folder_name
 
 DAY = 86_400.0
 NOW = time.time()

@@ -14,19 +14,20 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rdzv.agent import server_link, wire
 from rdzv.agent.core import events
-from rdzv.agent.launch import NO_FILES
-from rdzv.agent.logs import RoundOutput, WorkerOutput, Written
-from rdzv.agent.runner import boottime_ms
-from rdzv.agent.server_link import FINAL_REFUSALS, Identity, ServerLink
-from rdzv.agent.stacks import StacksAsked
-from rdzv.agent.submitted import Holding, Placed
+from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.observers.stack_sampling import StacksAsked
+from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
+from rdzv.agent.runner.runner import boottime_ms
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link import link as server_link
+from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
+from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Result
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
-from rdzv.stream import Backoff
+from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
@@ -811,7 +812,7 @@ def written(folder: Path, text: str) -> Written:
     found = Written()
     output = WorkerOutput(path, None, error=NO_FILES)
     line = pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, rank_first=4)
-    completed = wire.event(pb.ServerMessage(round_completed=line), now_ms=0)
+    completed = encoding.event(pb.ServerMessage(round_completed=line), now_ms=0)
     assert isinstance(completed, events.RoundCompleted)
     found.begin(completed.assignment, RoundOutput((output,), {}))
     return found

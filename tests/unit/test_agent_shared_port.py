@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rdzv.agent import shared_port
-from rdzv.agent.hosting import serving_itself
-from rdzv.agent.shared_port import shared
-from rdzv.endpoints import Endpoint
+from rdzv.agent.node import shared_port
+from rdzv.agent.node.server_hosting import serving_itself
+from rdzv.agent.node.shared_port import shared
 from rdzv.errors import InvalidRequestError
-from rdzv.meeting import listen_at
+from rdzv.transport.addresses import listen_at
+from rdzv.transport.endpoints import Endpoint
 
 GRPC = b"PRI * HTTP/2.0\r\n"
 STORE = b"\x00\x01\x02\x03"

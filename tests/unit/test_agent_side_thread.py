@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.side_thread import Aside, find_program, in_time
+from rdzv.agent.system.side_thread import Aside, find_program, in_time
 
 PATIENCE_S = 100.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import snapshot
-from rdzv.agent.snapshot import Sight, Snapshot, look
+from rdzv.agent.observers import snapshot
+from rdzv.agent.observers.snapshot import Sight, Snapshot, look
 
 DEADLINE_S = 100.0
 

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import stacks
-from rdzv.agent.stacks import StackAnswers, StacksAsked, Target, parse_dump, process_state, take_all
+from rdzv.agent.observers import stack_sampling
+from rdzv.agent.observers.stack_sampling import (
+    StackAnswers,
+    StacksAsked,
+    Target,
+    parse_dump,
+    process_state,
+    take_all,
+)
 from rdzv.core.stacks import WorkerStack
 
 ASKED = StacksAsked(5, "job-7", "run-1", 2, 10_000)
@@ -47,7 +54,7 @@ def _py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A py-spy that does what its test writes into it."""
     program = tmp_path / "py-spy"
     program.touch(0o755)
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(program))
+    monkeypatch.setattr(stack_sampling, "find_py_spy", lambda: str(program))
     return program
 
 
@@ -77,10 +84,10 @@ def test_long_ones_are_cut_and_the_main_thread_never_is() -> None:
     many = [thread(f"t{number}", number, frames=500) for number in range(200)]
     found = parse_dump(dump(*many), pid=199)
     assert found[0].name == "t199"
-    assert all(len(t.frames) == stacks.MAX_FRAMES for t in found)
-    assert len(found) <= stacks.MAX_THREADS
+    assert all(len(t.frames) == stack_sampling.MAX_FRAMES for t in found)
+    assert len(found) <= stack_sampling.MAX_THREADS
     said = sum(len(f.name) + len(f.file) for t in found[1:] for f in t.frames)
-    assert said <= stacks.MAX_BYTES
+    assert said <= stack_sampling.MAX_BYTES
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ async def test_what_is_no_python_is_told_by_the_kernel() -> None:
 async def test_without_py_spy_a_note_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    monkeypatch.setattr(stack_sampling, "find_py_spy", lambda: None)
     (found,) = await take(sleeper.pid)
     assert "pip install py-spy" in found.note
 
@@ -175,7 +182,7 @@ async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
 ) -> None:
     write(py_spy, '#!/bin/sh\necho "Error: Permission denied" >&2\nexit 1\n')
     write(tmp_path / "ptrace_scope", scope)
-    monkeypatch.setattr(stacks, "_PTRACE_SCOPE", tmp_path / "ptrace_scope")
+    monkeypatch.setattr(stack_sampling, "_PTRACE_SCOPE", tmp_path / "ptrace_scope")
     owner = os.getuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner or 4711)
     if owner == 0:
@@ -192,7 +199,7 @@ async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
 async def test_one_that_takes_too_long_costs_no_more_than_its_time(
     py_spy: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "PY_SPY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stack_sampling, "PY_SPY_TIMEOUT_S", 0.2)
     write(py_spy, "#!/bin/sh\nexec sleep 600\n")
     (found,) = await take(sleeper.pid)
     assert (found.threads, found.note) == ((), "py-spy: py-spy took longer than 0.2 s")
@@ -240,7 +247,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
     def fail(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(stacks, "process_state", fail)
+    monkeypatch.setattr(stack_sampling, "process_state", fail)
     answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))
     assert said == [(5, 0, True, "a bug of its agent: RuntimeError('boom')")]
@@ -257,7 +264,7 @@ async def test_those_who_ask_too_often_hear_so(
         said.append(error)
 
     answers = StackAnswers(say)
-    for _ in range(stacks.MAX_ASKED + 1):
+    for _ in range(stack_sampling.MAX_ASKED + 1):
         answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))
     assert said == ["this node looks at its workers 8 times already"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import strays
-from rdzv.agent.strays import RUNNER, kill_strays, mark_of
+from rdzv.agent.handover import leaked_processes
+from rdzv.agent.handover.leaked_processes import RUNNER, kill_strays, mark_of
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(strays.signal, "pidfd_send_signal", lambda *_: None)
+    monkeypatch.setattr(leaked_processes.signal, "pidfd_send_signal", lambda *_: None)
     with started(**{RUNNER: "c3"}) as process:
         assert kill_strays("c3", timeout_s=0.1) == 1
         assert f"SIGKILL does not end 1 stray of a dead runner: pid {process.pid}" in caplog.text

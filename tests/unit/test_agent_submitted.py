@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import submitted
-from rdzv.agent.launch import NO_FILES
-from rdzv.agent.submitted import (
+from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.server_link import placed_jobs
+from rdzv.agent.server_link.placed_jobs import (
     SERVER_TIMEOUT_MS,
     Placed,
     Share,
@@ -130,7 +130,7 @@ async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
         asked.append((kind, python, environ["CUDA_VISIBLE_DEVICES"]))
         return 2
 
-    monkeypatch.setattr(submitted, "ask_count_devices", count)
+    monkeypatch.setattr(placed_jobs, "ask_count_devices", count)
     share = Share(("GPU-a", "GPU-b"), tmp_path)
     launch = await make_launch(placed("--nproc-per-node=gpu", "a.py"), AROUND, share)
     assert asked == [("gpu", sys.executable, "GPU-a,GPU-b")]

@@ -3,8 +3,8 @@
 import signal
 
 from rdzv.agent.core.model import Assignment, NodeFailure, Outcome
-from rdzv.agent.fates import LocalRound, NodeOutcome, Stop, WorkerFate
-from rdzv.agent.summary import ranges, summary
+from rdzv.agent.workers.fates import LocalRound, NodeOutcome, Stop, WorkerFate
+from rdzv.agent.workers.summary import ranges, summary
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
 LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)

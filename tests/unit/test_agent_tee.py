@@ -13,9 +13,9 @@ from select import PIPE_BUF
 
 import pytest
 
-from rdzv.agent import tee as tee_module
-from rdzv.agent import watches as watches_module
-from rdzv.agent.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
+from rdzv.agent.output import tee as tee_module
+from rdzv.agent.output.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
+from rdzv.agent.system import file_watches as watches_module
 from rdzv.errors import InvalidRequestError
 
 LONG_S = 10.0

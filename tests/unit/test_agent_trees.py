@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import trees
-from rdzv.agent.accounts import Identity
-from rdzv.agent.run_folders import RunFolders
-from rdzv.agent.trees import measure, remove_tree
+from rdzv.agent.output.run_folders import RunFolders
+from rdzv.agent.system import folder_trees
+from rdzv.agent.system.accounts import Identity
+from rdzv.agent.system.folder_trees import measure, remove_tree
 from tests.unit.accounts import ADA, needs_root, own_folder, passable_folder
 
 DAY = 86_400.0
@@ -130,7 +130,7 @@ def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
     (top / "a" / "b").mkdir(parents=True)
     outside.mkdir()
     (outside / "b").mkdir()
-    enter = trees._enter
+    enter = folder_trees._enter
 
     def move(folder: int, name: str, status: os.stat_result, *, pry: bool = False) -> int:
         inner = enter(folder, name, status, pry=pry)
@@ -138,7 +138,7 @@ def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
             (top / "a" / "b").rename(outside / "moved")
         return inner
 
-    monkeypatch.setattr(trees, "_enter", move)
+    monkeypatch.setattr(folder_trees, "_enter", move)
     with pytest.raises(OSError, match="moved meanwhile"):
         remove_tree(top)
     assert sorted(path.name for path in outside.iterdir()) == ["b", "moved"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import watches as module
-from rdzv.agent.side_thread import in_thread
-from rdzv.agent.watches import Watches
+from rdzv.agent.system import file_watches as module
+from rdzv.agent.system.file_watches import Watches
+from rdzv.agent.system.side_thread import in_thread
 
 PATIENCE_S = 100.0
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from rdzv.agent import wire
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.model import (
     AgentState,
@@ -13,7 +12,8 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.agent.submitted import Holding, Placed
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core import commands as asked
 from rdzv.core.model import (
     Cause,
@@ -29,10 +29,10 @@ from rdzv.core.model import (
     Tally,
 )
 from rdzv.core.placement import Gpu, Resources
-from rdzv.server import wire as server_wire
-from rdzv.server.config import Limits
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import conversion as server_wire
 from rdzv.structs import field_names, replace
-from rdzv.tallies import tally_message, tally_of
+from rdzv.transport.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
 SETTINGS = Settings(
@@ -95,7 +95,7 @@ def heard(message: pb.NodeMessage) -> asked.Command:
 
 def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> None:
     say = commands.SayJoin("r1", 5, (FAILURE, KILLED))
-    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=True)
+    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=True)
     assert heard(pb.NodeMessage(join=join)) == asked.Join(
         "n1",
         12,
@@ -116,11 +116,11 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
 ) -> None:
     state = AgentState(JOB, run="r1", assignment=LINE, left_round=5, moved=moved)
     say = commands.SayJoin("r1", 5, (), moved=moved)
-    join = wire.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
+    join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     assert command.moved == moved
-    belief = wire.belief(state, OFFER, NOW_MS, refuse_reuse=False)
+    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
     *_, again = server_wire.belief_of(belief, SPEAKER, LIMITS).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
@@ -128,7 +128,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
 
 def test_the_end_of_a_job_without_progress_is_understood() -> None:
     closed = pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED, no_progress=True)
-    event = wire.event(pb.ServerMessage(closed=closed), NOW_MS)
+    event = encoding.event(pb.ServerMessage(closed=closed), NOW_MS)
     assert isinstance(event, events.RunClosed)
     assert event.no_progress
 
@@ -137,10 +137,10 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     state = AgentState(JOB, run="r1", assignment=LINE)
     secret = "0123456789abcdef"
     say = commands.SayJoin("", None, ())
-    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False, secret=secret)
+    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False, secret=secret)
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
-    belief = wire.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
+    belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
     resume = server_wire.belief_of(belief, SPEAKER, LIMITS).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
@@ -150,7 +150,7 @@ def test_a_node_that_was_fenced_says_how_long_its_workers_are_dead() -> None:
     state = AgentState(JOB, run="r1", left_round=5, fenced=True, stopping_since_ms=NOW_MS - 22_000)
     for fenced, age_ms in ((True, 22_000), (False, 0)):
         say = commands.SayJoin("r1", 5, (), fenced=fenced)
-        join = wire.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
+        join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
         command = heard(pb.NodeMessage(join=join))
         assert isinstance(command, asked.Join)
         assert (command.fenced, command.fenced_age_ms) == (fenced, age_ms)
@@ -158,13 +158,13 @@ def test_a_node_that_was_fenced_says_how_long_its_workers_are_dead() -> None:
 
 def test_a_fresh_join_names_no_round() -> None:
     say = commands.SayJoin("", None, ())
-    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
+    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
     assert heard(pb.NodeMessage(join=join)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
 
 
 def test_round_0_is_a_round_that_can_be_left() -> None:
     say = commands.SayJoin("r1", 0, ())
-    join = wire.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
+    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     assert command.left_round == 0
@@ -195,13 +195,13 @@ def test_round_0_is_a_round_that_can_be_left() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_a_report_is_heard_as_it_was_said(say: commands.SayFailed, expected: asked.Command) -> None:
-    assert heard(wire.report(say, "job-7", NOW_MS)) == expected
+    assert heard(encoding.report(say, "job-7", NOW_MS)) == expected
 
 
 @pytest.mark.parametrize("cause", LeaveCause)
 def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
     say = commands.SayLeave("r1", replace(LEAVING, cause=cause), 5)
-    command = heard(wire.report(say, "job-7", NOW_MS))
+    command = heard(encoding.report(say, "job-7", NOW_MS))
     assert isinstance(command, asked.Leave)
     assert command.cause is cause
 
@@ -209,15 +209,15 @@ def test_every_cause_to_leave_can_be_said(cause: LeaveCause) -> None:
 def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
     failure = replace(FAILURE, message="no file caf\udce9", traceback="caf\udce9")
     leaving = replace(LEAVING, reason="no folder caf\udce9")
-    fail = heard(wire.report(commands.SayFailed("r1", 5, (failure,)), "job-7", NOW_MS))
+    fail = heard(encoding.report(commands.SayFailed("r1", 5, (failure,)), "job-7", NOW_MS))
     assert isinstance(fail, asked.Fail)
     assert fail.failures[0].message == r"no file caf\udce9"
     assert fail.failures[0].traceback == r"caf\udce9"
-    leave = heard(wire.report(commands.SayLeave("r1", leaving, 5), "job-7", NOW_MS))
+    leave = heard(encoding.report(commands.SayLeave("r1", leaving, 5), "job-7", NOW_MS))
     assert isinstance(leave, asked.Leave)
     assert leave.reason == r"no folder caf\udce9"
     say = commands.SayStoreHostFailed("r1", 5, "caf\udce9")
-    store = heard(wire.report(say, "job-7", NOW_MS))
+    store = heard(encoding.report(say, "job-7", NOW_MS))
     assert isinstance(store, asked.ReportStoreHost)
     assert store.reason == r"caf\udce9"
 
@@ -286,7 +286,7 @@ BELIEFS = {
 
 
 def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
-    believed = wire.belief(state, offer, NOW_MS, refuse_reuse=False)
+    believed = encoding.belief(state, offer, NOW_MS, refuse_reuse=False)
     return pb.Belief.FromString(believed.SerializeToString())
 
 
@@ -310,18 +310,18 @@ def test_the_round_is_told_in_full_so_that_it_can_be_adopted() -> None:
     believed = belief_of(replace(IN_ROUND, phase=Phase.RUNNING))
     assert believed.round.rdzv_id == "job-7"
     told = pb.ServerMessage(round_completed=believed.round)
-    assert wire.event(told, NOW_MS) == events.RoundCompleted(LINE)
+    assert encoding.event(told, NOW_MS) == events.RoundCompleted(LINE)
 
 
 def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
     tally = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
     announced = pb.RoundCompleted(rdzv_id="job-7", run="r1", round=5)
     announced.tally.CopyFrom(tally_message(tally))
-    heard_of = wire.event(pb.ServerMessage(round_completed=announced), NOW_MS)
+    heard_of = encoding.event(pb.ServerMessage(round_completed=announced), NOW_MS)
     assert isinstance(heard_of, events.RoundCompleted)
     assert heard_of.assignment.tally == tally
     state = replace(IN_ROUND, assignment=heard_of.assignment, phase=Phase.RUNNING)
-    believed = wire.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
+    believed = encoding.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
     assert tally_of(believed.round.tally) == Tally(tally.spent, (75_000, 6_000))
     # What is said again of the same round is no other round.
     assert heard_of.assignment == replace(heard_of.assignment, tally=None, heard_at_ms=0)
@@ -438,10 +438,10 @@ def test_what_the_server_says_becomes_an_event(
     message: pb.ServerMessage, expected: events.Event | None
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
-    assert wire.event(message, NOW_MS) == expected
+    assert encoding.event(message, NOW_MS) == expected
     of_the_node = {"welcome", "heard", "lease", "log_credit", "look_again", "drain", "undrain"}
     about_the_node = message.WhichOneof("body") in of_the_node
-    assert wire.rdzv_id_of(message) == ("" if about_the_node else "job-7")
+    assert encoding.rdzv_id_of(message) == ("" if about_the_node else "job-7")
 
 
 def test_every_message_of_the_server_is_known() -> None:
@@ -472,14 +472,14 @@ def test_what_was_submitted_arrives_whole() -> None:
         gpus_per_node=0,
         local_world_size=4,
     )
-    assert wire.placed(message) == Placed("job-7", "r1", spec)
+    assert encoding.placed(message) == Placed("job-7", "r1", spec)
     message.spec.ClearField("gpus_per_node")
-    assert wire.placed(message).spec.gpus_per_node is None
+    assert encoding.placed(message).spec.gpus_per_node is None
 
 
 def test_what_a_node_has_and_holds_is_said_in_full() -> None:
     has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
-    assert wire.resources(has) == pb.Resources(
+    assert encoding.resources(has) == pb.Resources(
         cpus=8,
         memory_bytes=64,
         gpus=[pb.Gpu(uuid="GPU-a", name="H100", memory_bytes=80)],
@@ -487,17 +487,17 @@ def test_what_a_node_has_and_holds_is_said_in_full() -> None:
         capacity=2,
         topology="rack-1",
     )
-    assert wire.holdings([Holding("job-7", "r1", 4)]) == pb.Holdings(
+    assert encoding.holdings([Holding("job-7", "r1", 4)]) == pb.Holdings(
         holdings=[pb.Holding(rdzv_id="job-7", run="r1", gpus=4)]
     )
-    declined = wire.declined("job-7", "r1", "no folder \udcff").declined
+    declined = encoding.declined("job-7", "r1", "no folder \udcff").declined
     assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no folder \\udcff")
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
     told = pb.ServerMessage(round_ended=pb.RoundEnded(cause=pb.Cause.Value(cause.name)))
-    event = wire.event(told, NOW_MS)
+    event = encoding.event(told, NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.cause is cause
 
@@ -505,18 +505,18 @@ def test_every_cause_of_an_end_is_understood(cause: Cause) -> None:
 @pytest.mark.parametrize("result", Result)
 def test_every_result_is_understood(result: Result) -> None:
     told = pb.ServerMessage(closed=pb.Closed(result=pb.Result.Value(f"RESULT_{result.name}")))
-    event = wire.event(told, NOW_MS)
+    event = encoding.event(told, NOW_MS)
     assert isinstance(event, events.RunClosed)
     assert event.result is result
 
 
 def test_the_unheard_of_is_no_obstacle() -> None:
-    assert wire.event(pb.ServerMessage(), NOW_MS) is None
-    assert wire.rdzv_id_of(pb.ServerMessage()) == ""
+    assert encoding.event(pb.ServerMessage(), NOW_MS) is None
+    assert encoding.rdzv_id_of(pb.ServerMessage()) == ""
     odd = pb.RoundEnded(cause=4711, reason="new")  # type: ignore[arg-type]
-    event = wire.event(pb.ServerMessage(round_ended=odd), NOW_MS)
+    event = encoding.event(pb.ServerMessage(round_ended=odd), NOW_MS)
     assert isinstance(event, events.RoundEnded)
     assert event.reason == "new"
-    closed = wire.event(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
+    closed = encoding.event(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
     assert isinstance(closed, events.RunClosed)
     assert closed.result is Result.FAILED

@@ -10,10 +10,10 @@ import pytest
 
 from rdzv.agent.core import begin, events, step
 from rdzv.agent.core.model import AgentState, Assignment, Job, NodeFailure
-from rdzv.agent.event_log import EventLog
-from rdzv.agent.fates import NodeOutcome, Stop
-from rdzv.agent.launch import EventSink, Launch
-from rdzv.agent.witness import Witness
+from rdzv.agent.launch.launch import EventSink, Launch
+from rdzv.agent.workers.event_log import EventLog
+from rdzv.agent.workers.fates import NodeOutcome, Stop
+from rdzv.agent.workers.witness import Witness
 from rdzv.core.model import Cause, Result, Settings
 
 LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)

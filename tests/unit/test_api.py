@@ -27,18 +27,18 @@ from rdzv.core.model import JobState
 from rdzv.core.rendezvous import vacant
 from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
-from rdzv.server import feeds as feeds_module
-from rdzv.server.config import Config, Limits, Listen
-from rdzv.server.driver import Driver
-from rdzv.server.feeds import Reader
-from rdzv.server.http import Serving, serving_http
+from rdzv.server.http import feeds as feeds_module
+from rdzv.server.http.feeds import Reader
+from rdzv.server.http.listener import Serving, serving_http
+from rdzv.server.http.openapi import PREFIX, document, operations
+from rdzv.server.http.page import FOLDER, POLICY
+from rdzv.server.http.views import Shown
 from rdzv.server.messages import Hung, LogPiece, Progress, RankProgress, ReadLog, TakeStacks
-from rdzv.server.metrics import Metrics
-from rdzv.server.openapi import PREFIX, document, operations
-from rdzv.server.page import FOLDER, POLICY
-from rdzv.server.replica import Replica
-from rdzv.server.shown import Shown
-from rdzv.server.streams import Stream
+from rdzv.server.replication.replica import Replica
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
 
@@ -203,7 +203,7 @@ async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
 
 async def test_the_documents_are_those_of_rdzvctl() -> None:
     """Both call the same function; what differs would be the value."""
-    from rdzv.ctl import as_json
+    from rdzv.view import as_json
 
     async with asked() as s:
         await s.pair()

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from served import served
 
 from rdzv.core.stacks import Report
-from rdzv.server.config import Limits
-from rdzv.server.openapi import PREFIX, document, operations
+from rdzv.server.http.openapi import PREFIX, document, operations
+from rdzv.server.settings.config import Limits
 
 if TYPE_CHECKING:
     from schemathesis import GenerationMode

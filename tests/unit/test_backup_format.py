@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.model import Membership, Settings
-from rdzv.ctl.backup import new_file
+from rdzv.ctl.backup_file import new_file
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.service import CHUNK_BYTES, _in_chunks
+from rdzv.server.rpc.service import CHUNK_BYTES, _in_chunks
 from rdzv.stores import backup
 from rdzv.stores.base import DOCUMENT_BYTES, Record, Stored
 from rdzv.stores.memory import MemoryStore

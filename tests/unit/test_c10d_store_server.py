@@ -17,8 +17,8 @@ from rdzv.c10d import facade, store_server
 from rdzv.c10d.facade import serving_c10d
 from rdzv.c10d.store_server import Looks
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.settings.config import Config, Listen
 
 
 class FakeStore:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from rdzv.c10d import watch
+from rdzv.c10d import observations
+from rdzv.c10d.observations import GIVEN_UP_MS, KEEP_ALIVE_MS, STALE_MS, Watch
 from rdzv.c10d.unpickle import Node, State
-from rdzv.c10d.watch import GIVEN_UP_MS, KEEP_ALIVE_MS, STALE_MS, Watch
 from rdzv.core.explain import JobView
 
 N1, N2, N3, N4 = (Node(f"h{i}", 100 + i, 0) for i in (1, 2, 3, 4))
@@ -161,7 +161,7 @@ def test_jobs_that_are_gone_are_shown_no_more() -> None:
 
 
 def test_the_oldest_closed_jobs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MOST_CLOSED", 2)
+    monkeypatch.setattr(observations, "MOST_CLOSED", 2)
     seen = Watch()
     seen.take({"runs": state(N1)}, (), 0)
     for number in range(4):

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tls_files import Files
 
-from rdzv.certificates import check_authorities, check_pair, read_certificate, stamp_of
 from rdzv.errors import InvalidRequestError
+from rdzv.transport.certificates import check_authorities, check_pair, read_certificate, stamp_of
 
 
 def signed(

@@ -25,7 +25,7 @@ from rdzv.errors import (
     UnknownJobError,
     short,
 )
-from rdzv.stream import Attempts, Backoff, Rota, error_from_status
+from rdzv.transport.node_stream import Attempts, Backoff, Rota, error_from_status
 from rdzv.v1 import rdzv_pb2 as pb
 
 

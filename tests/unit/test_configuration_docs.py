@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent import agent_config
-from rdzv.knobs import Kind, Knob, Knobs, as_markdown
-from rdzv.server import configuration
+from rdzv.agent.app import agent_settings
+from rdzv.server.settings import server_settings
+from rdzv.settings.toml_settings import Kind, Knob, Knobs, as_markdown
 
 PATH = Path(__file__).parents[2] / "docs" / "configuration.md"
-ALL = [configuration.KNOBS, agent_config.KNOBS]
+ALL = [server_settings.KNOBS, agent_settings.KNOBS]
 
 
 def every_knob(knobs: Knobs) -> list[Knob]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.certificates import check_pair, read_certificate
 from rdzv.ctl.__main__ import run
+from rdzv.transport.certificates import check_pair, read_certificate
 
 
 def certs(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:

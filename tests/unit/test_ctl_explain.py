@@ -13,12 +13,12 @@ from stories import STORIES, crashing, fenced, many_nodes, told
 from test_ctl import control, server  # noqa: F401
 from test_metrics import history
 
-from rdzv.answers import Event
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.explain import FIRST, LAST, explain
-from rdzv.ctl.life import runs_of
-from rdzv.ctl.spans import Phase, spans_of
+from rdzv.ctl.explain_text import FIRST, LAST, explain
 from rdzv.structs import replace
+from rdzv.view.answers import Event
+from rdzv.view.life import runs_of
+from rdzv.view.spans import Phase, spans_of
 
 GOLDEN = Path(__file__).with_name("golden") / "explain"
 

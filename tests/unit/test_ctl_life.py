@@ -7,15 +7,15 @@ import typing
 import pytest
 from test_driver import every_event
 
-from rdzv.answers import Event
 from rdzv.core import events
 from rdzv.core.model import Cause
-from rdzv.ctl import life
-from rdzv.server import observe
+from rdzv.server.telemetry import event_lines
+from rdzv.view import life
+from rdzv.view.answers import Event
 
 
 def line(event: events.Event) -> Event:
-    return Event(0, "run-1", type(event).__name__, observe.describe(event))
+    return Event(0, "run-1", type(event).__name__, event_lines.describe(event))
 
 
 def test_what_is_read_is_what_there_is() -> None:

@@ -19,7 +19,6 @@ from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
 import rdzv.ctl.__main__
-from rdzv.answers import Server
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text, as_text_nodes
 from rdzv.ctl.__main__ import rdzvctl, run
@@ -27,6 +26,7 @@ from rdzv.ctl.layout import Page
 from rdzv.errors import UnknownNodeError
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import Server
 
 GOLDEN = Path(__file__).parent / "golden" / "ctl"
 PAGE = Page(width=100, colour=False, now_s=1_700_049_600.0, zone=UTC)

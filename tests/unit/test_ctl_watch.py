@@ -20,13 +20,13 @@ from fake_control import FakeControl, serving
 from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
 
 import rdzv.client
-from rdzv.answers import JobStatus
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import JobStatus
 
 GOLDEN = Path(__file__).parent / "golden" / "ctl"
 

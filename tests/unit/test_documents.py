@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.documents import Document
-from rdzv.server.jobs import Jobs
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import Document
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from rdzv import log_format
 from rdzv.core import events, rendezvous
 from rdzv.core.commands import (
     Command,
@@ -57,11 +56,10 @@ from rdzv.errors import (
     SettingsMismatchError,
     UnknownJobError,
 )
-from rdzv.server import jobs as jobs_module
-from rdzv.server import observe, told
-from rdzv.server.clock import Timer
-from rdzv.server.config import Config, Limits, Listen
-from rdzv.server.driver import Driver
+from rdzv.runtime import log_format
+from rdzv.runtime.clock import Timer
+from rdzv.server.engine import announcements as told
+from rdzv.server.engine import jobs as jobs_module
 from rdzv.server.messages import (
     Belief,
     Closed,
@@ -80,7 +78,10 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -1617,7 +1618,7 @@ def every_event() -> list[events.Event]:
 def test_every_event_has_words_on_one_line() -> None:
     assert {type(event) for event in every_event()} == set(typing.get_args(events.Event))
     for event in every_event():
-        text = observe.describe(event)
+        text = event_lines.describe(event)
         assert text
         assert text.isprintable()
 
@@ -1627,16 +1628,16 @@ def test_a_round_is_told_in_one_line_however_large() -> None:
     for number in range(12):
         state = step(state, a_join(f"n{number:02}", settings=Settings(12, 12)))
     assert state.membership.round is not None
-    text = observe.describe(events.RoundCompleted(state.membership.round))
+    text = event_lines.describe(events.RoundCompleted(state.membership.round))
     assert text.startswith("round 0 complete: n00=0..1 n01=2..3 ")
     assert text.endswith("n07=14..15 and 4 more nodes, world_size 24, MASTER 10.0.0.1:4711")
 
 
 def test_log_and_history_use_the_same_words(caplog: pytest.LogCaptureFixture) -> None:
     happened = every_event()
-    rows = observe.records("job-7", "run-1", happened, 5)
+    rows = event_lines.records("job-7", "run-1", happened, 5)
     with caplog.at_level(logging.INFO, "rdzv.events"):
-        observe.publish(rows, happened)
+        event_lines.publish(rows, happened)
     assert [r.getMessage() for r in caplog.records] == [f"job-7: {row.text}" for row in rows]
     line = log_format.JsonFormatter().format(caplog.records[0])
     assert '"rdzv_id": "job-7", "run": "run-1", "event": "RunBegan"' in line

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from rdzv.answers import Event
+from rdzv.view.answers import Event
 from tests.faults import __main__ as main
 from tests.faults import checker, history, sources
 from tests.faults.catalogue import CATALOGUE

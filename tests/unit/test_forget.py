@@ -29,16 +29,16 @@ from rdzv.core.model import (
     State,
     Submission,
 )
-from rdzv.core.past import not_after
+from rdzv.core.times_ahead import not_after
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.config import DAY_MS, Limits, Timings
-from rdzv.server.jobs import _refuse_to_forget, outlived
+from rdzv.server.engine.jobs import _refuse_to_forget, outlived
 from rdzv.server.messages import Line
+from rdzv.server.settings.config import DAY_MS, Limits, Timings
 from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace

@@ -14,13 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rdzv.errors import RendezvousStateError
-from rdzv.server import service
-from rdzv.server.clock import MonotonicClock
-from rdzv.server.config import Config, Listen, Timings
-from rdzv.server.driver import Driver
-from rdzv.server.grpc_server import grpc_server
-from rdzv.server.replica import Replica
-from rdzv.server.service import serving
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc import service
+from rdzv.server.rpc.grpc_server import grpc_server
+from rdzv.server.rpc.service import serving
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Listen, Timings
 from rdzv.stores.memory import MemoryStore
 
 LONG_S = 100

@@ -15,7 +15,7 @@ from rdzv.core.root_cause import describe_failure
 from rdzv.core.stacks import Frame, Report, Thread, WorkerStack, grouped
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 
 GATHER_MS, ANSWER_MS = 2_000, 10_000

@@ -8,7 +8,7 @@ import sys
 import pytest
 from aiohttp.http_exceptions import BadHttpMessage
 
-from rdzv.server import http
+from rdzv.server.http import listener
 
 
 def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
@@ -16,7 +16,7 @@ def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRec
     try:
         raise error
     except type(error):
-        http._log.error("Error handling request from %s", "10.0.0.5", exc_info=sys.exc_info())
+        listener._log.error("Error handling request from %s", "10.0.0.5", exc_info=sys.exc_info())
     [record] = caplog.records
     return record
 

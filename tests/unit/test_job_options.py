@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 
-from rdzv import flags
 from rdzv.core.hangs import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.job_options import (
+from rdzv.launch_options import flags
+from rdzv.launch_options.job_options import (
     MAX_COUNT,
     check_words,
     conf_bool,

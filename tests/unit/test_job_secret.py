@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from builders import Job, join
 
-from rdzv.agent.options import parse_launch
+from rdzv.agent.cli.options import parse_launch
 from rdzv.core import rendezvous
 from rdzv.core.commands import Resume
 from rdzv.errors import DeniedError, InvalidRequestError
-from rdzv.job_secret import read_secret
-from rdzv.server import wire
-from rdzv.server.config import Limits
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import conversion
 from rdzv.structs import replace
+from rdzv.transport.job_secret import read_secret
 from rdzv.v1 import rdzv_pb2 as pb
 
-SPEAKER = wire.Speaker("n1", 7)
+SPEAKER = conversion.Speaker("n1", 7)
 SECRET = "0123456789abcdef"
 
 
@@ -77,7 +77,7 @@ def read_join(secret: str, rdzv_id: str = "job-7") -> Any:
         ),
         secret=secret,
     )
-    return wire.command_of(pb.NodeMessage(join=message), SPEAKER, Limits())[1]
+    return conversion.command_of(pb.NodeMessage(join=message), SPEAKER, Limits())[1]
 
 
 def test_a_server_keeps_a_hash_that_is_good_for_one_job() -> None:

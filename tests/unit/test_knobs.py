@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rdzv.knobs
+import rdzv.settings.toml_settings
 from examples import SETTLED
 from rdzv.errors import InvalidRequestError
-from rdzv.knobs import (
+from rdzv.settings.toml_settings import (
     FILE_BYTES,
     LISTED_PROBLEMS,
     ConfigurationError,
@@ -118,7 +118,7 @@ def refused(file: Path, text: str, **given_: object) -> list[str]:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(rdzv.knobs).failed == 0
+    assert doctest.testmod(rdzv.settings.toml_settings).failed == 0
 
 
 # ------------------------------------------------------------------------------------ reading

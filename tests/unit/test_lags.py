@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rdzv.core.lags import Word, lags
+from rdzv.core.progress_lag import Word, lags
 
 
 def test_lock_step_workers_of_different_nodes_are_in_step() -> None:

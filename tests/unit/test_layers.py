@@ -81,46 +81,46 @@ RULES = (
         "**/*.py",
         never=of("rdzv.v1"),
         but=of(
-            *("server/service.py", "server/wire.py", "server/__main__.py"),
-            *("answers.py", "client.py", "stream.py", "tallies.py"),
-            # The agent's driver and node only pass on what its wire has made.
-            *("agent/wire.py", "agent/server_link.py", "agent/driver.py", "agent/node.py"),
+            *("server/rpc/service.py", "server/wire/*.py", "server/__main__.py"),
+            *("view/answers.py", "client.py", "transport/*.py"),
+            # The agent's driver and node only pass on what its link has encoded.
+            *("agent/server_link/*.py", "agent/job/job_driver.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),
             "v1/*.py",
         ),
     ),
     Rule(
-        "the driver speaks in values; who wants gRPC asks the service",
-        "server/driver.py",
-        never=of("grpc", "rdzv.v1", "rdzv.server.service", "rdzv.server.wire"),
+        "the driver speaks in values; gRPC is the service's",
+        "server/sessions/*.py",
+        never=of("grpc", "rdzv.v1", "rdzv.server.rpc", "rdzv.server.wire"),
     ),
     Rule(
         "server, agent and CLI run without torch in memory",
         "**/*.py",
         never=of("torch"),
         but=of(
-            *("agent/store_host.py", "agent/torch_side.py", "agent/zygote.py"),
+            *("agent/runner/store_host.py", "agent/runner/torch_side.py", "agent/runner/zygote.py"),
             *("torchrun.py", "torchrun/*.py", "c10d/store_server.py"),
         ),
     ),
     Rule(
-        "the runner is started by path: it starts fast, and no environment can break it",
-        "agent/runner.py",
+        "programs that are started by path start fast, and no environment can break them",
+        "agent/runner/runner.py",
         only=of(),
     ),
     Rule(
         "the CUDA driver is asked by a program that is started by path",
-        "agent/cuda.py",
+        "agent/launch/cuda.py",
         only=of(),
     ),
     Rule(
         "the zygote runs in the job's interpreter, which may have nothing of rdzv",
-        "agent/zygote*/**/*.py",
+        "agent/runner/zygote*/**/*.py",
         only=of(),
     ),
     Rule(
         "the zygote imports by itself nothing but the standard library",
-        "agent/zygote.py",
+        "agent/runner/zygote.py",
         only=of(),
     ),
     Rule(
@@ -132,7 +132,7 @@ RULES = (
     ),
     Rule(
         "what was seen of torch's jobs is told without I/O or a clock",
-        "c10d/watch.py",
+        "c10d/observations.py",
         only=of("rdzv.core", "rdzv.c10d.unpickle"),
         stdlib=False,
     ),
@@ -157,12 +157,13 @@ RULES = (
         "**/*.py",
         never=of("prometheus_client"),
         but=of(
-            *("exposition.py", "server/metrics.py", "server/c10d_metrics.py"),
-            "agent/metrics.py",
+            *("runtime/exposition.py", "server/telemetry/metrics.py"),
+            *("server/telemetry/c10d_metrics.py", "agent/node/agent_metrics.py"),
+            "agent/app/agent_metrics.py",
         ),
     ),
     Rule(
-        "certificates are made by who asks for them, and read by the TLS libraries",
+        "certificates are made for those who ask, and read by the TLS libraries",
         "**/*.py",
         never=of("cryptography"),
         but=of("ctl/authority.py"),
@@ -171,16 +172,16 @@ RULES = (
         "a server that sends no traces runs without OpenTelemetry, which is an extra",
         "**/*.py",
         never=of("opentelemetry"),
-        but=of("server/otlp.py"),
+        but=of("server/telemetry/otlp.py"),
     ),
     Rule(
         "a command line names servers, and is read without gRPC",
-        "endpoints.py",
-        only=of("rdzv.errors", "rdzv.protocol", "rdzv.structs"),
+        "transport/endpoints.py",
+        only=of("rdzv.errors", "rdzv.transport.protocol", "rdzv.structs"),
     ),
     Rule(
         "configurations are described without knowing any program",
-        "knobs.py",
+        "settings/*.py",
         only=of("rdzv.errors", "rdzv.structs"),
     ),
 )
@@ -300,11 +301,11 @@ def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
     }
     # etcd has credentials of its own.
-    assert makers == {"transport.py", "stores/etcd_client.py"}
+    assert makers == {"transport/channels.py", "stores/etcd_client.py"}
 
 
 def test_the_rules_are_about_files_that_are_there() -> None:
     names = [name for _, name in sources()]
     about = {rule.files for rule in RULES}
-    assert {"core/model.py", "server/driver.py", "agent/runner.py"} <= set(names)
+    assert {"core/model.py", "server/sessions/driver.py", "agent/runner/runner.py"} <= set(names)
     assert all(any(matches(name, files) for name in names) for files in about)

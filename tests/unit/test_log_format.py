@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from rdzv.log_format import HumanFormatter, JsonFormatter, complain, formatter_for
+from rdzv.runtime.log_format import HumanFormatter, JsonFormatter, complain, formatter_for
 
 
 def record(

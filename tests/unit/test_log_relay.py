@@ -17,8 +17,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.config import Limits
-from rdzv.server.log_relay import PIECE_COST
+from rdzv.server.diagnosis.log_relay import PIECE_COST
 from rdzv.server.messages import (
     Line,
     LogCredit,
@@ -28,7 +27,8 @@ from rdzv.server.messages import (
     LogsWanted,
     ReadLog,
 )
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 

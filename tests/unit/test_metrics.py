@@ -19,7 +19,7 @@ from test_driver import FakeClock, FlakyStore, Server, join, settle
 from test_small_scope import SETTINGS, everything_said
 
 from rdzv.c10d import unpickle as c10d
-from rdzv.c10d.watch import Watch
+from rdzv.c10d.observations import Watch
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
@@ -27,13 +27,18 @@ from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settin
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.rendezvous import step, vacant
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
-from rdzv.server.config import Config, Limits, Listen
-from rdzv.server.driver import Driver
-from rdzv.server.job_metrics import JOB_METRICS, missing_nodes, node_states, why_not_running
 from rdzv.server.messages import Progress, RankProgress
-from rdzv.server.meter import Figures
-from rdzv.server.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.telemetry.job_metrics import (
+    JOB_METRICS,
+    missing_nodes,
+    node_states,
+    why_not_running,
+)
+from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
+from rdzv.server.telemetry.metrics_hooks import Figures
 from rdzv.structs import replace
 
 GOLDEN = Path(__file__).with_name("golden") / "metrics"

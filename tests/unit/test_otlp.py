@@ -13,10 +13,10 @@ from stories import STORIES, told
 from test_traces import rows_of, unread
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server import config as config_module
-from rdzv.server.config import Config, Listen, check_otlp
-from rdzv.server.otlp import OtlpSender
-from rdzv.server.traces import TraceSpan, tracing
+from rdzv.server.settings import config as config_module
+from rdzv.server.settings.config import Config, Listen, check_otlp
+from rdzv.server.telemetry.otlp import OtlpSender
+from rdzv.server.telemetry.traces import TraceSpan, tracing
 
 CLOSE_MS = 60_000
 SPAN = TraceSpan("night", "run-1", "round 0", "", "round 0", 1_000, 2_000, {})

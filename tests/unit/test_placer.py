@@ -29,7 +29,7 @@ from rdzv.server.messages import (
     UndrainNode,
     Withdrawn,
 )
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.test_driver import FakeClock, FlakyStore, Server, read, server, settle

@@ -13,22 +13,23 @@ from control_samples import running as running_sample
 from fake_control import FakeControl, serving
 from test_driver import FakeClock, Server, read, running, server, settle
 
-from rdzv.answers import JobStatus, RankProgress
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.core.commands import Leave
 from rdzv.core.explain import JobView
 from rdzv.core.model import LeaveCause
-from rdzv.ctl import as_json, as_text, watch
+from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
-from rdzv.server import wire
-from rdzv.server.config import Config, Limits, Listen
 from rdzv.server.messages import Line, Progress
 from rdzv.server.messages import RankProgress as Said
-from rdzv.server.service import Conversation, Inbox
+from rdzv.server.rpc.service import Conversation, Inbox
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.wire import conversion
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view import as_json
+from rdzv.view.answers import JobStatus, RankProgress
 
 LIMITS = Limits(local_world_size=4)
 PAGE = Page(width=None, colour=False, now_s=1_700_049_600.0, zone=UTC)
@@ -44,9 +45,11 @@ def message(*ranks: pb.RankProgress, **changes: object) -> pb.Progress:
 
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
-    assert wire.progress_of(said, LIMITS) == Progress("job-7", "feed", 2, (Said(3, 7, 9, 1.5),))
+    assert conversion.progress_of(said, LIMITS) == Progress(
+        "job-7", "feed", 2, (Said(3, 7, 9, 1.5),)
+    )
     late = message(pb.RankProgress(age_ms=2**63))
-    assert wire.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
+    assert conversion.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_progress_is_read() -> None:
 )
 def test_what_can_not_be_is_refused(said: pb.Progress, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        wire.progress_of(said, LIMITS)
+        conversion.progress_of(said, LIMITS)
 
 
 # ---------------------------------------------------------------------- what is kept

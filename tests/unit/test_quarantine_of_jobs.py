@@ -19,10 +19,10 @@ from rdzv.core.model import Offer, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
-from rdzv.server.config import Config, Listen
-from rdzv.server.driver import Driver
 from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from tests.unit.builders import Job

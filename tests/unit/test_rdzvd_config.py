@@ -12,16 +12,16 @@ from click.testing import CliRunner
 from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
-from rdzv.knobs import Kind, load, render
-from rdzv.server import configuration
 from rdzv.server.__main__ import _reaches_etcd_by_tls, main
-from rdzv.server.config import Config, Limits, Listen, Timings
-from rdzv.server.configuration import _BOUND, KNOBS, Configuration, make_config
+from rdzv.server.settings import server_settings
+from rdzv.server.settings.config import Config, Limits, Listen, Timings
+from rdzv.server.settings.server_settings import _BOUND, KNOBS, Configuration, make_config
+from rdzv.settings.toml_settings import Kind, load, render
 
 
 @pytest.fixture(autouse=True)
 def _no_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(configuration, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
+    monkeypatch.setattr(server_settings, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
 
 def test_the_usual_file_is_read_if_it_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--check-config") == (0, "rdzvd: the configuration is in order: defaults\n")
-    monkeypatch.setattr(configuration, "DEFAULT_FILE", file)
+    monkeypatch.setattr(server_settings, "DEFAULT_FILE", file)
     file.write_text('log_level = "error"')
     assert Configuration(None, {}).config.log_level == "error"
     assert run("--check-config")[1].endswith(f"in order: {file}\n")

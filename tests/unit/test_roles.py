@@ -21,14 +21,15 @@ from test_driver import FakeClock
 
 from rdzv.core.commands import Tick
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
-from rdzv.server import access, roles, service
-from rdzv.server.callers import Role
-from rdzv.server.config import Config, Listen
-from rdzv.server.driver import Driver
-from rdzv.server.http import serving_http
-from rdzv.server.metrics import Metrics
-from rdzv.server.replica import Replica
-from rdzv.server.service import serving
+from rdzv.server.http.listener import serving_http
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc import access, service
+from rdzv.server.rpc.service import serving
+from rdzv.server.security import roles
+from rdzv.server.security.callers import Role
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Listen
+from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.v1 import rdzv_pb2 as pb
 

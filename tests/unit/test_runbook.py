@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rdzv.server.page import page_routes
+from rdzv.server.http.page import page_routes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "rendezvous" / "rdzv" / "web" / "runbook.html"

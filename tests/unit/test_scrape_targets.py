@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_driver import FlakyStore, server
 
-from rdzv.server import scrape_targets
-from rdzv.server.scrape_targets import KEPT_MS, ScrapeTargets
+from rdzv.server.telemetry import scrape_targets
+from rdzv.server.telemetry.scrape_targets import KEPT_MS, ScrapeTargets
 
 
 def test_a_node_is_listed_from_its_hello_until_an_hour_after_its_loss() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv.server.allowance import Allowance
-from rdzv.server.config import Limits, Timings
-from rdzv.server.door import Door
-from rdzv.server.service import OTHER_FILES, _connections
+from rdzv.server.http.connection_limits import Door
+from rdzv.server.rpc.rate_limit import Allowance
+from rdzv.server.rpc.service import OTHER_FILES, _connections
+from rdzv.server.settings.config import Limits, Timings
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from aiohttp import ClientError, ClientSession, TCPConnector, web
 from tls_files import Files, put
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.tls import Tls, quiet_handshakes
+from rdzv.server.security.tls import Tls, quiet_handshakes
 from rdzv.structs import replace
-from rdzv.transport import Credentials
+from rdzv.transport.channels import Credentials
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server import shelf
-from rdzv.server.config import Limits
+from rdzv.server.diagnosis import stack_archive
 from rdzv.server.messages import Stacks, TakeStacks
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 
@@ -235,23 +235,23 @@ async def test_the_oldest_makes_room_that_of_the_same_job_first() -> None:
         for number in range(1, 7):
             await keep(report(number, "flaky", at_ms=1_000 + number))
         assert await rounds("flaky", "run-1") == (3, 4, 5, 6)
-        for number in range(len(shelf.PLACES) - 4):
+        for number in range(len(stack_archive.PLACES) - 4):
             await keep(report(0, f"other-{number}", at_ms=1 + number))
         assert await rounds("flaky", "run-1") == (3, 4, 5, 6)
         await keep(report(0, "new", at_ms=9_999))
         assert await rounds("other-0", "run-1") == ()
         assert await rounds("other-1", "run-1") == (0,)
         assert await rounds("new", "run-1") == (0,)
-        assert len(await store.list_documents()) == len(shelf.PLACES)
+        assert len(await store.list_documents()) == len(stack_archive.PLACES)
 
 
 async def test_a_document_that_can_not_be_read_is_written_over() -> None:
     store = MemoryStore()
-    await store.swap_document(shelf.PLACES[0], b"{", 0)
+    await store.swap_document(stack_archive.PLACES[0], b"{", 0)
     async with server(store) as s:
         await s.driver._shelf.keep(report(3))
         assert await s.driver._shelf.find("job-7", "run-1", 3) == report(3)
-        assert await store.list_documents() == (shelf.PLACES[0],)
+        assert await store.list_documents() == (stack_archive.PLACES[0],)
 
 
 async def test_after_a_write_that_failed_the_store_is_read_anew(

@@ -9,7 +9,7 @@ from test_driver import FakeClock, Server, server
 
 from rdzv.core.stragglers import Pace, Sample, follow
 from rdzv.server.messages import Progress, RankProgress
-from rdzv.server.streams import Stream
+from rdzv.server.sessions.streams import Stream
 
 AFTER_MS = 60_000
 

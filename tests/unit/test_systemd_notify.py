@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv import systemd
+from rdzv.runtime import systemd
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from test_driver import FakeClock, settle
 
-from rdzv.certificates import read_certificate
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -21,11 +20,12 @@ from rdzv.errors import (
     UnauthenticatedError,
     UnknownTokenError,
 )
-from rdzv.server import callers, tokens
-from rdzv.server.callers import Caller, Role
-from rdzv.server.config import Config, Limits, Listen
-from rdzv.server.driver import Driver
+from rdzv.server.security import callers, tokens
+from rdzv.server.security.callers import Caller, Role
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Limits, Listen
 from rdzv.stores.memory import MemoryStore
+from rdzv.transport.certificates import read_certificate
 
 HOUR_MS = 3_600_000
 

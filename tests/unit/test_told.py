@@ -8,7 +8,7 @@ from rdzv.core.commands import Resume
 from rdzv.core.events import RunBegan
 from rdzv.core.model import Claim, Settings
 from rdzv.core.rendezvous import step
-from rdzv.server import told
+from rdzv.server.engine import announcements
 from rdzv.server.messages import Joined, Line, RoundOver
 from rdzv.structs import replace
 
@@ -28,7 +28,7 @@ def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
     assert any(isinstance(event, RunBegan) for event in transition.events)
     heard = [
         message
-        for node_id, message in told.news(before, transition.state, transition.events, 0)
+        for node_id, message in announcements.news(before, transition.state, transition.events, 0)
         if node_id == "n1"
     ]
     assert isinstance(heard[0], Joined)
@@ -43,7 +43,7 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
     claim = Claim(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
     before = job.state
     transition = step(before, Resume("n4", 1, run, 9, claim), job.now_ms)
-    heard = dict(told.news(before, transition.state, transition.events, 0))
+    heard = dict(announcements.news(before, transition.state, transition.events, 0))
     assert heard.keys() == {"n1", "n2", "n3"}
     for message in heard.values():
         assert isinstance(message, RoundOver)

@@ -10,12 +10,12 @@ import pytest
 from stories import STORIES, Told, crashing, told
 from test_metrics import history, scraped
 
-from rdzv.ctl.life import runs_of
 from rdzv.errors import RendezvousConnectionError
-from rdzv.server import traces as traces_module
-from rdzv.server.meter import Meter, Meters
-from rdzv.server.traces import Traces, TraceSpan, trace_spans, tracing
+from rdzv.server.telemetry import traces as traces_module
+from rdzv.server.telemetry.metrics_hooks import Meter, Meters
+from rdzv.server.telemetry.traces import Traces, TraceSpan, trace_spans, tracing
 from rdzv.stores.base import Record
+from rdzv.view.life import runs_of
 
 
 def rows_of(of: Told, rdzv_id: str = "job-7") -> list[Record]:

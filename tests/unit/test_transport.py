@@ -14,10 +14,10 @@ from tls_files import Files, put
 
 from rdzv.client import ControlClient, Endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
-from rdzv.server.config import TlsFiles
-from rdzv.server.tls import Tls
-from rdzv.stream import error_from_status
-from rdzv.transport import PLAIN, Credentials, handshake_trouble
+from rdzv.server.security.tls import Tls
+from rdzv.server.settings.config import TlsFiles
+from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
+from rdzv.transport.node_stream import error_from_status
 
 HERE = Endpoint("127.0.0.1", 29_400)
 THERE = Endpoint("10.0.0.5", 29_400)

@@ -19,18 +19,20 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 
-from rdzv.agent import log_reading
-from rdzv.agent import wire as agent_wire
+from rdzv.agent.output import log_reading
+from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
-from rdzv.server import config, log_relay, wire
-from rdzv.stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
+from rdzv.server.diagnosis import log_relay
+from rdzv.server.settings import config
+from rdzv.server.wire import conversion
 from rdzv.structs import as_dict
+from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).with_name("protocol")
 LIMITS = config.Limits()
-SPEAKER = wire.Speaker("n1", 7)
+SPEAKER = conversion.Speaker("n1", 7)
 KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
 
 
@@ -53,32 +55,32 @@ def meaning(message: Message) -> Any:
     assert isinstance(message, pb.NodeMessage)
     match message.WhichOneof("body"):
         case "hello":
-            beliefs = [wire.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
-            hello = as_dict(wire.hello_of(message.hello, LIMITS))
+            beliefs = [conversion.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
+            hello = as_dict(conversion.hello_of(message.hello, LIMITS))
             return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
         case "away":
-            return {"away_ms": wire.away_ms_of(message.away, LIMITS)}
+            return {"away_ms": conversion.away_ms_of(message.away, LIMITS)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
         case "log_piece":
-            piece = as_dict(wire.log_piece_of(message.log_piece, LIMITS))
+            piece = as_dict(conversion.log_piece_of(message.log_piece, LIMITS))
             return {**piece, "data": piece["data"].hex()}
         case "progress":
-            return _plain(as_dict(wire.progress_of(message.progress, LIMITS)))
+            return _plain(as_dict(conversion.progress_of(message.progress, LIMITS)))
         case "hung":
-            return _plain(as_dict(wire.hung_of(message.hung, LIMITS)))
+            return _plain(as_dict(conversion.hung_of(message.hung, LIMITS)))
         case "stacks":
-            return _plain(as_dict(wire.stacks_of(message.stacks, LIMITS)))
+            return _plain(as_dict(conversion.stacks_of(message.stacks, LIMITS)))
         case "health":
-            failing = wire.failing_of(message.health, LIMITS)
+            failing = conversion.failing_of(message.health, LIMITS)
             return {"failing": [as_dict(check) for check in failing]}
         case "draining":
-            return as_dict(wire.draining_of(message.draining, LIMITS))
+            return as_dict(conversion.draining_of(message.draining, LIMITS))
         case "holdings":
-            held = wire.holdings_of(message.holdings, LIMITS)
+            held = conversion.holdings_of(message.holdings, LIMITS)
             return {"holdings": [as_dict(holding) for holding in held]}
         case _:
-            rdzv_id, command = wire.command_of(message, SPEAKER, LIMITS)
+            rdzv_id, command = conversion.command_of(message, SPEAKER, LIMITS)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
 
 
@@ -167,14 +169,14 @@ def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
 def test_a_server_accepts_its_own_protocol_and_the_one_before(
     ours: int, accepted: list[int], refused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "PROTOCOL_VERSION", ours)
-    monkeypatch.setattr(wire, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours))
+    monkeypatch.setattr(conversion, "PROTOCOL_VERSION", ours)
+    monkeypatch.setattr(conversion, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours))
     for version in accepted:
-        wire.check_protocol(version)
+        conversion.check_protocol(version)
     for version in refused:
         older = version < accepted[0]
         with pytest.raises(InvalidRequestError) as refusal:
-            wire.check_protocol(version)
+            conversion.check_protocol(version)
         assert f"speaks protocol {version}" in str(refusal.value)
         assert str(refusal.value).endswith(f"upgrade the {'agent' if older else 'server'}")
 

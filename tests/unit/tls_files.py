@@ -10,8 +10,8 @@ import pytest
 
 from rdzv.ctl import authority
 from rdzv.ctl.authority import Authority
-from rdzv.server.config import TlsFiles
-from rdzv.transport import Credentials
+from rdzv.server.settings.config import TlsFiles
+from rdzv.transport.channels import Credentials
 
 
 class Files:

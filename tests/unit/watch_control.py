@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import grpc
 from fake_control import FakeControl
 
-from rdzv.answers import Event
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import Event
 
 NOON_S = 1_700_049_600.0
 RUN = "5f3a9c21"

@@ -13,11 +13,8 @@ from typing import NoReturn
 import click
 
 # isort: off
-from rdzv.agent import grpc_forks  # noqa: F401
 # isort: on
-
-from rdzv import systemd
-from rdzv.agent.agent_config import (
+from rdzv.agent.app.agent_settings import (
     DEFAULT_FILE,
     Config,
     check_state_dir,
@@ -26,10 +23,11 @@ from rdzv.agent.agent_config import (
 )
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
-from rdzv.agent.summary import summary
+from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
-from rdzv.knobs import render
-from rdzv.log_format import complain, formatter_for
+from rdzv.runtime import systemd
+from rdzv.runtime.log_format import complain, formatter_for
+from rdzv.settings.toml_settings import render
 from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
@@ -135,7 +133,7 @@ def _set_up(config: Config) -> None:
 async def _run(path: Path, config: Config) -> int:
     if config.launches:
         return await _take_part(config)
-    from rdzv.agent.daemon import serve
+    from rdzv.agent.app.daemon import serve
 
     try:
         await serve(path, config, _set_log_level)
@@ -154,7 +152,7 @@ def _set_log_level(level: str) -> None:
 
 async def _take_part(config: Config) -> int:
     """Take part in the jobs that the configuration names, and in no other."""
-    from rdzv.agent.node import take_part
+    from rdzv.agent.node.node import take_part
 
     with systemd.watched():
         systemd.notify("READY=1", "STATUS=takes part in the jobs of its configuration")

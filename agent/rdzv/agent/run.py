@@ -22,17 +22,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rdzv.agent.backends import Meeting
+from rdzv.agent.cli.backends import Meeting
+from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_USAGE
-from rdzv.agent.errors import write_error
-from rdzv.agent.fates import NodeOutcome
-from rdzv.agent.launch import Launch, check_startable
-from rdzv.agent.options import parse_launch
+from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner_link import StartedRunner
-from rdzv.agent.summary import summary
+from rdzv.agent.system.error_files import write_error
+from rdzv.agent.workers.fates import NodeOutcome
+from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.job_secret import read_secret
 from rdzv.structs import replace
+from rdzv.transport.job_secret import read_secret
 
 gc.freeze()
 gc.enable()
@@ -88,7 +88,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     try:
         with _without_garbage():
             # Not before the command line is known to be right.
-            from rdzv.agent.node import take_part
+            from rdzv.agent.node.node import take_part
         [outcome] = asyncio.run(
             take_part(
                 launch.job.node_id,

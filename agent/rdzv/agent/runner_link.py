@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent import runner
-from rdzv.agent.runner import (
+from rdzv.agent.runner import runner
+from rdzv.agent.runner.runner import (
     Channel,
     Identity,
     MalformedFrameError,
@@ -61,9 +61,9 @@ __all__ = [
     "sweep_orphans",
 ]
 
-log = logging.getLogger("rdzv.agent.runner")
+log = logging.getLogger("rdzv.agent.runner.runner")
 
-_STORE_HOST = Path(__file__).with_name("store_host.py")
+_STORE_HOST = Path(runner.__file__).with_name("store_host.py")
 _KILL_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
 """How long a runner that has started nothing may take to end."""

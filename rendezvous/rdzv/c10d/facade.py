@@ -22,12 +22,12 @@ from pathlib import Path
 
 import msgspec
 
+from rdzv.c10d.observations import Watch
 from rdzv.c10d.unpickle import State, decode
-from rdzv.c10d.watch import Watch
 from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.server.clock import Clock
-from rdzv.server.config import Config, Listen
+from rdzv.runtime.clock import Clock
+from rdzv.server.settings.config import Config, Listen
 
 log = logging.getLogger("rdzv.c10d")
 

@@ -40,7 +40,7 @@ from rdzv.core.rendezvous import (
     unheard,
     unheard_until_ms,
 )
-from rdzv.core.submitted import awaited
+from rdzv.core.submissions import awaited
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import replace, struct
 

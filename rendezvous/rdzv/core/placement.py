@@ -22,7 +22,7 @@ from dataclasses import field
 
 from rdzv.core.model import JobSpec, ScaleUp, State, is_stand_in
 from rdzv.core.rendezvous import some_succeeded
-from rdzv.core.submitted import MAX_DECLINED
+from rdzv.core.submissions import MAX_DECLINED
 from rdzv.core.words import counted, listed
 from rdzv.structs import struct
 

@@ -103,10 +103,10 @@ from rdzv.core.model import (
     is_stand_in,
     stand_in,
 )
-from rdzv.core.past import not_after
 from rdzv.core.ranks import assign_seats
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
-from rdzv.core.submitted import awaited, decline, place, withdraw, withdrawable
+from rdzv.core.submissions import awaited, decline, place, withdraw, withdrawable
+from rdzv.core.times_ahead import not_after
 from rdzv.core.words import duration, listed
 from rdzv.errors import (
     DeniedError,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
 
-from rdzv.ctl.certs import certs
+from rdzv.ctl.certs_command import certs
 from rdzv.errors import (
     DeniedError,
     InvalidRequestError,
@@ -29,9 +29,9 @@ from rdzv.version import VERSION
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from rdzv.answers import Event
     from rdzv.client import ControlClient
-    from rdzv.transport import Credentials
+    from rdzv.transport.channels import Credentials
+    from rdzv.view.answers import Event
 
 _PROGRAM = "rdzvctl"
 # Repeated from rdzv.client, whose import would slow down --help.
@@ -188,7 +188,7 @@ def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def _credentials(context: click.Context) -> Credentials:
     """Return what the command line and the environment say of how to connect."""
-    from rdzv.transport import Credentials
+    from rdzv.transport.channels import Credentials
 
     return Credentials.parse(context.meta.get(_META, {}), os.environ)
 
@@ -321,8 +321,9 @@ def _status(
     JOB is its rdzv_id. Of a job that has ended, the last run is shown. Nodes beyond 40 and long
     tracebacks are abbreviated, nodes that are not seated first.
     """
-    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         # A watch waits for a server that went away; one that was never there is told at once.
@@ -343,8 +344,9 @@ def _status(
 @_connection_options
 def _list(output: str, server: str | None, timeout_s: float | None) -> str:
     """Show every job, one line each."""
-    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.jobs()
@@ -372,8 +374,9 @@ def _events(
 
     JOB is its rdzv_id. Times are local ones of this machine.
     """
-    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.events(job, limit or 0)
@@ -397,8 +400,9 @@ def _audit(limit: int | None, output: str, server: str | None, timeout_s: float 
 
     It is for admins. Times are local ones of this machine.
     """
-    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.audit(limit or 0)
@@ -442,8 +446,9 @@ def _create_token(
     Nobody shows it again: put it where only NAME can read it. There may be several of one name, so
     that the next can be handed out before the last is revoked.
     """
-    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl import as_text_access
     from rdzv.ctl.as_text_access import parse_life
+    from rdzv.view import as_json
 
     life_ms = 0 if expires is None else parse_life(expires)
     with _client(server, timeout_s) as client:
@@ -459,8 +464,9 @@ def _create_token(
 @_connection_options
 def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
     """Show every token, but for its text; those that have expired, for a while."""
-    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.tokens()
@@ -477,7 +483,8 @@ def _revoke_tokens(
     id_or_name: str, output: str, server: str | None, timeout_s: float | None
 ) -> str:
     """Revoke the token ID, or all of the caller NAME; nodes that show them are cut off."""
-    from rdzv.ctl import as_json, as_text_access
+    from rdzv.ctl import as_text_access
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.revoke_tokens(id_or_name)
@@ -496,12 +503,12 @@ def _explain(job: str, server: str | None, timeout_s: float | None) -> str:
     there is none. JOB is its rdzv_id; of a job that has ended, the last run is told of. Times are
     local ones of this machine.
     """
-    from rdzv.ctl import explain
+    from rdzv.ctl import explain_text
     from rdzv.ctl.layout import page_for
 
     with _client(server, timeout_s) as client:
         status, history = client.status(job), _history(client, job)
-    return explain.explain(status, history, page_for(sys.stdout))
+    return explain_text.explain(status, history, page_for(sys.stdout))
 
 
 @rdzvctl.command("trace")
@@ -624,7 +631,7 @@ def _logs(
     round is shown from its beginning, or its --tail, and then every later one. Exits with 1 if
     anything could not be shown; why is on stderr.
     """
-    from rdzv.ctl.logs import parse_tail, show
+    from rdzv.ctl.logs_text import parse_tail, show
 
     try:
         tail_lines, tail_bytes = parse_tail(tail) if tail else (0, 0)
@@ -671,14 +678,15 @@ def _stacks(
     on their nodes, which stops each for some milliseconds; nodes that do not answer within 10 s are
     named. If none run, what was kept of the last hang is shown.
     """
-    from rdzv.ctl import as_json, stacks
+    from rdzv.ctl import stacks_text
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.stacks(job, number)
     if output != "text":
         return _document(output, as_json.stacks(found))
-    return stacks.text(found, page_for(sys.stdout), raw=raw)
+    return stacks_text.text(found, page_for(sys.stdout), raw=raw)
 
 
 @rdzvctl.command("forget")
@@ -782,7 +790,7 @@ class _Submit(click.Command):
         """Complete flags by their names, and all else as files."""
         from click.shell_completion import CompletionItem
 
-        from rdzv.ctl.submit import option_names
+        from rdzv.ctl.submit_command import option_names
 
         if not incomplete.startswith("-"):
             return [CompletionItem(incomplete, type="file")]
@@ -796,17 +804,17 @@ def _submit(context: click.Context, words: tuple[str, ...]) -> str | int:
 
     It takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
     """
-    from rdzv.ctl import submit
+    from rdzv.ctl import submit_command
 
     try:
-        if submit.wants_help(words):
-            return submit.help_text()
-        request = submit.read(words, submit.Caller.here())
+        if submit_command.wants_help(words):
+            return submit_command.help_text()
+        request = submit_command.read(words, submit_command.Caller.here())
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
-    from rdzv.ctl import as_json
     from rdzv.ctl.as_text import submitted, to_submit
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     for note in request.notes:
         _complain(note, _OK)
@@ -854,8 +862,9 @@ def _nodes(node: str | None, output: str, server: str | None, timeout_s: float |
     Nodes that are connected, away, cordoned or quarantined. GPUS_FREE are those that no job has, of
     how many.
     """
-    from rdzv.ctl import as_json, as_text_nodes
+    from rdzv.ctl import as_text_nodes
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.nodes()
@@ -886,8 +895,8 @@ def _cordon(
 
     It stays cordoned, over restarts of itself and of the server, until it is uncordoned.
     """
-    from rdzv.ctl import as_json
     from rdzv.ctl.as_text_nodes import cordoned
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.cordon(node, _by_whom(reason))
@@ -900,8 +909,8 @@ def _cordon(
 @_connection_options
 def _uncordon(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
     """Let submitted jobs be placed on NODE again; this lifts a quarantine, too."""
-    from rdzv.ctl import as_json
     from rdzv.ctl.as_text_nodes import uncordoned
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.uncordon(node)
@@ -958,7 +967,7 @@ def _drain(
     Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: what is
     drained stays drained.
     """
-    from rdzv.ctl import drain
+    from rdzv.ctl import drain_command
 
     if (node is None) == (all_of is None):
         raise click.UsageError("name a NODE, or give --all-of LABEL=VALUE", context)
@@ -967,15 +976,15 @@ def _drain(
     if all_of is not None and output != "text":
         raise click.UsageError("--all-of tells what it does, in text alone", context)
     try:
-        deadline_ms = drain.parse_deadline(deadline)
-        label = drain.parse_label(all_of) if all_of is not None else ("", "")
+        deadline_ms = drain_command.parse_deadline(deadline)
+        label = drain_command.parse_label(all_of) if all_of is not None else ("", "")
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     try:
         with _client(server, timeout_s) as client:
             if node is None:
-                rolling = drain.Rolling(label, deadline_ms, _by_whom(reason), command)
-                return drain.roll(client, rolling, click.echo)
+                rolling = drain_command.Rolling(label, deadline_ms, _by_whom(reason), command)
+                return drain_command.roll(client, rolling, click.echo)
             return _drain_one(client, node, deadline_ms, reason, output, waits=waits)
     except KeyboardInterrupt:
         return _complain("what is drained stays drained; `rdzvctl undrain` lifts it", _INTERRUPTED)
@@ -990,8 +999,9 @@ def _drain_one(
     *,
     waits: bool,
 ) -> str:
-    from rdzv.ctl import as_json, drain
+    from rdzv.ctl import drain_command
     from rdzv.ctl.as_text_nodes import drained
+    from rdzv.view import as_json
 
     try:
         found = client.drain(node, deadline_ms, _by_whom(reason), keep_min=True)
@@ -1000,7 +1010,9 @@ def _drain_one(
         found = client.drain(node, deadline_ms, _by_whom(reason))
         _complain(f"without {node}, {error}", _OK)
     if waits:
-        found = drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
+        found = (
+            drain_command.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
+        )
     return drained(found) if output == "text" else _document(output, as_json.node(found))
 
 
@@ -1014,8 +1026,8 @@ def _undrain(node: str, output: str, server: str | None, timeout_s: float | None
     Workers that are still there are told nothing more, and are not ended; those that exit because
     they were told to, leave their job.
     """
-    from rdzv.ctl import as_json
     from rdzv.ctl.as_text_nodes import undrained
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.undrain(node)
@@ -1050,8 +1062,9 @@ def _completion(shell: str) -> str:
 @_connection_options
 def _servers(output: str, server: str | None, timeout_s: float | None) -> str:
     """Show the servers that share a store, and which of them leads."""
-    from rdzv.ctl import as_json, as_text
+    from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
 
     with _client(server, timeout_s) as client:
         found = client.servers()
@@ -1070,7 +1083,7 @@ def _backup(file: Path, force: bool, server: str | None, timeout_s: float | None
     `rdzvd --restore FILE` brings it back, into a store of any kind. Only who runs this can read
     FILE. --timeout is how long to wait while nothing comes.
     """
-    from rdzv.ctl.backup import new_file
+    from rdzv.ctl.backup_file import new_file
 
     with new_file(file, replace=force) as written, _client(server, timeout_s) as client:
         found = client.backup(written)

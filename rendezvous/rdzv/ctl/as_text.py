@@ -8,7 +8,10 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rdzv.answers import (
+from rdzv.core.model import JobSpec, Settings
+from rdzv.core.words import counted, duration, listed
+from rdzv.ctl.layout import Cell, Page, harmless
+from rdzv.view.answers import (
     OWN_BACKEND,
     Event,
     JobStatus,
@@ -20,9 +23,6 @@ from rdzv.answers import (
     Submission,
     WorkerFailure,
 )
-from rdzv.core.model import JobSpec, Settings
-from rdzv.core.words import counted, duration, listed
-from rdzv.ctl.layout import Cell, Page, harmless
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10

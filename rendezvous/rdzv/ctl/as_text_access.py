@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rdzv.answers import Event, Token
 from rdzv.core.words import duration
 from rdzv.ctl.layout import Cell, Page
 from rdzv.errors import InvalidRequestError
+from rdzv.view.answers import Event, Token
 
 _LIFE = re.compile(r"([1-9][0-9]{0,5})([hd])")
 _LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rdzv.answers import Gpu, Node
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Page, harmless
+from rdzv.view.answers import Gpu, Node
 
 _UNKNOWN = "-"
 _STATE_STYLES = {

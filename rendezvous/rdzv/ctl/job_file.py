@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
-from rdzv.flags import Given
+from rdzv.launch_options.flags import Given
 from rdzv.structs import struct
 
 MAX_BYTES = 1 << 20

@@ -10,11 +10,11 @@ import math
 import re
 from collections.abc import Sequence
 
-from rdzv.answers import Event, JobStatus
 from rdzv.core.words import DURATION, counted, duration, listed, parse_duration
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.structs import replace
+from rdzv.view.answers import Event, JobStatus
 
 FOOTER = "Ctrl-C ends this view, not the job"
 

@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rdzv.answers import Event, JobStatus
 from rdzv.core.words import counted
-from rdzv.ctl.life import Round, Run, name_present, runs_of, words
-from rdzv.ctl.spans import Phase, about, spans_of, went_wrong
+from rdzv.view.answers import Event, JobStatus
+from rdzv.view.life import Round, Run, name_present, runs_of, words
+from rdzv.view.spans import Phase, about, spans_of, went_wrong
 
 _JOB_TRACK = 0
 

@@ -17,12 +17,13 @@ from queue import Empty, SimpleQueue
 
 import click
 
-from rdzv.answers import Event, JobStatus
 from rdzv.client import ControlClient
-from rdzv.ctl import as_json, as_text, live
+from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import harmless, page_for
 from rdzv.errors import RendezvousError
 from rdzv.structs import struct
+from rdzv.view import as_json
+from rdzv.view.answers import Event, JobStatus
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """What `wait` exits with; a state that is none of these is no end."""

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rdzv import systemd
-from rdzv.knobs import Kind
-from rdzv.server.configuration import DEFAULT_FILE, KNOBS, Configuration
+from rdzv.runtime import systemd
+from rdzv.server.settings.server_settings import DEFAULT_FILE, KNOBS, Configuration
+from rdzv.settings.toml_settings import Kind
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
-    from rdzv.server.access import Gate
-    from rdzv.server.clock import Clock
-    from rdzv.server.config import Config, Listen
-    from rdzv.server.meter import Meter
-    from rdzv.server.metrics import Metrics
-    from rdzv.server.replica import Replica
-    from rdzv.server.tls import Tls
+    from rdzv.runtime.clock import Clock
+    from rdzv.server.replication.replica import Replica
+    from rdzv.server.rpc.access import Gate
+    from rdzv.server.security.tls import Tls
+    from rdzv.server.settings.config import Config, Listen
+    from rdzv.server.telemetry.metrics import Metrics
+    from rdzv.server.telemetry.metrics_hooks import Meter
     from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_client import EtcdConfig
 
@@ -164,9 +164,9 @@ def main(
     if not _reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
-    from rdzv.knobs import render
-    from rdzv.log_format import complain
-    from rdzv.server.observe import configure_logging
+    from rdzv.runtime.log_format import complain
+    from rdzv.server.telemetry.event_lines import configure_logging
+    from rdzv.settings.toml_settings import render
 
     _refuse_together(
         {
@@ -237,7 +237,7 @@ async def run(configuration: Configuration) -> None:
 
     """
     from rdzv.c10d.facade import serving_c10d
-    from rdzv.server.clock import MonotonicClock
+    from rdzv.runtime.clock import MonotonicClock
 
     gc.set_threshold(*_GC_EVERY)
     config = configuration.config
@@ -260,7 +260,7 @@ async def run(configuration: Configuration) -> None:
 def _tls(config: Config) -> Tls | None:
     if config.tls is None:
         return None
-    from rdzv.server.tls import Tls
+    from rdzv.server.security.tls import Tls
 
     if os.environ.get(_CIPHER_SUITES) != _NO_TLS_1_2:
         log.warning(
@@ -272,7 +272,7 @@ def _tls(config: Config) -> Tls | None:
 
 
 def _reload(configuration: Configuration, tls: Tls | None) -> None:
-    from rdzv.server.observe import configure_logging
+    from rdzv.server.telemetry.event_lines import configure_logging
 
     systemd.notify(systemd.reloading())
     if tls is not None:
@@ -286,10 +286,10 @@ async def _run_alone(
     config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     """Serve from a store that belongs to this process."""
-    from rdzv.server.access import Gate
-    from rdzv.server.driver import Driver
-    from rdzv.server.replica import Replica
-    from rdzv.server.service import server_version, serving
+    from rdzv.server.replication.replica import Replica
+    from rdzv.server.rpc.access import Gate
+    from rdzv.server.rpc.service import server_version, serving
+    from rdzv.server.sessions.driver import Driver
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
@@ -320,10 +320,10 @@ async def _run_replica(
     stop: asyncio.Event,
 ) -> None:
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
-    from rdzv.concurrency import single_error
-    from rdzv.server.access import Gate
-    from rdzv.server.replica import Replica
-    from rdzv.server.service import server_version, serving
+    from rdzv.runtime.concurrency import single_error
+    from rdzv.server.replication.replica import Replica
+    from rdzv.server.rpc.access import Gate
+    from rdzv.server.rpc.service import server_version, serving
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 
@@ -352,8 +352,8 @@ def _metrics(
     """Count what happens, where somebody can ask for it."""
     if config.http is None:
         return None
-    from rdzv.server.metrics import Metrics
-    from rdzv.server.service import server_version
+    from rdzv.server.rpc.service import server_version
+    from rdzv.server.telemetry.metrics import Metrics
 
     c10d = facade.views if facade is not None else None
     expires = tls.expires if tls is not None else None
@@ -370,10 +370,10 @@ async def _meter(
     if config.otlp is None:
         yield metrics
         return
-    from rdzv.server.meter import Meters
-    from rdzv.server.otlp import OtlpSender
-    from rdzv.server.service import server_version
-    from rdzv.server.traces import tracing
+    from rdzv.server.rpc.service import server_version
+    from rdzv.server.telemetry.metrics_hooks import Meters
+    from rdzv.server.telemetry.otlp import OtlpSender
+    from rdzv.server.telemetry.traces import tracing
 
     async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
         return await replica.driver.history(rdzv_id, limit)
@@ -399,7 +399,7 @@ async def _http(
     if config.http is None or metrics is None:
         yield None
         return
-    from rdzv.server.http import serving_http
+    from rdzv.server.http.listener import serving_http
 
     made = serving_http(replica, metrics, config, config.http, clock, facade, tls, gate)
     async with made as serving:
@@ -428,7 +428,7 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 async def _check(config: Config) -> int:
     """Say what is in order and what is not; return the exit code."""
-    from rdzv.server import offline
+    from rdzv.server.replication import offline
 
     found = await offline.check(config)
     click.echo("\n".join(found.lines))
@@ -438,7 +438,7 @@ async def _check(config: Config) -> int:
 
 
 async def _restore(config: Config, file: Path) -> None:
-    from rdzv.server import offline
+    from rdzv.server.replication import offline
 
     click.echo(await offline.restore(config, file))
 

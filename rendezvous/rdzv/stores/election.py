@@ -21,8 +21,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
-from rdzv.concurrency import single_error
 from rdzv.errors import RendezvousConnectionError
+from rdzv.runtime.concurrency import single_error
 from rdzv.stores.etcd_client import Created, EtcdClient, Get, KeyValue, Put
 from rdzv.structs import replace, struct
 

@@ -20,12 +20,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from rdzv.certificates import check_authorities, check_pair
-from rdzv.endpoints import Endpoint, parse_endpoint
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError
 from rdzv.structs import struct
+from rdzv.transport.certificates import check_authorities, check_pair
+from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 log = logging.getLogger("rdzv.etcd")
 

@@ -60,7 +60,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """
     # Not before: torch loads every plug-in, whichever backend is asked for.
     from rdzv.torchrun.handler import RdzvHandler
-    from rdzv.torchrun.options import read_options
+    from rdzv.torchrun.plugin_options import read_options
 
     _set_up_logging()
     return RdzvHandler(read_options(params))

@@ -32,16 +32,17 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv import errors, meeting
+from rdzv import errors
 from rdzv.client import ControlClient
-from rdzv.endpoints import Endpoint
-from rdzv.stream import PROTOCOL_VERSION
 from rdzv.torchrun import BACKEND
-from rdzv.torchrun.options import Options, agent_has_run
-from rdzv.torchrun.part import Part, Phase
-from rdzv.torchrun.store import AgentStore, in_thread, meet, shares_store
-from rdzv.torchrun.stream import NodeStream
-from rdzv.torchrun.talk import Talk
+from rdzv.torchrun.conversation import Talk
+from rdzv.torchrun.participation import Part, Phase
+from rdzv.torchrun.plugin_options import Options, agent_has_run
+from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
+from rdzv.torchrun.sync_stream import NodeStream
+from rdzv.transport import addresses
+from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.node_stream import PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION
 
@@ -68,8 +69,8 @@ class RdzvHandler(RendezvousHandler):
             refuse_reuse=options.refuse_reuse,
             secret=options.secret,
         )
-        only_loopback = meeting.is_loopback(address) and not name
-        self._talk = Talk(part, meeting.StoreSocket(loopback_only=only_loopback))
+        only_loopback = addresses.is_loopback(address) and not name
+        self._talk = Talk(part, addresses.StoreSocket(loopback_only=only_loopback))
         self._part, self._news = part, self._talk.news
         self._joined_at_s = 0.0
         self._has_closed = False
@@ -339,8 +340,8 @@ def _offer(options: Options) -> pb.Offer:
     address = options.local_addr or _local_address(options.endpoints[0])
     return pb.Offer(
         address=address,
-        host_name=_own_name() if meeting.is_loopback(address) else "",
-        machine=meeting.machine_id(),
+        host_name=_own_name() if addresses.is_loopback(address) else "",
+        machine=addresses.machine_id(),
         local_world_size=options.local_world_size,
         role=options.role,
         topology=options.topology,
@@ -354,7 +355,7 @@ def _local_address(server: Endpoint) -> str:
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)
     except OSError:
         found = []
-    return meeting.address_towards(found) or _own_name() or "127.0.0.1"
+    return addresses.address_towards(found) or _own_name() or "127.0.0.1"
 
 
 def _own_name() -> str:
@@ -364,7 +365,7 @@ def _own_name() -> str:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    return name if meeting.leads_beyond_loopback(found) else ""
+    return name if addresses.leads_beyond_loopback(found) else ""
 
 
 # ------------------------------------------------------------------ how it ends

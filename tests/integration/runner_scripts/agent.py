@@ -14,7 +14,8 @@ import socket
 import sys
 from pathlib import Path
 
-from rdzv.agent import runner, runner_link
+from rdzv.agent import runner_link
+from rdzv.agent.runner import runner
 
 READY = Path(sys.argv[1], "ready")
 

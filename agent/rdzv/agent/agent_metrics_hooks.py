@@ -1,0 +1,79 @@
+"""What an agent tells whoever counts. These count nothing; those of `metrics` do.
+
+So nothing here knows of a library for metrics, and an agent that nobody scrapes loads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from rdzv.agent.core import commands
+from rdzv.agent.runner_link import RunnerEvent
+
+if TYPE_CHECKING:
+    from rdzv.agent.job.job_driver import JobDriver
+    from rdzv.agent.node.placements import Placements
+    from rdzv.agent.server_link.link import ServerLink
+    from rdzv.server.settings.config import Listen
+
+
+class JobMeter:
+    """Is told what becomes of one job's workers on this node. Waits for nothing."""
+
+    def runner_started(self) -> None:
+        """Note that the job has a runner."""
+
+    def adopted(self, local_ranks: Collection[int], restarts: int | None) -> None:
+        """Note that it goes on with the runner and the workers of the agent before this one.
+
+        `restarts`: how many the job had spent when they were started; None if none ever were.
+        """
+
+    def decided(self, command: commands.Command) -> None:
+        """Note what is done for the job."""
+
+    def runner_said(self, event: RunnerEvent) -> None:
+        """Note what the runner says."""
+
+    def closed(self) -> None:
+        """Note that nothing is left of the job."""
+
+
+class Meter:
+    """Is told what happens on this node. Waits for nothing."""
+
+    def job(self, local_world_size: int) -> JobMeter:
+        """Return what is to be told of a job that begins, with so many workers here."""
+        return JobMeter()
+
+    def stream_opened(self) -> None:
+        """Note that a server has welcomed this node."""
+
+    def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
+        """Note that there is no stream any more, or that none came to be."""
+
+
+@asynccontextmanager
+async def metered(
+    listen: Listen | None,
+    link: ServerLink,
+    placements: Placements | None = None,
+    drivers: Sequence[JobDriver] = (),
+) -> AsyncIterator[None]:
+    """Count what happens, and answer /metrics and /healthz there until the body ends.
+
+    Nothing if `listen` is None. To be entered before the link runs, and any driver prepares.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    if listen is None:
+        yield
+        return
+    from rdzv.agent.app.agent_metrics import serving_metrics
+
+    async with serving_metrics(listen, link, placements, drivers):
+        yield

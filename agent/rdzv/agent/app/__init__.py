@@ -1,0 +1,1 @@
+"""rdzv-agent: the daemon, its settings and its metrics."""

@@ -1,0 +1,421 @@
+"""What Prometheus reads at an agent's /metrics; `docs/metrics.md` lists it.
+
+Counters and histograms are told by the same calls by which the agent acts. They count what this
+agent has seen since it started. Gauges are computed when they are asked for. Nothing of one job or
+worker is a label: the server tells of jobs, and this of the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import signal
+import time
+from collections import Counter as Tally
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import prometheus_client
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rdzv.agent import runner_link
+from rdzv.agent.agent_metrics_hooks import JobMeter, Meter
+from rdzv.agent.core import commands
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.node.placements import Placements
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.errors import InvalidRequestError
+from rdzv.runtime.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label, expiry
+from rdzv.runtime.http_log import http_log
+from rdzv.server.settings.config import Listen
+from rdzv.transport.addresses import is_loopback
+
+log = logging.getLogger("rdzv.agent")
+
+_http_log = http_log(
+    "rdzv.agent.http", "rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
+)
+
+RUN, STOP = "run", "stop"
+"""When a worker exits: of itself, or after it was told to."""
+
+_START_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class AgentMetrics(Meter, Collector):
+    """Counts what happens on one node, and writes it for Prometheus."""
+
+    def __init__(
+        self,
+        link: ServerLink,
+        placements: Placements | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Look at the stream, and at the submitted jobs if the node takes any."""
+        self._link = link
+        self._placements = placements
+        self._now_s = now_s
+        self._jobs: dict[_JobCounter, None] = {}
+        self._lost = False
+        """Whether a stream was lost, and no other has been opened since."""
+        self._parts = Parts("rdzv_agent_collector_success", "rdzv-agent")
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._count_workers(self._registry)
+        self._count_streams(self._registry)
+        about = Gauge(
+            "rdzv_agent_build_info",
+            "1; what this agent is, in its labels.",
+            ("version", "python"),
+            registry=self._registry,
+        )
+        about.labels(link.identity.version, platform.python_version()).set(1)
+
+    def _count_workers(self, registry: CollectorRegistry) -> None:
+        self.rounds = Counter(
+            "rdzv_agent_rounds_started_total",
+            "Rounds for which this node was told to start workers.",
+            registry=registry,
+        )
+        self.restarts = Counter(
+            "rdzv_agent_restarts_total",
+            "Of these rounds, those that follow one that workers failed in.",
+            registry=registry,
+        )
+        self.start_seconds = Histogram(
+            "rdzv_agent_worker_start_seconds",
+            "Time from the decision to start workers until each runs.",
+            buckets=_START_SECONDS,
+            registry=registry,
+        )
+        self.start_failures = Counter(
+            "rdzv_agent_worker_start_failures_total",
+            "Workers that could not be started.",
+            registry=registry,
+        )
+        self.cold_starts = Counter(
+            "rdzv_agent_workers_started_cold_total",
+            "Workers that were to be warm, and were started cold.",
+            registry=registry,
+        )
+        self.exits = Counter(
+            "rdzv_agent_worker_exits_total",
+            "Workers that exited, by exit code or signal; of themselves, or when told to stop.",
+            ("how", "during"),
+            registry=registry,
+        )
+        for during in (RUN, STOP):
+            # From zero on, for the first increase of a series that appears is not seen.
+            for how in ("exit 0", "exit 1", "SIGKILL", "SIGTERM"):
+                self.exits.labels(how, during)
+        self.fenced = Counter(
+            "rdzv_agent_rounds_fenced_total",
+            "Rounds whose workers were killed, for the server was out of reach.",
+            registry=registry,
+        )
+        self.store_host_exits = Counter(
+            "rdzv_agent_store_host_exits_total",
+            "Store hosts of this node that have exited, in order or not.",
+            registry=registry,
+        )
+        self.runner_exits = Counter(
+            "rdzv_agent_runner_exits_total",
+            "Runners that have exited.",
+            ("how",),
+            registry=registry,
+        )
+        for how in ("in order", "unexpectedly"):
+            self.runner_exits.labels(how)
+
+    def _count_streams(self, registry: CollectorRegistry) -> None:
+        self._opened = Counter(
+            "rdzv_agent_streams_opened_total",
+            "Streams in which a server has welcomed this node.",
+            registry=registry,
+        )
+        self._streams_lost = Counter(
+            "rdzv_agent_streams_lost_total",
+            "Open streams that ended without this agent's doing.",
+            registry=registry,
+        )
+        self._reconnects = Counter(
+            "rdzv_agent_reconnects_total",
+            "Streams that were opened after one was lost.",
+            registry=registry,
+        )
+        self._failed_attempts = Counter(
+            "rdzv_agent_connect_failures_total",
+            "Attempts to open a stream that no server has welcomed.",
+            registry=registry,
+        )
+
+    def add_process(self) -> None:
+        """Tell of this process and its interpreter, too."""
+        add_process(self._registry)
+
+    # ---------------------------------------------------------------- what happens
+
+    def job(self, local_world_size: int) -> JobMeter:
+        """Return what is to be told of a job that begins, with so many workers here."""
+        job = _JobCounter(self, local_world_size, self._now_s)
+        self._jobs[job] = None
+        return job
+
+    def forget(self, job: _JobCounter) -> None:
+        """Look at a job no more: nothing is left of it."""
+        self._jobs.pop(job, None)
+
+    def stream_opened(self) -> None:
+        """Note that a server has welcomed this node."""
+        self._opened.inc()
+        if self._lost:
+            self._lost = False
+            self._reconnects.inc()
+
+    def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
+        """Note that there is no stream any more, or that none came to be."""
+        if on_purpose:
+            return
+        if welcomed:
+            self._lost = True
+            self._streams_lost.inc()
+        else:
+            self._failed_attempts.inc()
+
+    # ---------------------------------------------------------------- what is read
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges; prometheus-client asks for them."""
+        parts: dict[str, Collect] = {
+            "stream": self._collect_stream,
+            "jobs": self._collect_jobs,
+            "tls": self._collect_tls,
+        }
+        if (placements := self._placements) is not None:
+            parts["placements"] = lambda: _collect_placements(placements)
+        yield from self._parts.collect(parts)
+
+    def _collect_stream(self) -> Iterator[Metric]:
+        lease_ms = self._link.lease_ms
+        yield GaugeMetricFamily(
+            "rdzv_agent_connected",
+            "1 while a server hears this node, else 0.",
+            int(lease_ms is not None),
+        )
+        yield GaugeMetricFamily(
+            "rdzv_agent_lease_seconds",
+            "Silence that the server tolerates of this node; 0 without a stream.",
+            (lease_ms or 0) / 1000,
+        )
+
+    def _collect_tls(self) -> Iterator[Metric]:
+        name = "rdzv_agent_certificate_expiry_timestamp_seconds"
+        yield from expiry(name, self._link.certificate_expires())
+
+    def _collect_jobs(self) -> Iterator[Metric]:
+        workers = Tally({"starting": 0, "running": 0, "stopping": 0})
+        for job in self._jobs:
+            workers.update(job.workers())
+        yield by_label("rdzv_agent_workers", "Workers by state.", "state", workers)
+        yield GaugeMetricFamily(
+            "rdzv_agent_stuck_processes",
+            "Processes that survive SIGKILL.",
+            sum(job.stuck for job in self._jobs),
+        )
+        yield GaugeMetricFamily(
+            "rdzv_agent_runners", "Runners.", sum(job.has_runner for job in self._jobs)
+        )
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return prometheus_client.generate_latest(self._registry)
+
+
+class _JobCounter(JobMeter):
+    """Counts for one job, into the counters of its node."""
+
+    def __init__(
+        self, node: AgentMetrics, local_world_size: int, now_s: Callable[[], float]
+    ) -> None:
+        self._node = node
+        self._local_world_size = local_world_size
+        self._now_s = now_s
+        self._starting = 0
+        self._running: set[int] = set()
+        self._stopping = False
+        self._started_s = 0.0
+        self._restarts: int | None = None
+        """How many the job had spent when this node last started workers; None: it has not."""
+        self.stuck = 0
+        self.has_runner = False
+
+    def workers(self) -> dict[str, int]:
+        """Count the workers by state."""
+        running = len(self._running)
+        if self._stopping:
+            return {"stopping": self._starting + running}
+        return {"starting": self._starting, "running": running}
+
+    def runner_started(self) -> None:
+        self.has_runner = True
+
+    def adopted(self, local_ranks: Collection[int], restarts: int | None) -> None:
+        self.has_runner, self._running, self._restarts = True, set(local_ranks), restarts
+
+    def closed(self) -> None:
+        self._node.forget(self)
+
+    def decided(self, command: commands.Command) -> None:
+        match command:
+            case commands.StartWorkers():
+                self._start(command.assignment.restarts)
+            case commands.StopWorkers():
+                self._stopping = True
+
+    def _start(self, restarts: int) -> None:
+        self._node.rounds.inc()
+        if self._restarts is not None and restarts > self._restarts:
+            self._node.restarts.inc()
+        self._restarts = restarts
+        self._starting, self._stopping = self._local_world_size, False
+        self._started_s = self._now_s()
+
+    def runner_said(self, event: runner_link.RunnerEvent) -> None:
+        node = self._node
+        match event:
+            case runner_link.WorkerStarted():
+                self._starting = max(self._starting - 1, 0)
+                self._running.add(event.local_rank)
+                node.start_seconds.observe(self._now_s() - self._started_s)
+            case runner_link.WorkerExited():
+                self._running.discard(event.local_rank)
+                how = how_it_exited(event.exit_code, event.signal)
+                node.exits.labels(how, STOP if self._stopping else RUN).inc()
+            case runner_link.WorkersStartFailed():
+                node.start_failures.inc()
+            case runner_link.WorkersStartedCold():
+                node.cold_starts.inc(len(event.local_ranks))
+            case runner_link.WorkersStuck():
+                self.stuck = len(event.pids)
+            case runner_link.WorkersFenced():
+                self._stopping = True
+                node.fenced.inc()
+            case runner_link.WorkersGone():
+                self._forget_workers()
+            case runner_link.StoreHostExited():
+                node.store_host_exits.inc()
+            case runner_link.RunnerExited():
+                self._forget_workers()
+                self.has_runner = False
+                how = "in order" if event.exit_code == 0 else "unexpectedly"
+                node.runner_exits.labels(how).inc()
+
+    def _forget_workers(self) -> None:
+        self._starting, self.stuck = 0, 0
+        self._running.clear()
+
+
+def how_it_exited(exit_code: int | None, signum: int | None) -> str:
+    """Say in one of a few hundred words how a worker exited.
+
+    >>> [how_it_exited(0, None), how_it_exited(None, 9), how_it_exited(None, 77)]
+    ['exit 0', 'SIGKILL', 'signal 77']
+    """
+    if signum is None:
+        return f"exit {(exit_code or 0) & 0xFF}"
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum & 0x7F}"
+
+
+def _collect_placements(placements: Placements) -> Iterable[Metric]:
+    """Yield how this node's places and GPUs are used."""
+    occupancy = placements.occupancy()
+    yield by_label(
+        "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
+    )
+    yield by_label("rdzv_agent_gpus", "GPUs by what holds them.", "state", occupancy.gpus)
+    yield GaugeMetricFamily(
+        "rdzv_agent_capacity",
+        "Submitted jobs that this node takes at once.",
+        placements.resources.capacity,
+    )
+
+
+# ------------------------------------------------------------------ the page
+
+
+@asynccontextmanager
+async def serving_metrics(
+    listen: Listen,
+    link: ServerLink,
+    placements: Placements | None = None,
+    drivers: Sequence[JobDriver] = (),
+) -> AsyncIterator[Listen]:
+    """Count what happens, and answer /metrics and /healthz until the body ends; yield where.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    metrics = AgentMetrics(link, placements)
+    metrics.add_process()
+    async with _answering(listen, metrics) as bound:
+        link.meter = metrics
+        if placements is not None:
+            placements.meter = metrics
+        for driver in drivers:
+            driver.meter = metrics.job(driver.local_world_size)
+        link.metrics_address = announced(bound, link.identity.address)
+        if link.metrics_address:
+            log.info("metrics at http://%s/metrics, which the server is told", link.metrics_address)
+        else:
+            log.info("metrics at http://%s/metrics, for this machine alone", bound)
+        yield bound
+
+
+def announced(bound: Listen, address: str) -> str:
+    """Say where others reach what listens there; empty if they do not.
+
+    `address` is the node's own, towards the server. If that is loopback all are on one machine.
+
+    >>> announced(Listen("0.0.0.0", 29481), "10.0.0.5")
+    '10.0.0.5:29481'
+    >>> announced(Listen("127.0.0.1", 29481), "10.0.0.5")
+    ''
+    """
+    if bound.unspecified:
+        return str(Listen(address, bound.port)) if address else ""
+    if bound.loopback and not is_loopback(address):
+        return ""
+    return str(bound)
+
+
+@asynccontextmanager
+async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Listen]:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", page), web.get("/healthz", healthz)])
+    runner = web.AppRunner(app, access_log=None, logger=_http_log)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, listen.host, listen.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise InvalidRequestError(
+                f"`metrics_listen` = {str(listen)!r} can not be listened on: {error.strerror}; "
+                "give another address"
+            ) from error
+        yield Listen(listen.host, runner.addresses[0][1])
+    finally:
+        await runner.cleanup()

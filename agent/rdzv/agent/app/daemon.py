@@ -1,0 +1,446 @@
+"""rdzv-agent as a daemon: one stream to the server, and whatever jobs are placed over it.
+
+It runs on without jobs, and without a server: both come back. SIGTERM makes every job leave in
+order, its workers told first, and ends it. SIGUSR2 ends it too, and leaves its jobs to the agent
+that is started next: so does SIGTERM where systemd is about to restart it. SIGHUP makes it read its
+configuration anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rdzv.agent import runner_link
+from rdzv.agent.agent_metrics_hooks import metered
+from rdzv.agent.app.agent_settings import Config, read_config
+from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.previous_runners import Runners
+from rdzv.agent.inventory.health import Health
+from rdzv.agent.inventory.preemption import heeded
+from rdzv.agent.inventory.resources import NONE, describe, find_resources
+from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
+from rdzv.agent.node.placements import Placements
+from rdzv.agent.observers.progress_files import PREFIX
+from rdzv.agent.output.run_folders import RunFolders
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.agent.server_link.placed_jobs import Surroundings
+from rdzv.agent.system.accounts import identity_of_owner, name_of, open_untrusted
+from rdzv.agent.system.folder_trees import remove_tree
+from rdzv.agent.system.side_thread import in_thread, in_time
+from rdzv.core.placement import Resources
+from rdzv.errors import InvalidRequestError
+from rdzv.runtime import systemd
+from rdzv.runtime.concurrency import single_error
+from rdzv.settings.toml_settings import ConfigurationError, compare
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.agent")
+
+RESTARTS = ("restart", "try-restart", "reload-or-restart")
+"""The jobs of systemd after whose end of this agent there is another one."""
+
+SWEEP_EVERY_S = 3_600.0
+"""How often old logs are looked for: small against how long they are kept."""
+
+READ_CONFIG_WITHIN_S = 30.0
+"""How long the files that a configuration names may take to be looked at."""
+
+END_MS = 60_000
+"""How long it may take after the drain deadline until nothing is left of any job."""
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HAND_OVER_SIGNAL = signal.SIGUSR2
+
+
+async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
+    """Take up submitted jobs until a signal ends it; then nothing of them is left.
+
+    `path` is where the configuration is read anew from.
+
+    Raises:
+        InvalidRequestError: the configuration does not fit this machine.
+        NodeSupersededError: another agent has taken this node's name over.
+        OSError: a directory of it can not be used.
+
+    """
+    with single_error(), systemd.watched(), _own_directories(config):
+        daemon = await Daemon.start(path, config, set_log_level)
+        log.info("this node, %s, takes submitted jobs: %s", config.node_id, daemon.describe())
+        async with (
+            metered(config.metrics_listen, daemon.link, daemon.placements),
+            heeded(config.preemption, daemon.link.drain_node),
+        ):
+            await daemon.adopt()
+            await daemon.run()
+
+
+class Daemon:
+    """One rdzv-agent that takes submitted jobs."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        link: ServerLink,
+        placements: Placements,
+        folders: RunFolders,
+        set_log_level: Callable[[str], None],
+        orphans: Sequence[Orphan],
+        health: Health,
+    ) -> None:
+        """Join what is made already. Use `start`."""
+        self._health = health
+        self._path = path
+        self._config = config
+        self._link = link
+        self._placements = placements
+        self._folders = folders
+        self._set_log_level = set_log_level
+        self._orphans = orphans
+        self._ending = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        """Asks systemd why it ends this agent."""
+        self._handing_over = False
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_again = False
+
+    @classmethod
+    async def start(
+        cls, path: Path, config: Config, set_log_level: Callable[[str], None]
+    ) -> Daemon:
+        """Look at this machine, and get ready."""
+        # First of all: the runners of the agent before wait for no longer than a lease.
+        heritage = Heritage(config.runtime_dir, config.node_id)
+        orphans = await heritage.take_up()
+        await in_thread(_remove_leftovers, config.runtime_dir, orphans)
+        values = config.values
+        topology = values.maybe("topology", str) or ""
+
+        def find(gpus: str) -> Resources:
+            labels, capacity = config.labels, config.capacity
+            return find_resources(gpus, labels=labels, capacity=capacity, topology=topology)
+
+        try:
+            resources = await in_thread(find, values.get("gpus", str))
+        except InvalidRequestError as error:
+            if not orphans:
+                raise
+            log.error("%s; until this agent is started again, jobs get no GPU here; the workers of "
+                      "the agent before run on", error)  # fmt: skip
+            resources = await in_thread(find, NONE)
+        around = Surroundings(
+            node_id=config.node_id,
+            endpoints=config.endpoints,
+            environ=config.job_environ(os.environ),
+            address=values.maybe("address", str) or "",
+            topology=topology,
+            progress_dir=config.runtime_dir,
+        )
+        runner_link.become_subreaper()
+        runners, folders = Runners(config.state_dir), RunFolders(config.state_dir)
+        who = await daemon_identity(config.node_id, config.endpoints[0], heritage.instance)
+        link = ServerLink(config.endpoints, who, credentials=config.credentials)
+        link.on_welcome = heritage.note_welcome
+        uuids = frozenset(gpu.uuid for gpu in resources.gpus)
+        health = Health(config.checks(resources, os.environ), lambda: uuids)
+        health.idle_interval_s = config.values.ms("health_interval") / 1000
+        placements = Placements(
+            link, resources, around, folders, runners, heritage, health, config.accounts
+        )
+        link.placements = placements
+        link.log_reading.past = folders.written
+        return cls(path, config, link, placements, folders, set_log_level, orphans, health)
+
+    @property
+    def link(self) -> ServerLink:
+        """The stream to the server."""
+        return self._link
+
+    @property
+    def placements(self) -> Placements:
+        """The submitted jobs of this node."""
+        return self._placements
+
+    def describe(self) -> str:
+        """Say what this node has, in words."""
+        return describe(self._placements.resources)
+
+    async def adopt(self) -> None:
+        """Go on with what the agent before has left. Before `run`, whose Hello tells of it."""
+        await self._placements.adopt(self._orphans)
+
+    async def run(self) -> None:
+        """Serve until a signal ends it."""
+        with self._signals():
+            if not self._orphans:
+                # So that the server hears it with the first word. Who has workers is waited for.
+                await self._health.look()
+            async with asyncio.TaskGroup() as tasks:
+                talk = tasks.create_task(self._link.run())
+                sweep = tasks.create_task(self._sweep_now_and_then())
+                health = tasks.create_task(self._health.run())
+                superseded = tasks.create_task(self._notice_superseded())
+                systemd.notify("READY=1", f"STATUS={self.describe()}")
+                await self._ending.wait()
+                if self._handing_over:
+                    await self._placements.hand_over(self._restart_within_ms)
+                else:
+                    await self._placements.all_gone()
+                    await self._link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
+                sweep.cancel()
+                superseded.cancel()
+                health.cancel()
+                self._health.close()
+                self._link.close()
+                _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
+                for task in late:
+                    task.cancel()
+        self._link.log_reading.close()
+        if self._link.superseded is not None:
+            raise self._link.superseded
+
+    # ------------------------------------------------------------------ signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for signum in END_SIGNALS:
+            loop.add_signal_handler(signum, self._end, signum)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(HAND_OVER_SIGNAL, self._hand_over, HAND_OVER_SIGNAL.name)
+        try:
+            yield
+        finally:
+            for signum in (*END_SIGNALS, signal.SIGHUP, HAND_OVER_SIGNAL):
+                loop.remove_signal_handler(signum)
+
+    def _end(self, signum: signal.Signals) -> None:
+        """Take SIGTERM: what it means depends on who has sent it."""
+        if self._handing_over:
+            return
+        if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
+            self._asking = asyncio.create_task(self._ask_why(signum))
+        else:
+            self._leave(signum)
+
+    async def _ask_why(self, signum: signal.Signals) -> None:
+        job = await in_thread(systemd.queued_job)
+        if self._ending.is_set():
+            return  # Another signal was more impatient.
+        if job in RESTARTS:
+            self._hand_over(f"{signum.name}, of a {job} by systemd")
+        else:
+            self._leave(signum)
+
+    def _hand_over(self, why: str) -> None:
+        """End without the jobs: their runners wait for the agent that is started next."""
+        if self._handing_over or self._ending.is_set():
+            return
+        self._handing_over = True
+        held = self._placements.holdings()
+        jobs = ", ".join(holding.rdzv_id for holding in held) or "no job is here"
+        log.warning(
+            "received %s; the jobs of this node are left to the next agent, which is to be here "
+            "within %g s (`restart_within`): %s",
+            why,
+            self._restart_within_ms / 1000,
+            jobs,
+        )
+        systemd.notify("STOPPING=1", "STATUS=leaving its jobs to the next agent")
+        if held:
+            self._link.say_away(self._restart_within_ms)
+        self._ending.set()
+
+    @property
+    def _restart_within_ms(self) -> int:
+        return self._config.values.ms("restart_within")
+
+    async def _notice_superseded(self) -> None:
+        """End when another agent speaks for this node: there is no place for this one any more."""
+        await self._link.is_superseded.wait()
+        log.error("this agent ends: %s", self._link.superseded)
+        self._placements.leave(signal.SIGTERM, "word that it is superseded")
+        self._ending.set()
+
+    def _leave(self, signum: signal.Signals) -> None:
+        held = self._placements.holdings()
+        jobs = ", ".join(holding.rdzv_id for holding in held) or "no job is here"
+        log.warning("received %s; leaving every job: %s", signum.name, jobs)
+        systemd.notify("STOPPING=1", "STATUS=leaving every job")
+        self._leave_jobs(signum)
+        self._ending.set()
+
+    def _leave_jobs(self, signum: signal.Signals) -> None:
+        """Tell the workers first, and leave when they have exited; another signal ends the wait."""
+        if signum is not signal.SIGTERM or self._ending.is_set():
+            self._placements.leave(signum, signum.name)
+            return
+        deadline_ms = self._config.drain_deadline_ms
+        # Beyond what the unit gives: workers may save for long, and be ended then.
+        systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
+        self._placements.take_no_more()
+        self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
+
+    def _reload(self) -> None:
+        self._reload_again = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload_all(), name="reload")
+
+    async def _reload_all(self) -> None:
+        """Read the configuration anew, and once more if that was asked for meanwhile."""
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self._reload_once()
+            except Exception:
+                log.exception("the configuration was not reloaded: a bug of rdzv-agent")
+
+    async def _reload_once(self) -> None:
+        """Read the configuration anew; one that is not in order changes nothing."""
+        systemd.notify(systemd.reloading())
+        try:
+            # What it names may be on a file server.
+            found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
+            change = compare(self._config.values, found.values)
+        except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
+            log.error("the configuration was not reloaded, and nothing was changed: %s", error)
+            systemd.notify("READY=1", "STATUS=the configuration has errors, see the log")
+            return
+        for line in change.lines or ("nothing in it has changed",):
+            log.info("the configuration was reloaded: %s", line)
+        self._config = replace(self._config, values=change.values)
+        self._apply()
+        systemd.notify("READY=1", f"STATUS={self.describe()}")
+
+    def _apply(self) -> None:
+        config, before = self._config, self._placements.resources
+        resources = replace(
+            before, labels=tuple(sorted(config.labels.items())), capacity=config.capacity
+        )
+        self._set_log_level(config.log_level)
+        self._placements.change(resources, config.job_environ(os.environ))
+        if resources != before:
+            self._link.say_hello_again()
+
+    # ------------------------------------------------------------------ logs
+
+    async def _sweep_now_and_then(self) -> None:
+        """Remove the folders of runs that are too old, or too many."""
+        while True:
+            values = self._config.values
+            keep_s, keep_bytes = values.ms("logs.keep") / 1000, values.get("logs.keep_size", int)
+            try:
+                removed = await in_thread(self._folders.sweep, keep_s, keep_bytes, time.time())
+            except Exception:
+                # Whatever it is, jobs do not depend on it.
+                log.exception("old logs can not be removed")
+            else:
+                for path in removed:
+                    log.info("removed the old logs in %s", path)
+            await asyncio.sleep(SWEEP_EVERY_S)
+
+
+# ---------------------------------------------------------------------- directories
+
+
+@contextlib.contextmanager
+def _own_directories(config: Config) -> Iterator[None]:
+    """Make the agent's directories, and see that no other agent uses them.
+
+    Raises:
+        InvalidRequestError: another does, they can not be made, or they are somebody else's.
+
+    """
+    # The accounts of jobs pass through to what is theirs, and list nothing.
+    mode = 0o711 if config.values.tables("user") else 0o700
+    for key, path in (("state_dir", config.state_dir), ("runtime_dir", config.runtime_dir)):
+        try:
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"`{key}` = {str(path)!r} can not be made: {error.strerror}; give another"
+            ) from error
+        check_own(key, path, strictly=bool(config.values.tables("user")))
+    with locked("state_dir", config.state_dir), locked("runtime_dir", config.runtime_dir):
+        yield
+
+
+def check_own(key: str, path: Path, *, strictly: bool) -> None:
+    """Refuse a directory that another account may have made, or may replace.
+
+    The agent trusts what it finds there: it removes files, and kills what a dead runner has left.
+    A directory that everybody may write to is refused `strictly`, else there is a warning: in a
+    container of its own the agent may be alone. So is one below another account's folder, unless
+    anybody may have made that: a home in the folder of a group, say, is where root has put it.
+
+    Raises:
+        InvalidRequestError: it belongs to somebody else, or one above it does, or a link to it.
+
+    """
+    path = path.absolute()
+    ends = (path, path.resolve())
+    # Of "/" too, for in a container root may have any number.
+    trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
+    for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
+        found = place.lstat()
+        anybodys = place in ends or place.parent.stat().st_mode & stat.S_IWOTH
+        if found.st_uid not in trusted and (strictly or anybodys):
+            raise InvalidRequestError(
+                f"`{key}` = {str(path)!r} is not safe: {place} belongs to {name_of(found.st_uid)}, "
+                "who may put anything in its place; remove that, or give another"
+            )
+        # Of a sticky folder, such as /tmp, the entries are safe.
+        safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
+        if found.st_mode & stat.S_IWOTH and not safe:
+            why = f"`{key}` = {str(path)!r} is not safe: everybody may write to {place}"
+            if strictly:
+                raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
+            log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
+
+
+def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
+    """Remove what an agent that was killed has left, but for what somebody still writes into."""
+    in_use = {orphan.state.progress_folder for orphan in orphans}
+    for path in runtime_dir.glob(f"{PREFIX}*"):
+        if str(path) not in in_use:
+            with contextlib.suppress(OSError):
+                remove_tree(path, identity_of_owner(path, with_groups=False))
+
+
+@contextlib.contextmanager
+def locked(key: str, path: Path) -> Iterator[None]:
+    """Hold the lock of a directory, in which no link of another account leads elsewhere.
+
+    Raises:
+        InvalidRequestError: another process holds it, or it can not be written.
+
+    """
+    lock = path / "lock"
+    try:
+        fd = open_untrusted(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"`{key}` = {str(path)!r}: {lock} can not be written: {error.strerror}; give another"
+        ) from error
+    with os.fdopen(fd, "r+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            who = file.read(80).strip() or "another process"
+            raise InvalidRequestError(
+                f"`{key}` = {str(path)!r} is in use by {who}; give this agent another"
+            ) from error
+        file.truncate(0)
+        file.write(f"rdzv-agent pid {os.getpid()}\n")
+        file.flush()
+        yield

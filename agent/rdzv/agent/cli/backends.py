@@ -1,0 +1,334 @@
+"""Where the nodes of a job meet: torchrun's back-ends by their names, and a standing rdzvd.
+
+A command line either names a server, or means that one of the job's own nodes serves it. That
+node is found without asking anyone: it is the one with node rank 0 (`static`), or the one that
+owns the endpoint's host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's
+store lives on a training node. Or the nodes elect it by an etcd (`etcd`), which keeps the state,
+and elect another when it is gone. A standing `rdzvd` outlives every node without that.
+
+Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+from rdzv.transport.addresses import listen_at
+from rdzv.transport.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
+
+if TYPE_CHECKING:
+    # gRPC is not imported before the command line is known to be right.
+    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.transport.channels import Credentials
+
+DEFAULT_MASTER_PORT = 29500
+"""Of torchrun's static back-end."""
+
+DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
+"""Of torchrun's etcd back-end."""
+
+_KNOWN = "rdzv, c10d, etcd, static"
+
+
+@struct(frozen=True)
+class Meeting:
+    """Where this node meets the others."""
+
+    endpoints: tuple[Endpoint, ...]
+    """The servers to go to; none: one of this node's own, for it alone."""
+    rdzv_id: str
+    host_at: Endpoint | None = None
+    """Where this node serves the job itself; without endpoints, to its own workers alone."""
+    elect_by: EtcdConfig | None = None
+    """The etcd by which the nodes elect the one that serves them."""
+    node_id: str = ""
+    """The name that the back-end gives this node, if it does."""
+    why: str = ""
+    """The choice, in a line for the log."""
+    files: Mapping[str, Path | None] | None = None
+    """The files of `Credentials` that are given for a standing rdzvd; None: it is one of the nodes,
+    which serve without TLS."""
+
+    def credentials(self, environ: Mapping[str, str]) -> Credentials:
+        """Return what is trusted and shown; the environment says what the command line does not.
+
+        Raises:
+            InvalidRequestError: they can not be used.
+
+        """
+        from rdzv.transport.channels import PLAIN, Credentials
+
+        return PLAIN if self.files is None else Credentials.parse(self.files, environ)
+
+
+@struct(frozen=True)
+class Wish:
+    """What a command line says of where to meet. Empty and None: nothing."""
+
+    backend: str
+    endpoint: str
+    rdzv_id: str
+    standalone: bool
+    nnodes: str
+    min_nodes: int
+    max_nodes: int
+    node_rank: int | None
+    master_addr: str
+    master_port: int | None
+    is_host: bool | None
+    conf: Mapping[str, str]
+    """--rdzv-conf, of which the etcd back-ends take how etcd is reached."""
+    files: Mapping[str, Path | None]
+    """The files of `Credentials` that are given."""
+    places_node: bool = False
+    """Whether it names the node, or its place in the network, to a server."""
+
+    @property
+    def static(self) -> bool:
+        """Whether anything names a node of torchrun's static back-end."""
+        return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
+
+    @property
+    def for_rdzvd(self) -> bool:
+        """Whether it says of the server what only a standing rdzvd has a use for."""
+        return self.places_node or "," in self.endpoint or any(self.files.values())
+
+
+def choose(wish: Wish) -> Meeting:
+    """Choose where to meet, as torchrun would read the same line.
+
+    Without a back-end: this node alone if there is no endpoint or port and at most one node,
+    `static` if --node-rank or --master-* is given, or an endpoint for one node where this node can
+    serve as torchrun would, else an rdzvd at the endpoint.
+
+    Raises:
+        InvalidRequestError: the line does not say enough, or contradicts itself.
+    """
+    if wish.standalone or _alone(wish):
+        return _standalone(wish)
+    match wish.backend:
+        case "static":
+            return _static(wish)
+        case "c10d":
+            return _c10d(wish)
+        case "rdzv":
+            return _standing(wish)
+        case "":
+            return _static(wish) if _means_static(wish) else _standing(wish)
+        case "etcd" | "etcd-v2":
+            return _etcd(wish)
+        case _:
+            raise InvalidRequestError(
+                f"--rdzv-backend={wish.backend} is not known to rdzvrun; use one of {_KNOWN}"
+            )
+
+
+def _means_static(wish: Wish) -> bool:
+    """Whether a line without a back-end is one of torchrun's static back-end, its default.
+
+    One node with an endpoint is, unless the endpoint can only be a standing rdzvd: the line has
+    words for it, or the endpoint is of another machine, or a server listens there already.
+    """
+    if wish.static or wish.max_nodes > 1:
+        return wish.static
+    if not wish.rdzv_id:
+        return True
+    return not wish.for_rdzvd and _can_serve(parse_endpoint(wish.endpoint, DEFAULT_PORT))
+
+
+def _alone(wish: Wish) -> bool:
+    """Whether one node is meant that needs to meet nobody."""
+    if wish.endpoint or wish.max_nodes > 1:
+        return False
+    if wish.backend in ("", "static"):
+        return wish.master_port is None
+    return wish.backend in ("rdzv", "c10d")
+
+
+def _standalone(wish: Wish) -> Meeting:
+    if wish.max_nodes > 1:
+        raise InvalidRequestError(
+            f"--standalone is for one node, and --nnodes={wish.nnodes} asks for more; leave one "
+            "of them out"
+        )
+    rdzv_id = wish.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
+    return Meeting((), rdzv_id, why="one node, with a server of its own")
+
+
+def _standing(wish: Wish) -> Meeting:
+    if not wish.endpoint:
+        raise InvalidRequestError(
+            f"--nnodes={wish.nnodes} needs a server; start rdzvd and give its address as "
+            "--rdzv-endpoint=HOST:PORT"
+        )
+    if not wish.rdzv_id:
+        raise InvalidRequestError(
+            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
+            "another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    endpoints = parse_endpoints(wish.endpoint)
+    why = f"rdzvd at {', '.join(map(str, endpoints))}"
+    if not wish.backend and wish.max_nodes == 1 and not wish.for_rdzvd:
+        why += ", where this node can not serve itself: the port is taken, or another machine's"
+    return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
+
+
+def _c10d(wish: Wish) -> Meeting:
+    """Meet at the endpoint; the node that owns its host serves."""
+    if not wish.endpoint:
+        raise InvalidRequestError(
+            f"--rdzv-backend=c10d with --nnodes={wish.nnodes} needs --rdzv-endpoint=HOST:PORT, "
+            "where HOST is one of the nodes"
+        )
+    if (host := _host_at_any_port(wish.endpoint)) is not None:
+        return _c10d_at_any_port(wish, host)
+    endpoint = parse_endpoint(wish.endpoint, DEFAULT_PORT)
+    hosts = owns(endpoint.host) if wish.is_host is None else wish.is_host
+    where = "this node serves" if hosts else "served by the node that owns it"
+    return Meeting(
+        (endpoint,),
+        wish.rdzv_id or "none",
+        host_at=endpoint if hosts else None,
+        why=f"c10d at {endpoint}, {where}",
+    )
+
+
+def _host_at_any_port(endpoint: str) -> str | None:
+    """Return the host of an endpoint whose port is 0; None if it has another.
+
+    >>> _host_at_any_port("localhost:0"), _host_at_any_port("localhost:10")
+    ('localhost', None)
+    """
+    host, _, port = endpoint.strip().rpartition(":")
+    return host if port == "0" else None
+
+
+def _c10d_at_any_port(wish: Wish, host: str) -> Meeting:
+    """Serve this node alone: no other node can know a port that the system chooses."""
+    hosts = owns(parse_endpoint(host).host) if wish.is_host is None else wish.is_host
+    if wish.min_nodes > 1 or not hosts:
+        raise InvalidRequestError(
+            f"--rdzv-endpoint={wish.endpoint}: port 0 is any free port of the node that owns "
+            f"{host}, and no other node can find it; give a port, e.g. {host}:{DEFAULT_PORT}"
+        )
+    why = "c10d at a free port, which only this node knows: it has a server of its own"
+    return Meeting((), wish.rdzv_id or "none", why=why)
+
+
+def _etcd(wish: Wish) -> Meeting:
+    """Meet wherever the node serves that the others elect; torchrun's etcd and etcd-v2 alike.
+
+    It takes an etcd v3; the v2 API, which torchrun's back-ends speak, is gone from etcd 3.6.
+    """
+    given = f"--rdzv-backend={wish.backend}"
+    if not wish.endpoint:
+        raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")
+    if not wish.rdzv_id:
+        raise InvalidRequestError(
+            f"--rdzv-id is missing: with {given} all jobs share one etcd, and this one could be "
+            "mixed up with another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    etcd = _etcd_config(wish)
+    return Meeting(
+        etcd.endpoints,
+        wish.rdzv_id,
+        elect_by=etcd,
+        why=f"served by whichever node is elected, {etcd.place}",
+    )
+
+
+def _etcd_config(wish: Wish) -> EtcdConfig:
+    """Read how etcd is reached: the keys of torchrun's etcd, etcd-v2, and user and password."""
+    from rdzv.stores.etcd_client import EtcdConfig, first_line
+
+    conf = wish.conf
+
+    def file(*keys: str) -> Path | None:
+        return next((Path(conf[key]) for key in keys if key in conf), None)
+
+    password = file("etcd_password_file")
+    protocol = conf.get("protocol", "http")
+    if protocol not in ("http", "https"):
+        raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is neither http nor https")
+    endpoints = [part.strip() for part in wish.endpoint.split(",") if part.strip()]
+    prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
+    return EtcdConfig.parse(
+        ",".join(e if "://" in e else f"{protocol}://{e}" for e in endpoints),
+        # Each job elects its own server, so each has its own part of etcd.
+        prefix=f"{prefix}/{_as_path(wish.rdzv_id)}",
+        user=conf.get("etcd_user", ""),
+        password=first_line(password) if password else "",
+        ca=file("cacert", "ca_cert"),
+        cert=file("cert", "ssl_cert"),
+        key=file("key", "ssl_cert_key"),
+    )
+
+
+def _as_path(rdzv_id: str) -> str:
+    """Write a job's name with the letters of a path; two names never become one."""
+    return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
+
+
+def _static(wish: Wish) -> Meeting:
+    """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
+    if wish.min_nodes != wish.max_nodes:
+        raise InvalidRequestError(
+            f"--nnodes={wish.nnodes}: the static back-end has a fixed number of nodes; give one "
+            "number, or use an rdzvd"
+        )
+    node_rank = wish.node_rank or 0
+    if not 0 <= node_rank < wish.max_nodes:
+        raise InvalidRequestError(
+            f"--node-rank={node_rank} is out of bounds; with --nnodes={wish.nnodes} give 0 to "
+            f"{wish.max_nodes - 1}"
+        )
+    if wish.endpoint:
+        endpoint = parse_endpoint(wish.endpoint, DEFAULT_MASTER_PORT)
+    else:
+        port = DEFAULT_MASTER_PORT if wish.master_port is None else wish.master_port
+        endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
+    where = "this node serves" if node_rank == 0 else "served by node rank 0"
+    return Meeting(
+        # One node meets nobody there; its workers may meet in the store.
+        (endpoint,) if wish.max_nodes > 1 else (),
+        wish.rdzv_id or "none",
+        host_at=endpoint if node_rank == 0 else None,
+        node_id=f"node-rank-{node_rank:05d}",
+        why=f"static, node rank {node_rank} of {wish.max_nodes}, at {endpoint}, {where}",
+    )
+
+
+def owns(host: str) -> bool:
+    """Say whether a host name or address is this machine's: whether one can be bound to it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_serve(endpoint: Endpoint) -> bool:
+    """Say whether a server could listen there: the host is this machine's, and the port is free."""
+    if not owns(endpoint.host):
+        return False
+    try:
+        listen_at(endpoint.host, endpoint.port).close()
+    except OSError:
+        return False
+    return True
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+            return True
+    except OSError:
+        return False

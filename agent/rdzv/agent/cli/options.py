@@ -1,0 +1,245 @@
+"""What rdzvrun's command line means: its words turned into a launch, or refused with a remedy."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rdzv.agent.cli import backends
+from rdzv.agent.cli.backends import Meeting, Wish
+from rdzv.agent.core.model import Job
+from rdzv.agent.launch.launch import NO_FILES, EventSink, Launch, Output, count_cpus, count_devices
+from rdzv.agent.launch.numa import NumaBinding
+from rdzv.agent.output.tee import parse_filters, parse_ranks
+from rdzv.errors import InvalidRequestError
+from rdzv.launch_options import flags
+from rdzv.launch_options.job_options import (
+    check_words,
+    conf_bool,
+    conf_ms,
+    fence_after_ms,
+    hang_timeout,
+    parse_conf,
+    parse_nnodes,
+    parse_notice_signal,
+    parse_nproc,
+    parse_signals,
+    parse_streams,
+    read_settings,
+    shutdown_timeout_ms,
+    unknown_keys,
+)
+from rdzv.transport.job_secret import without_secrets
+
+log = logging.getLogger("rdzv.agent")
+
+_LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
+"""What torch.distributed.launch passes to a script, before its own arguments."""
+
+
+def parse_launch(
+    argv: Sequence[str] | None = None,
+    *,
+    legacy: bool = False,
+    environ: Mapping[str, str] | None = None,
+    chdir: Path | None = None,
+    counted: int | None = None,
+) -> tuple[Launch, Meeting]:
+    """Turn a command line into what to launch, and where to meet the other nodes.
+
+    `legacy` is the command line of torch.distributed.launch. `environ` and `chdir` are the job's;
+    by default this process's own. `counted` is what --nproc-per-node stands for where it is a
+    word; by default that is found out, which may take a while.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+        SystemExit: usage (2), --help and --version (0).
+
+    """
+    environ = dict(os.environ if environ is None else environ)
+    args = flags.parse(argv, environ, legacy=legacy)
+    check_words(args)
+    script_args = tuple(args.training_script_args)
+    if legacy and not args.use_env:
+        script_args = (_LOCAL_RANK_ARGUMENT, *script_args)
+    conf = _conf(args.rdzv_conf)
+    meeting = backends.choose(_wish(args, conf))
+    python = _python(environ, chdir)
+    size = parse_nproc(args.nproc_per_node) or counted
+    if size is None:
+        size = _count(args.nproc_per_node, python, environ)
+    job = _job(args, conf, meeting, size, environ)
+    return Launch(
+        job=job,
+        script=args.training_script,
+        args=script_args,
+        module=args.module,
+        no_python=args.no_python and not args.run_path,
+        run_path=args.run_path,
+        python=python,
+        environ=without_secrets(environ),
+        chdir=chdir,
+        snapshot=_path("--snapshot", args.snapshot, chdir),
+        preemption_file=_path("--preemption-file", args.preemption_file, chdir),
+        role=args.role,
+        topology=args.topology,
+        local_addr=args.local_addr,
+        refuse_reuse=not conf_bool(conf, "reuse", default=True),
+        virtual_local_rank=args.virtual_local_rank,
+        numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
+        warm=parse_modules(args.warm),
+        hang_timeout=hang_timeout(args.hang_timeout),
+        signals=parse_signals(args.signals_to_handle),
+        output=_output(args, size, environ, chdir),
+        event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
+    ), meeting
+
+
+def parse_modules(text: str | None) -> tuple[str, ...]:
+    """Read what --warm preloads: names of modules with commas between them.
+
+    >>> parse_modules("torch,transformers"), parse_modules(None)
+    (('torch', 'transformers'), ())
+    """
+    names = () if text is None else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise InvalidRequestError(
+                f"--warm={text}: {name!r} is no module's name; give such as --warm=torch,numpy"
+            )
+    return names
+
+
+def _output(
+    args: argparse.Namespace,
+    local_world_size: int,
+    environ: Mapping[str, str],
+    chdir: Path | None,
+) -> Output:
+    output = Output(
+        log_dir=_absolute("--log-dir", args.log_dir, chdir) if args.log_dir else None,
+        redirects=parse_streams("--redirects", args.redirects, local_world_size),
+        tee=parse_streams("--tee", args.tee, local_world_size),
+        shown_ranks=parse_ranks(args.local_ranks_filter),
+        stdout_filters=parse_filters(args.duplicate_stdout_filters),
+        stderr_filters=parse_filters(args.duplicate_stderr_filters),
+        prefix_template=args.log_line_prefix_template
+        or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        logs_specs=args.logs_specs or "",
+    )
+    # As under torchrun: without files all output is the console's, whatever else is asked for.
+    if output.log_dir == NO_FILES and not output.logs_specs:
+        return Output(log_dir=NO_FILES)
+    return output
+
+
+def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
+    min_nodes, max_nodes = parse_nnodes(args.nnodes)
+    return Wish(
+        backend=args.rdzv_backend,
+        endpoint=args.rdzv_endpoint,
+        rdzv_id=args.rdzv_id or "",
+        standalone=args.standalone,
+        nnodes=args.nnodes,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        is_host=conf_bool(conf, "is_host", default=False) if "is_host" in conf else None,
+        conf=conf,
+        files={
+            "ca": args.tls_ca,
+            "cert": args.tls_cert,
+            "key": args.tls_key,
+            "token_file": args.token_file,
+        },
+        places_node=bool(args.node_id or args.topology),
+    )
+
+
+def _backend(given: str, meeting: Meeting) -> str:
+    """Name the back-end as torchrun's events would: a node that meets nobody is c10d there."""
+    if meeting.node_id:
+        return "static"
+    return (given or "rdzv") if meeting.endpoints else "c10d"
+
+
+def _job(
+    args: argparse.Namespace,
+    conf: Mapping[str, str],
+    meeting: Meeting,
+    local_world_size: int,
+    environ: Mapping[str, str],
+) -> Job:
+    own_name = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
+    return Job(
+        rdzv_id=meeting.rdzv_id,
+        node_id=meeting.node_id or own_name,
+        settings=read_settings(args, conf),
+        local_world_size=local_world_size,
+        shutdown_timeout_ms=_shutdown_timeout_ms(args.shutdown_timeout, environ),
+        failure_stop_timeout_ms=conf_ms(conf, "failure_stop_timeout", 5),
+        server_timeout_ms=conf_ms(conf, "server_timeout", 600),
+        fence_after_ms=_fence_after_ms(args.fence_after, meeting),
+        notice_signum=parse_notice_signal(args.notice_signal) or 0,
+    )
+
+
+def _path(flag: str, path: Path | None, chdir: Path | None) -> Path | None:
+    return None if path is None else _absolute(flag, path, chdir)
+
+
+def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
+    try:
+        return path.absolute() if chdir is None else chdir / path
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{flag}={path}: the working directory can not be found ({error.strerror}); "
+            "give an absolute path"
+        ) from error
+
+
+def _conf(text: str) -> dict[str, str]:
+    """Read --rdzv-conf; unknown keys are warned of, with the known ones."""
+    conf = parse_conf(text)
+    for key in conf:
+        if key in flags.TORCH_CONF_KEYS:
+            log.info("--rdzv-conf: %s is of torchrun's store, and has no effect here", key)
+    for key in unknown_keys(conf):
+        known = ", ".join(flags.CONF_KEYS)
+        log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)
+    return conf
+
+
+def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
+    """Return the job's interpreter; a path as it is seen from where the workers start."""
+    python = environ.get("PYTHON_EXEC", sys.executable)
+    return python if chdir is None or os.sep not in python else str(chdir / python)
+
+
+def _count(text: str, python: str, environ: Mapping[str, str]) -> int:
+    """Count what there is one worker for."""
+    return count_cpus() if text == "cpu" else count_devices(text, python, environ)
+
+
+def _shutdown_timeout_ms(seconds: float | None, environ: Mapping[str, str]) -> int:
+    if seconds is not None:
+        return shutdown_timeout_ms(f"--shutdown-timeout={seconds:g}", str(seconds))
+    text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    return shutdown_timeout_ms(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}", text)
+
+
+def _fence_after_ms(seconds: float | None, meeting: Meeting) -> int:
+    fence_ms = fence_after_ms(seconds)
+    if fence_ms and not meeting.endpoints:
+        raise InvalidRequestError(
+            f"--fence-after={seconds:g} has no use here: this node has a server of its own, from "
+            "which it can not be cut off; leave it out, or give --rdzv-endpoint"
+        )
+    return fence_ms

@@ -1,0 +1,201 @@
+"""What an agent finds of the one before it: its instance, and the runners that have outlived it.
+
+::
+
+    RUNTIME_DIR/instance.json       which instance of the node it was, as the server knows it
+    RUNTIME_DIR/runners/*.sock      where its runners listen
+
+Whoever holds the lock on the runtime directory knows that the one before is gone. If there is a
+runner to adopt, it goes on as the very same instance: the server sees a node that was away and is
+back, and nothing is re-formed. Without one it is a new instance, as after a reboot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import uuid
+from pathlib import Path
+
+from rdzv.agent.handover.handover_state import (
+    PLACEMENT,
+    STATE,
+    KeptPlacement,
+    KeptState,
+    decode_placement,
+    decode_state,
+)
+from rdzv.agent.handover.leaked_processes import kill_strays, mark_of
+from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
+from rdzv.agent.system.side_thread import in_time
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+STRAYS_WITHIN_S = 10.0
+"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@struct(frozen=True)
+class Instance:
+    """One instance of a node: which it is, and what the server has given to it."""
+
+    instance: str
+    incarnation: int = 0
+    leadership: int = 0
+    lease_ms: int | None = None
+    """How long it tolerates silence: as long runners wait for an agent, also if the one that has
+    adopted them dies before any server has answered it."""
+
+
+@struct(frozen=True)
+class Orphan:
+    """A runner that was adopted, and what it has kept."""
+
+    runner: FoundRunner
+    placement: KeptPlacement
+    state: KeptState
+
+
+class Heritage:
+    """What is handed on from agent to agent of one node, in its runtime directory."""
+
+    def __init__(self, runtime_dir: Path, node_id: str) -> None:
+        """Use a directory whose lock the caller holds."""
+        self._file = runtime_dir / "instance.json"
+        self._sockets = runtime_dir / "runners"
+        self._node_id = node_id
+        self.instance = Instance(uuid.uuid4().hex)
+        """Which instance of the node this agent is; settled by `take_up`."""
+
+    def new_socket(self) -> Path:
+        """Return where another runner may listen."""
+        return self._sockets / f"{uuid.uuid4().hex}.sock"
+
+    async def take_up(self) -> list[Orphan]:
+        """Adopt all runners that can be; with any, go on as the instance that they belong to.
+
+        The others are left to their orphan timeout, and it is said why.
+
+        Raises:
+            OSError: the directory can not be written.
+
+        """
+        self._sockets.mkdir(mode=0o700, exist_ok=True)
+        former = self._read()
+        met = await asyncio.gather(*(self._meet(path) for path in sorted(self._found())))
+        orphans = []
+        for found in met:
+            if found is not None and (orphan := self._adopt(found, former)) is not None:
+                orphans.append(orphan)
+        if orphans:
+            assert former is not None
+            self.instance = former
+        self._write()
+        return orphans
+
+    def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
+        """Write down what the server has given to this instance."""
+        known = Instance(self.instance.instance, incarnation, leadership, lease_ms)
+        if known != self.instance:
+            self.instance = known
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("%s can not be written: %s; an agent that follows after a crash of "
+                            "this one will be another instance", self._file, error)  # fmt: skip
+
+    # ------------------------------------------------------------------ runners
+
+    def _found(self) -> list[Path]:
+        return [path for path in self._sockets.iterdir() if path.suffix == ".sock"]
+
+    async def _meet(self, path: Path) -> FoundRunner | None:
+        try:
+            if (found := await FoundRunner.meet(path)) is None:
+                # It removes it itself, unless it was killed.
+                await in_time(STRAYS_WITHIN_S, kill_strays, mark_of(path))
+                _remove(path)
+            return found
+        except NotAdoptableError as error:
+            self._tell_left(path, str(error))
+        except OSError as error:
+            log.error("what the dead runner of %s has left behind may live on: %s", path, error)
+        return None
+
+    def _adopt(self, found: FoundRunner, former: Instance | None) -> Orphan | None:
+        try:
+            placement = decode_placement(found.hello.kept.get(PLACEMENT))
+            state = decode_state(found.hello.kept.get(STATE))
+            if placement.node_id != self._node_id:
+                raise NotAdoptableError(
+                    f"it is of node {placement.node_id}, and this one is {self._node_id}"
+                )
+            if former is None or placement.instance != former.instance:
+                raise NotAdoptableError(
+                    f"it is of instance {placement.instance} of this node, which is not the one "
+                    f"in {self._file}"
+                )
+        except NotAdoptableError as error:
+            found.leave()
+            self._tell_left(found.path, str(error))
+            return None
+        found.adopt()
+        return Orphan(found, placement, state)
+
+    def _tell_left(self, path: Path, why: str) -> None:
+        log.warning("the runner at %s is not adopted, and left to its end: %s", path, why)
+
+    # ------------------------------------------------------------------ the instance
+
+    def _read(self) -> Instance | None:
+        """Return the instance of the agent before, if it was one of this start of the machine."""
+        try:
+            said = json.loads(self._file.read_bytes())
+            if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
+                return None
+            # An older agent has not written its lease.
+            lease_ms = None if said.get("lease_ms") is None else int(said["lease_ms"])
+            return Instance(
+                str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.warning("%s can not be read: %r", self._file, error)
+            return None
+
+    def _write(self) -> None:
+        """Write the instance down in one step, for the eyes of this user alone."""
+        text = json.dumps(
+            {
+                "node_id": self._node_id,
+                "instance": self.instance.instance,
+                "incarnation": self.instance.incarnation,
+                "leadership": self.instance.leadership,
+                "lease_ms": self.instance.lease_ms,
+                "boot_id": _boot_id(),
+            }
+        )
+        temporary = self._file.with_suffix(".new")
+        _remove(temporary)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+        temporary.replace(self._file)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text(encoding="ascii").strip()

@@ -1,0 +1,241 @@
+"""The checks that a node may be configured with: a command, disks, GPUs, the kernel's log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent import runner_link
+from rdzv.agent.inventory import xid
+from rdzv.agent.inventory.resources import parts_of
+from rdzv.agent.system.side_thread import find_program, in_thread, in_time
+from rdzv.core.words import counted, listed
+
+SAID_BYTES = 16 * 1024
+"""What is kept of a command's output: its end."""
+SAID_CHARS = 200
+KILLED_S = 1.0
+"""How long a command's process may take to end that was killed."""
+MEMORY_SETTLES_S = 3.0
+"""The driver gives back the memory of a process that was killed a while after its end."""
+MEMORY_AGAIN_S = 0.2
+
+
+@dataclass(eq=False)
+class Plain:
+    """What checks have in common."""
+
+    name: str
+    timeout_s: float
+
+    async def lift(self) -> None:
+        """Nothing of what was before is remembered."""
+
+
+# ---------------------------------------------------------------------- a command
+
+
+@dataclass(eq=False)
+class Command(Plain):
+    """A command of the operator's: the node is well if it exits 0 in time."""
+
+    args: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        """Run it; whatever it has begun ends with it."""
+        try:
+            await in_time(self.timeout_s, find_program, self.args[0])
+            process = await runner_link.start_spared(
+                *self.args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**self.environ, "RDZV_UNUSED_GPUS": ",".join(sorted(unused_gpus))},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"can not be started: {error.strerror or error}"
+        said = bytearray()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await _listen(process, said)
+                code = await process.wait()
+        except TimeoutError:
+            return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
+        finally:
+            # Its whole session, also where it has ended itself and left something behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                # One that survives SIGKILL is nobody's any more.
+                async with asyncio.timeout(KILLED_S):
+                    await process.wait()
+            runner_link.spare_no_more(process.pid)
+        if code == 0:
+            return ""
+        how = f"ended by signal {-code}" if code < 0 else f"exited {code}"
+        return f"{how}{_last_line(said)}"
+
+
+async def _listen(process: asyncio.subprocess.Process, said: bytearray) -> None:
+    """Take in what a command says until it says no more, and keep the end of it."""
+    assert process.stdout is not None
+    while data := await process.stdout.read(4_096):
+        said += data
+        del said[:-SAID_BYTES]
+
+
+def _last_line(said: bytearray) -> str:
+    lines = said.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {last[:SAID_CHARS]}" if last else ""
+
+
+# ---------------------------------------------------------------------- disks
+
+
+@dataclass(eq=False)
+class Disk(Plain):
+    """Room on the disk that a path is on, as one who is not root finds it."""
+
+    path: Path = Path("/")
+    min_free_bytes: int = 0
+    min_free_percent: float = 0.0
+
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        """Look how much is free; a file server that hangs is waited for in a thread."""
+        try:
+            found = await in_thread(os.statvfs, self.path)
+        except OSError as error:
+            return f"can not be looked at: {error.strerror}"
+        free = found.f_bavail * found.f_frsize
+        percent = 100 * free / (found.f_blocks * found.f_frsize or 1)
+        if percent < self.min_free_percent:
+            least = f"{self.min_free_percent:g} %"
+            return f"has {percent:.2g} % free ({_size(free)}), and {least} are asked for"
+        if free < self.min_free_bytes:
+            return f"has {_size(free)} free, and {_size(self.min_free_bytes)} are asked for"
+        return ""
+
+
+def _size(number: int) -> str:
+    """Write a size as people say it.
+
+    >>> _size(999), _size(3 << 29)
+    ('999 B', '1.5 GiB')
+    """
+    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+def look_at_gpus() -> tuple[dict[str, int], list[str]]:
+    """Return how much memory is used of each GPU that answers, by UUID, and what goes wrong."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        return {}, [str(error)]
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return {}, [f"NVML: {error}"]
+    try:
+        return _ask_each(nvml)
+    except nvml.NVMLError as error:
+        return {}, [f"NVML: {error}"]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
+    used: dict[str, int] = {}
+    wrong = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            for part in parts_of(nvml, nvml.nvmlDeviceGetHandleByIndex(index)):
+                memory = nvml.nvmlDeviceGetMemoryInfo(part)
+                used[nvml.nvmlDeviceGetUUID(part)] = int(memory.used)
+        except nvml.NVMLError as error:
+            # One that has fallen off the bus answers nothing, and may not even say who it is.
+            wrong.append(f"number {index}: {error}")
+    return used, wrong
+
+
+@dataclass(eq=False)
+class Gpus(Plain):
+    """Each GPU answers, and those that no job has are not in use."""
+
+    uuids: Sequence[str] = ()
+    """Those that jobs may have."""
+    count: int = 0
+    """How many there have to be at least."""
+    memory_used: int = 0
+    """So many bytes may be in use where no job is."""
+    look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
+
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        """Ask each; wait a moment for memory that is being given back."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(MEMORY_SETTLES_S, self.timeout_s / 2)
+        while True:
+            used, wrong = await in_thread(self.look_at)
+            if text := self._missing(used, wrong):
+                return text
+            full = [u for u in self.uuids if u in unused_gpus and used[u] > self.memory_used]
+            if not full:
+                return ""
+            if loop.time() >= until_s:
+                most = max(used[uuid] for uuid in full)
+                return f"{listed(full)}: {_size(most)} are in use, and no job has it"
+            await asyncio.sleep(MEMORY_AGAIN_S)
+
+    def _missing(self, used: Mapping[str, int], wrong: Sequence[str]) -> str:
+        silent = [uuid for uuid in self.uuids if uuid not in used]
+        why = f": {listed(wrong)}" if wrong else ""
+        if silent:
+            return f"{listed(silent)} {'does' if len(silent) == 1 else 'do'} not answer{why}"
+        if len(used) < self.count:
+            return f"{counted(len(used), 'GPU')} of {self.count} answer{why}"
+        return ""
+
+
+# ---------------------------------------------------------------------- the kernel's log
+
+
+@dataclass(eq=False)
+class Xids(Plain):
+    """No GPU has had an error that takes a reset or a repair."""
+
+    codes: Collection[str] = xid.CODES
+    log: Path = xid.KMSG
+    lifted: xid.Lifted = field(default_factory=lambda: xid.Lifted(Path("/nonexistent")))
+
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        """Look for errors since the boot, or since an operator has looked."""
+        try:
+            records = await in_thread(xid.read_records, self.log)
+        except OSError as error:
+            return (
+                f"the log {self.log} can not be read: {error.strerror}; give the agent "
+                "CAP_SYSLOG, or leave this check out"
+            )
+        after = await in_thread(self.lifted.number)
+        return xid.describe(xid.parse(records), self.codes, after)
+
+    async def lift(self) -> None:
+        """Let what is in the log now not count any more."""
+        records = await in_thread(xid.read_records, self.log)
+        await in_thread(self.lifted.lift, records)

@@ -1,0 +1,267 @@
+"""Hears that this machine is about to be taken away: from a file that appears, or from a command.
+
+Both are the site's: each cloud says it in another way (`docs/drain.md` has loops for some). The
+file is waited for by inotify; the command runs for as long as it likes, and gives notice by exiting
+with 0. Either may say in its first line how many seconds are left. What goes wrong with them is
+logged, and concerns no job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rdzv.agent import runner_link
+from rdzv.agent.system.file_watches import Watches
+from rdzv.agent.system.side_thread import find_program, in_thread, in_time
+from rdzv.core.words import duration
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
+"""When a command that has failed is started again: each time twice as late, unless it ran long."""
+STEADY_S = 60.0
+"""A command that has run for so long has not failed because it is wrong."""
+HALF_WRITTEN_S = 1.0
+"""How long a file may stay empty before it counts as a notice that says no more."""
+MAX_LINE_BYTES = 4_096
+MAX_LEFT_S = 7 * 86_400
+START_WITHIN_S = 10.0
+"""How long the file system of the command may take to find it."""
+KILL_TIMEOUT_S = 2.0
+
+Give = Callable[[int, str], None]
+"""Hears how many milliseconds are left, and why."""
+
+
+@struct(frozen=True)
+class Preemption:
+    """Where word of a preemption comes from."""
+
+    file: Path | None = None
+    command: tuple[str, ...] = ()
+    left_ms: int = 30_000
+    """How much time there is if it is not said."""
+
+
+@asynccontextmanager
+async def heeded(preemption: Preemption, give: Give) -> AsyncIterator[None]:
+    """Give notice of a preemption, as often as there is word of one, until the body ends."""
+    watching, works = _Watching(preemption, give), []
+    if preemption.file is not None:
+        works.append(watching.file(preemption.file))
+    if preemption.command:
+        works.append(watching.command(preemption.command))
+    tasks = [asyncio.create_task(_guarded(work), name="preemption") for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _guarded(work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("a bug of rdzv-agent: preemptions are not noticed any more")
+
+
+class _Watching:
+    """The loops that wait for word."""
+
+    def __init__(self, preemption: Preemption, give: Give) -> None:
+        self._preemption = preemption
+        self._give = give
+
+    # ------------------------------------------------------------------ the file
+
+    async def file(self, path: Path) -> None:
+        """Wait for the file, and for what is written into it later."""
+        changed, watches = asyncio.Event(), Watches(asyncio.get_running_loop())
+        source = _Source(path, changed.set)
+        last: str | None = None
+        try:
+            while True:
+                changed.clear()
+                # Before the look: what is written after it wakes us again.
+                await in_thread(watches.arm, source)
+                text = await in_thread(_read, path)
+                if text == "" and await _soon(changed, HALF_WRITTEN_S):
+                    continue
+                if text is not None and text != last:
+                    self._take(text, f"preempted ({path})")
+                last = text
+                await changed.wait()
+        finally:
+            watches.close()
+
+    # ------------------------------------------------------------------ the command
+
+    async def command(self, command: Sequence[str]) -> None:
+        """Run the command until it gives notice."""
+        loop, wait_s, told = asyncio.get_running_loop(), BACKOFF_FIRST_S, ""
+        while True:
+            began_s = loop.time()
+            try:
+                code, line = await _run(command)
+            except OSError as error:
+                why = f"can not be started: {error.strerror or error}"
+            else:
+                if code == 0:
+                    self._take(line, f"preempted, as {command[0]} says")
+                    return
+                why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+            if loop.time() - began_s >= STEADY_S:
+                wait_s = BACKOFF_FIRST_S
+            level = logging.DEBUG if why == told else logging.WARNING
+            text = "`preemption.command` (%s) %s; it is started again in %g s"
+            log.log(level, text, command[0], why, wait_s)
+            told = why
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, BACKOFF_MAX_S)
+
+    def _take(self, text: str, why: str) -> None:
+        left_ms = left_ms_of(text)
+        if left_ms is None:
+            if text:
+                log.warning("%s: %r is no number of seconds; the usual time is left", why, text)
+            left_ms = self._preemption.left_ms
+        log.warning("%s: this node leaves all its jobs within %s", why, duration(left_ms))
+        self._give(left_ms, why)
+
+
+def left_ms_of(text: str) -> int | None:
+    """Read how many seconds are left; None if it is not said.
+
+    >>> left_ms_of("120"), left_ms_of("1.5 s"), left_ms_of(""), left_ms_of("soon")
+    (120000, 1500, None, None)
+    """
+    try:
+        seconds = float(text.strip().removesuffix("s"))
+    except ValueError:
+        return None
+    return round(seconds * 1000) if 0 <= seconds <= MAX_LEFT_S else None
+
+
+async def _soon(changed: asyncio.Event, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await changed.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _read(path: Path) -> str | None:
+    """Return the first line of a file; None if there is none. One that can not be read is there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"({error.strerror})"
+    try:
+        return _line(os.read(fd, MAX_LINE_BYTES))
+    except OSError as error:
+        return f"({error.strerror})"
+    finally:
+        os.close(fd)
+
+
+def _line(data: bytes) -> str:
+    return data.decode(errors="replace").partition("\n")[0].strip()
+
+
+@dataclass(eq=False, slots=True)
+class _Source:
+    """The file, as `Watches` wants it."""
+
+    path: Path
+    woken: Callable[[], None]
+    watch: int | None = None
+    identity: None = None
+    """Whoever has configured this agent, or started it, has named the file."""
+
+    def wake(self) -> None:
+        self.woken()
+
+
+async def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Run a command to its end; return its exit code, and its first line.
+
+    It runs in a session of its own, of which nothing is left in the end.
+
+    Raises:
+        OSError: it can not be started.
+
+    """
+    await in_time(START_WITHIN_S, find_program, command[0])
+    async with _pipe() as (said, write_fd):
+        return await _run_into(command, said, write_fd)
+
+
+async def _run_into(
+    command: Sequence[str], said: asyncio.StreamReader, write_fd: int
+) -> tuple[int, str]:
+    # Not a pipe of asyncio's: it would wait for whoever has inherited it, and not for the command.
+    try:
+        process = await runner_link.start_spared(
+            *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True
+        )
+    finally:
+        os.close(write_fd)
+    reading = asyncio.create_task(_first_line(said))
+    try:
+        code = await process.wait()
+        _kill_session(process.pid)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                return code, await asyncio.shield(reading)
+        return code, ""
+    finally:
+        reading.cancel()
+        _kill_session(process.pid)
+        if process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await process.wait()
+        runner_link.spare_no_more(process.pid)
+
+
+@asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """Open a pipe: what is read from it, and the end to write to, which the caller closes."""
+    read_fd, write_fd = os.pipe()
+    said = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(said), os.fdopen(read_fd, "rb", buffering=0)
+    )
+    try:
+        yield said, write_fd
+    finally:
+        transport.close()
+
+
+async def _first_line(stream: asyncio.StreamReader) -> str:
+    """Read all that a command says; return the first line."""
+    first = b""
+    while data := await stream.read(MAX_LINE_BYTES):
+        if b"\n" not in first:
+            first = (first + data)[:MAX_LINE_BYTES]
+    return _line(first)
+
+
+def _kill_session(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

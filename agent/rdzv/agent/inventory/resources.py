@@ -1,0 +1,278 @@
+"""What this node has for the jobs that the server places on it: CPUs, memory, GPUs, labels.
+
+GPUs are known by their UUIDs, which neither a restart nor an order of devices changes. NVML names
+them where its library is present; a MIG device counts as a GPU, in place of the one that it is a
+part of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rdzv.agent.launch.launch import count_cpus
+from rdzv.core.placement import Gpu, Resources
+from rdzv.core.words import counted, listed
+from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.agent")
+
+NVML = "nvml"
+"""`gpus`: those that NVML names."""
+NONE = "none"
+"""`gpus`: none, whatever there is."""
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+_UUID_PREFIXES = ("GPU-", "MIG-")
+_NO_LIMIT_BYTES = 1 << 62
+"""cgroup v1 says "no limit" by a number that no machine has."""
+
+
+def find_resources(
+    gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
+) -> Resources:
+    """Look at this machine; may take seconds where a GPU has to wake up.
+
+    Raises:
+        InvalidRequestError: `gpus` names what is not here.
+
+    """
+    return Resources(
+        cpus=count_cpus(),
+        memory_bytes=memory_bytes(),
+        gpus=find_gpus(gpus),
+        labels=tuple(sorted(labels.items())),
+        capacity=capacity,
+        topology=topology,
+    )
+
+
+def describe(has: Resources) -> str:
+    """Say what a node has, in words.
+
+    >>> describe(Resources(cpus=8, memory_bytes=64 << 30, labels=(("zone", "a"),)))
+    '8 CPUs, 64 GiB, 0 GPUs, 1 at once, zone=a'
+    """
+    names = listed(dict.fromkeys(gpu.name for gpu in has.gpus if gpu.name))
+    return ", ".join(
+        [
+            counted(has.cpus, "CPU"),
+            f"{has.memory_bytes / 2**30:.0f} GiB",
+            counted(len(has.gpus), "GPU") + (f" ({names})" if names else ""),
+            f"{has.capacity} at once",
+            *(f"{name}={value}" for name, value in has.labels),
+        ]
+    )
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Return how much memory this process may use: the machine's, or less if its cgroup has less.
+
+    0: it is not known.
+    """
+    limits = [*_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)]
+    return min(limits, default=0)
+
+
+def _machine_bytes(proc: Path) -> list[int]:
+    for line in _read(proc / "meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemTotal":
+            return [int(value.split()[0]) * 1024]
+    return []
+
+
+def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
+    """Return the limits of this process's cgroup, and of those above it."""
+    limits = []
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, file = cgroup, "memory.max"
+            if not (top / "cgroup.controllers").exists():
+                top = cgroup / "unified"
+        elif "memory" in controllers.split(","):
+            top, file = cgroup / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        below = Path(path.lstrip("/"))
+        # Inside a container the path may be the host's, of which only the top is to be seen.
+        for place in (below, *below.parents):
+            text = _read(top / place / file).strip()
+            if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES:
+                limits.append(int(text))
+    return limits
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# ---------------------------------------------------------------------- GPUs
+
+
+class Nvml(Protocol):
+    """The part of the module `pynvml` that is used here."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...  # noqa: D102, N802
+    def nvmlShutdown(self) -> None: ...  # noqa: D102, N802
+    def nvmlDeviceGetCount(self) -> int: ...  # noqa: D102, N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: D102, N802
+    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: D102, N802
+    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: D102, N802
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: D102, N802
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...  # noqa: D102, N802
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...  # noqa: D102, N802
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...  # noqa: D102, N802
+
+
+def find_gpus(
+    wanted: str,
+    *,
+    library: str = "",
+    nvml: Nvml | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Gpu, ...]:
+    """Return the GPUs that jobs may have: `nvml`, `none`, or UUIDs with commas between them.
+
+    `library` is NVML's, where it is not the system's; `nvml` is its Python module. Where NVML can
+    not be asked, there are no GPUs, and none may be named. If this process itself was given some
+    of the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
+
+    Raises:
+        InvalidRequestError: a GPU that is named is not here, as far as NVML can say; or
+            CUDA_VISIBLE_DEVICES has numbers, whose meaning depends on an order that NVML does not
+            know.
+
+    """
+    if wanted == NONE:
+        return ()
+    present, trouble = _ask_nvml(nvml, library)
+    if wanted != NVML:
+        return _named_gpus(parse_gpus(wanted), present, trouble)
+    if trouble:
+        log.info("no GPU is seen: %s", trouble)
+    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None or not present else _visible(visible, present)
+
+
+def parse_gpus(text: str) -> tuple[str, ...]:
+    """Read UUIDs with commas between them.
+
+    >>> parse_gpus("GPU-aa, GPU-bb")
+    ('GPU-aa', 'GPU-bb')
+
+    Raises:
+        InvalidRequestError: something else.
+
+    """
+    uuids = tuple(part.strip() for part in text.split(",") if part.strip())
+    for uuid in uuids:
+        if not uuid.startswith(_UUID_PREFIXES) or not uuid.isascii() or not uuid.isprintable():
+            raise InvalidRequestError(
+                f"{uuid!r} is no UUID of a GPU; give those that `nvidia-smi -L` shows, with commas "
+                f'between them, or "{NVML}", or "{NONE}"'
+            )
+        if uuids.count(uuid) > 1:
+            raise InvalidRequestError(f"{uuid} stands there twice; name each GPU once")
+    if not uuids:
+        raise InvalidRequestError(f'no GPU is named; give UUIDs, or "{NVML}", or "{NONE}"')
+    return uuids
+
+
+def _named_gpus(uuids: Sequence[str], present: Sequence[Gpu], trouble: str) -> tuple[Gpu, ...]:
+    if trouble:
+        raise InvalidRequestError(
+            f"`gpus` names {uuids[0]}, and NVML can not be asked whether it is on this node: "
+            f'{trouble}; see that `nvidia-smi -L` shows it, or say gpus = "{NONE}"'
+        )
+    by_uuid = {gpu.uuid: gpu for gpu in present}
+    for uuid in uuids:
+        if uuid not in by_uuid:
+            there = ", ".join(by_uuid) or "none"
+            raise InvalidRequestError(
+                f"`gpus` names {uuid}, which is not on this node; NVML knows: {there}; name one "
+                f'of these, or say gpus = "{NVML}" or "{NONE}"'
+            )
+    return tuple(by_uuid[uuid] for uuid in uuids)
+
+
+def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    tokens = [token.strip() for token in visible.split(",") if token.strip()]
+    if not all(token.startswith(_UUID_PREFIXES) for token in tokens):
+        raise InvalidRequestError(
+            f"rdzv-agent was started with CUDA_VISIBLE_DEVICES={visible}, in which numbers depend "
+            "on an order that only CUDA knows; give UUIDs there, or name the GPUs in `gpus`"
+        )
+    return tuple(gpu for gpu in present if gpu.uuid.startswith(tuple(tokens)))
+
+
+def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that NVML names; or none, and why it can not be asked."""
+    try:
+        module: Any = importlib.import_module("pynvml") if nvml is None else nvml
+        if library:
+            # What it would do itself, with the name of the system's library.
+            module.nvmlLib = ctypes.CDLL(library)
+    except (ImportError, OSError) as error:
+        return (), str(error)
+    try:
+        module.nvmlInit()
+    except module.NVMLError as error:
+        return (), f"NVML: {error}"
+    try:
+        return tuple(_gpus_of(module)), ""
+    except module.NVMLError as error:
+        log.warning("NVML fails, so no GPU is used: %s", error)
+        return (), f"NVML: {error}"
+    finally:
+        module.nvmlShutdown()
+
+
+def _gpus_of(nvml: Nvml) -> list[Gpu]:
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        found += [_gpu(nvml, part) for part in parts_of(nvml, handle)]
+    return found
+
+
+def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
+    """Return the MIG devices of a GPU that is divided into some, else the GPU."""
+    try:
+        divided = nvml.nvmlDeviceGetMigMode(handle)[0]
+    except nvml.NVMLError:
+        divided = 0  # It is none that can be divided.
+    if not divided:
+        return [handle]
+    parts = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except nvml.NVMLError:
+            continue  # There is none of this number.
+    return parts
+
+
+def _gpu(nvml: Nvml, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=int(memory.total),
+    )

@@ -1,0 +1,1 @@
+"""What a user asked to be launched, and what this node offers for it: ports, CPUs, GPUs."""

@@ -1,0 +1,418 @@
+"""What a user asked to be launched, and what this node can offer for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from rdzv.agent.core.environ import substitute_local_rank
+from rdzv.agent.core.model import Job
+from rdzv.agent.launch.numa import NumaBinding
+from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
+from rdzv.core.hangs import HangTimeout
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+from rdzv.transport.addresses import address_towards, leads_beyond_loopback
+from rdzv.transport.endpoints import Endpoint
+
+PROBE_TIMEOUT_S = 10.0
+"""How long the job's interpreter, or the name service, may take to answer a question."""
+
+
+NO_FILES = Path(os.devnull)
+"""The log directory of who wants no files, as under torchrun."""
+
+NO_HANDLER = "null"
+"""The handler of who wants no events, as under torchrun."""
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@struct(frozen=True)
+class Output:
+    """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
+
+    log_dir: Path | None = None
+    run_dir: Path | None = None
+    """The folder of this run's files itself, in place of one of its own below `log_dir`."""
+    redirects: Mapping[int, int] = field(default_factory=dict)
+    """By LOCAL_RANK: the streams that go to files."""
+    tee: Mapping[int, int] = field(default_factory=dict)
+    """By LOCAL_RANK: the streams that go to files and, line by line, to the console."""
+    shown_ranks: frozenset[int] | None = None
+    """The LOCAL_RANKs whose output is shown on the console; None: all."""
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
+    logs_specs: str = ""
+    """Who decides all this instead: an entry point of the group `torchrun.logs_specs`."""
+    console: bool = True
+    """Whether anything is copied to this process's own stdout and stderr, whoever asks for it."""
+
+
+@struct(frozen=True)
+class EventSink:
+    """Where torchelastic's events of this node go."""
+
+    destination: str = NO_HANDLER
+    """The name of a handler that torch knows."""
+    backend: str = "rdzv"
+    """The rendezvous back-end that the events name."""
+
+
+@struct(frozen=True)
+class Launch:
+    """One job on this node: what to run, and how."""
+
+    job: Job
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    """`script` is a module, as in `python -m`."""
+    no_python: bool = False
+    """`script` is a program, to be executed directly."""
+    run_path: bool = False
+    """`script` is run by `runpy.run_path`."""
+    python: str = sys.executable
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What the workers' environment is made from."""
+    account: Account | None = None
+    """What all its processes run as, and its files are handled as; None: as this process."""
+    chdir: Path | None = None
+    """Where the workers start; None: where the agent is."""
+    progress_dir: Path | None = None
+    """Below which the workers say how far they are; None: the temporary folder."""
+    snapshot: Path | None = None
+    """File or folder by whose change a round is known to have moved the job on."""
+    preemption_file: Path | None = None
+    """Where word comes that this machine is about to be taken away; None: nowhere, for this job."""
+    role: str = "default"
+    topology: str = ""
+    local_addr: str = ""
+    refuse_reuse: bool = False
+    secret: str = field(default="", repr=False)
+    """What whoever takes part in the job must know; empty: nothing. Only rdzvrun has one: of a job
+    that was submitted, the agent would have to read a file that somebody else names."""
+    virtual_local_rank: bool = False
+    """Every worker has LOCAL_RANK 0 and sees one GPU."""
+    numa_binding: NumaBinding | None = None
+    warm: tuple[str, ...] = ()
+    """What the zygote preloads that workers are forked from; nothing: they all start cold."""
+    hang_timeout: HangTimeout | None = None
+    """How long workers may say nothing of their progress; None: as long as they like."""
+    signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
+    """What makes this node leave."""
+    output: Output = field(default_factory=Output)
+    event_log: EventSink = EventSink()
+
+    @property
+    def identity(self) -> Identity | None:
+        """Its account by its numbers."""
+        return None if self.account is None else self.account.identity
+
+    def argv(self, local_rank: int) -> tuple[str, ...]:
+        """Return the command line of one worker."""
+        args = substitute_local_rank(self.args, local_rank)
+        if self.no_python:
+            return (self.script, *args)
+        if self.module:
+            return (self.python, "-u", "-m", self.script, *args)
+        if self.run_path:
+            return (self.python, "-u", "-c", _RUN_PATH, self.script, *args)
+        return (self.python, "-u", self.script, *args)
+
+
+_RUN_PATH = (
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def check_startable(launch: Launch) -> None:
+    """Refuse, before anything is started, a launch that can not work on this node.
+
+    Raises:
+        InvalidRequestError: folder, script, program or interpreter are not there, or logs have no
+            place.
+
+    """
+    with acting_as(launch.identity):
+        _check_startable(launch)
+
+
+def _check_startable(launch: Launch) -> None:
+    _check_log_dir(launch.output.log_dir)
+    if launch.chdir is not None:
+        _check_chdir(launch.chdir)
+    if launch.no_python:
+        if not _is_program(launch, launch.script):
+            raise InvalidRequestError(
+                f"{launch.script!r} is no program on this node; give its path, or make it "
+                "executable"
+            )
+        return
+    if not _is_program(launch, launch.python):
+        raise InvalidRequestError(
+            f"the interpreter {launch.python!r} is not on this node; set PYTHON_EXEC to one that is"
+        )
+    if not launch.module and not _is_there(_from(launch, launch.script)):
+        where = launch.chdir or _working_directory()
+        raise InvalidRequestError(
+            f"the script {launch.script!r} is not on this node (looked in {where}); "
+            "give a path that exists on every node"
+        )
+
+
+def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
+    """Refuse a working directory that workers of an account can not start in.
+
+    Raises:
+        InvalidRequestError: it is not there, or no directory, or can not be entered.
+
+    """
+    with acting_as(identity):
+        _check_chdir(chdir)
+
+
+def _check_chdir(chdir: Path) -> None:
+    folder = repr(str(chdir))
+    try:
+        mode = chdir.stat().st_mode
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequestError(
+            f"the folder {folder} can not be used on this node ({why}); give one that exists on "
+            "every node"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise InvalidRequestError(f"{folder} is no directory on this node; give one that is")
+    if not os.access(chdir, os.X_OK, effective_ids=True):
+        raise InvalidRequestError(
+            f"the folder {folder} can not be entered on this node by the account that jobs run as; "
+            "give it the permission, or give another folder"
+        )
+
+
+def _is_program(launch: Launch, name: str) -> bool:
+    """Say whether a worker could execute this: by its path, or by a name that its PATH leads to."""
+    if os.sep in name:
+        return _is_executable(_from(launch, name))
+    path = launch.environ.get("PATH", os.defpath)
+    return any(_is_executable(Path(folder, name)) for folder in path.split(os.pathsep) if path)
+
+
+def _is_executable(path: str | Path) -> bool:
+    # By the rights that files are opened with now, which `shutil.which` does not ask for.
+    return os.access(path, os.X_OK, effective_ids=True) and not Path(path).is_dir()
+
+
+def _from(launch: Launch, path: str) -> str:
+    """Return a path as it is seen from where the workers start."""
+    return path if launch.chdir is None or not path else str(launch.chdir / path)
+
+
+def _check_log_dir(log_dir: Path | None) -> None:
+    """Refuse a log directory that can not be made or written; make nothing yet."""
+    if log_dir is None or log_dir == NO_FILES:
+        return
+    there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
+    if not there.is_dir():
+        reason = f"{there} is no directory"
+    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        reason = f"{there} can not be written"
+    else:
+        return
+    raise InvalidRequestError(f"--log-dir={log_dir}: {reason}; give another")
+
+
+def _is_there(path: str | Path) -> bool:
+    """Say whether there is such a file; also where its folders can not be searched."""
+    try:
+        return bool(str(path)) and Path(path).exists()
+    except OSError:
+        return False
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "the working directory, which is gone"
+
+
+async def has_torch(
+    python: str, environ: Mapping[str, str] | None = None, account: Account | None = None
+) -> bool:
+    """Find out whether the job's interpreter has torch, without importing it.
+
+    What this process would find, the same interpreter finds, too; otherwise that is asked itself.
+    """
+    if _is_this_python(python, environ, account) and _finds_torch():
+        return True
+    question = (
+        "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
+        "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+    )
+    try:
+        answer, _ = await _ask(python, ("-c", question), environ, PROBE_TIMEOUT_S, account)
+    except (OSError, TimeoutError):
+        return False
+    return answer.strip() == b"True"
+
+
+def _is_this_python(
+    python: str, environ: Mapping[str, str] | None, account: Account | None
+) -> bool:
+    """Say whether this process would import what the job's interpreter does."""
+
+    def its_own(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name.startswith("PYTHON")}
+
+    alike = environ is None or its_own(environ) == its_own(os.environ)
+    return python == sys.executable and account is None and alike
+
+
+def _finds_torch() -> bool:
+    # The first is the program's own folder, or the working directory.
+    path = sys.path if sys.flags.safe_path else sys.path[1:]
+    return PathFinder.find_spec("torch", [part for part in path if part]) is not None
+
+
+async def _ask(
+    python: str,
+    args: Sequence[str],
+    environ: Mapping[str, str] | None,
+    timeout_s: float,
+    account: Account | None,
+) -> tuple[bytes, bytes]:
+    """Run a few lines with the job's interpreter; return what it says, and what it complains of.
+
+    Raises:
+        OSError: it can not be started.
+        TimeoutError: it has not ended in time, and was killed.
+
+    """
+    with started_as(account) as how:
+        process = await start_spared(
+            python,
+            *args,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environ,
+            **how,
+        )
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await process.communicate()
+    finally:
+        await end_spared(process)
+
+
+_COUNT = """
+import sys, torch
+counts = {"gpu": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
+kind = sys.argv[1]
+print(counts[kind] if kind in counts else counts["gpu"] or counts["xpu"])
+"""
+COUNT_TIMEOUT_S = 120.0
+"""Importing torch from a cold network disk takes its time."""
+
+
+def count_cpus() -> int:
+    """Count the CPUs that this process may use; a scheduler may have given it a few of many."""
+    return len(os.sched_getaffinity(0))
+
+
+def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = None) -> int:
+    """Count the accelerators that the job's torch sees; `auto`: any, or else the CPUs.
+
+    Source: `determine_local_world_size` in `torch/distributed/run.py`.
+
+    Raises:
+        InvalidRequestError: there are none, or the job's interpreter can not say.
+
+    """
+    try:
+        answer = subprocess.run(
+            [python, "-c", _COUNT, kind],
+            capture_output=True,
+            env=environ,
+            timeout=COUNT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _uncounted(kind, python, str(error)) from error
+    return _counted(kind, python, answer.stdout, answer.stderr)
+
+
+async def ask_count_devices(
+    kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
+) -> int:
+    """Do as `count_devices`, and let everything else go on meanwhile."""
+    try:
+        question = ("-c", _COUNT, kind)
+        answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
+    except TimeoutError as error:
+        raise _uncounted(kind, python, f"no answer within {COUNT_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise _uncounted(kind, python, str(error)) from error
+    return _counted(kind, python, answer, complaint)
+
+
+def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
+    # Whatever is imported with torch may have printed before.
+    last = answer.strip().rpartition(b"\n")[2]
+    if not last.isdigit():
+        raise _uncounted(kind, python, complaint.decode(errors="replace"))
+    count = int(last)
+    if count == 0 and kind == "auto":
+        return count_cpus()
+    if count == 0:
+        raise InvalidRequestError(
+            f"--nproc-per-node={kind}: torch sees no {kind} on this node; give a number"
+        )
+    return count
+
+
+def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
+    last = complaint.strip().rpartition("\n")[2]
+    return InvalidRequestError(
+        f"--nproc-per-node={kind}: {python} can not count them ({last}); give a number of workers"
+    )
+
+
+async def local_address(endpoint: Endpoint) -> str:
+    """Return the address that this node has on its way to the server."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
+    except (OSError, TimeoutError):
+        return await _own_name() or "127.0.0.1"
+    return address_towards(found) or await _own_name() or "127.0.0.1"
+
+
+async def reachable_host_name() -> str:
+    """Return this machine's name if it leads to more than loopback, else nothing."""
+    return await _own_name()
+
+
+async def _own_name() -> str:
+    name = socket.gethostname()
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):
+        return ""
+    return name if leads_beyond_loopback(found) else ""

@@ -1,0 +1,434 @@
+"""What `--numa-binding` means: which logical CPUs a worker may run on, so that it is near its GPU.
+
+LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, as under torchrun, and a worker is bound
+to CPUs of the NUMA node that this GPU is attached to. The modes, and the choices within a node, are
+those of `torch/numa/binding.py` in torch 2.13; tests compare the two on the same trees.
+
+Three things differ from torch on purpose:
+
+* The CPUs are set with `sched_setaffinity`, so `numactl` need not be installed.
+* `socket` passes over nodes that have no CPU for this process: memory-only ones, ones that are
+  possible but absent, ones outside of the container. torch fails on each of these.
+* Without a GPU torch fails. Here the workers are spread over the nodes in blocks, the first ones
+  on the first node: neighbours by rank, which talk most to each other, stay together, two workers
+  on two sockets get one each, and the memory of a CPU job is as remote as that of any other.
+
+Like torch, this binds CPUs and not memory: the kernel places a page near who first writes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from rdzv.agent import runner_link
+from rdzv.agent.system.accounts import Account, started_as
+from rdzv.agent.system.error_files import describe_exit
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+
+_CUDA = Path(__file__).with_name("cuda.py")
+SYSFS = Path("/sys")
+CUDA_LIBRARY = "libcuda.so.1"
+
+CUDA_TIMEOUT_S = 60.0
+"""How long the CUDA driver may take to list GPUs; without persistence mode it wakes up each."""
+
+
+_HIDES_ALL = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES by which users, frameworks and Slurm say: no GPU for this job."""
+
+_NO_GPUS = "set CUDA_VISIBLE_DEVICES to nothing to bind without GPUs, or leave --numa-binding out"
+
+_T = TypeVar("_T")
+
+
+class NumaBinding(StrEnum):
+    """How near, and how much alone, a worker is to be."""
+
+    NODE = "node"
+    """On all CPUs of its GPU's NUMA node. The one to take if in doubt."""
+
+    SOCKET = "socket"
+    """On all CPUs of all NUMA nodes of its GPU's socket."""
+
+    EXCLUSIVE = "exclusive"
+    """On a share of the physical cores of its GPU's NUMA node that no other GPU gets."""
+
+    CORE_COMPLEX = "core-complex"
+    """On the cores of its GPU's NUMA node that share one last-level cache."""
+
+
+def bound_cpus(
+    binding: NumaBinding,
+    local_rank: int,
+    local_world_size: int,
+    gpu_pci_addresses: Sequence[str],
+    *,
+    allowed: AbstractSet[int] | None = None,
+    sysfs: Path = SYSFS,
+) -> frozenset[int]:
+    """Return the logical CPUs to bind a worker to: never none, and all of them allowed.
+
+    `gpu_pci_addresses` are the GPUs of the job on this machine, by CUDA's index; they also count
+    where there are fewer workers, as in torch. Without any, the workers are spread over the nodes.
+    `allowed` are the CPUs of this process if not given. The answer depends on nothing else, so
+    that workers who are bound one by one do not collide. `local_rank` is below `local_world_size`.
+
+    Raises:
+        InvalidRequestError: the machine does not have what the binding asks for.
+
+    """
+    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    machine = _Machine(sysfs, frozenset(allowed))
+    try:
+        homes = _homes(machine, local_world_size, gpu_pci_addresses)
+        return _MODES[binding](machine, _Place.of(local_rank, homes))
+    except _UnbindableError as error:
+        message = f"--numa-binding={binding}, LOCAL_RANK {local_rank}: {error}"
+        raise InvalidRequestError(message) from error
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Read a list of CPUs or nodes as the kernel writes it; `ValueError` if it is none.
+
+    >>> sorted(parse_cpu_list("0-2,8,10-11"))
+    [0, 1, 2, 8, 10, 11]
+    """
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(found)
+
+
+def format_cpu_list(cpus: Iterable[int]) -> str:
+    """Write CPUs as the kernel does.
+
+    >>> format_cpu_list({11, 0, 1, 2, 8, 10})
+    '0-2,8,10-11'
+    """
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+class _UnbindableError(Exception):
+    """Why a worker can not be bound, and what helps."""
+
+
+@struct(frozen=True)
+class _Machine:
+    """What the kernel tells of CPUs, NUMA nodes and PCI devices; raises `_UnbindableError`."""
+
+    sysfs: Path
+    allowed: frozenset[int]
+
+    def nodes(self) -> list[int]:
+        """List the NUMA nodes that have a CPU for us."""
+        folders = (self.sysfs / "devices/system/node").glob("node[0-9]*")
+        numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
+        return [node for node in numbers if self.cpus_of(node)]
+
+    def cpus_of(self, node: int) -> frozenset[int]:
+        return self._cpu_list(f"devices/system/node/node{node}/cpulist") & self.allowed
+
+    def node_of_gpu(self, address: str) -> int:
+        """Return the node that a PCI device is attached to: 0 where the firmware does not say."""
+        return max(self._number(f"bus/pci/devices/{_as_in_sysfs(address)}/numa_node"), 0)
+
+    def socket_of(self, cpu: int) -> int:
+        return self._number(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id")
+
+    def core_of(self, cpu: int) -> int:
+        """Name a physical core by the first of its hardware threads."""
+        return self._first(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+
+    def core_complex_of(self, cpu: int) -> int:
+        """Name the cores that share the last level of cache with this one by their first CPU.
+
+        That is the L3 where the kernel lists one; as in torch the next lower level where not.
+        """
+        caches = sorted((self.sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"))
+        levels = {
+            self._number(f"{cache}/level"): cache
+            for cache in caches
+            if self._text(f"{cache}/type") in ("Data", "Unified")
+        }
+        if not levels:
+            raise _UnbindableError(
+                f"the kernel lists no cache of CPU {cpu}, as in some virtual machines; "
+                f"take --numa-binding={NumaBinding.NODE}"
+            )
+        return self._first(f"{levels[max(levels)]}/shared_cpu_list")
+
+    def _first(self, path: str) -> int:
+        cpus = self._cpu_list(path)
+        if not cpus:
+            raise _UnbindableError(f"{self.sysfs / path} is empty; leave --numa-binding out")
+        return min(cpus)
+
+    def _cpu_list(self, path: str) -> frozenset[int]:
+        return self._parsed(path, parse_cpu_list)
+
+    def _number(self, path: str) -> int:
+        return self._parsed(path, int)
+
+    def _parsed(self, path: str, parse: Callable[[str], _T]) -> _T:
+        text = self._text(path)
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise _UnbindableError(
+                f"{self.sysfs / path} holds {text!r:.80}, which can not be understood; "
+                "leave --numa-binding out"
+            ) from error
+
+    def _text(self, path: str) -> str:
+        try:
+            return (self.sysfs / path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _UnbindableError(
+                f"{error}; show the machine's {SYSFS} to the container, or leave --numa-binding out"
+            ) from error
+
+
+def _as_in_sysfs(address: str) -> str:
+    """Write a PCI address as sysfs does: NVIDIA's tools write upper case, and longer domains.
+
+    >>> _as_in_sysfs("00000000:DC:00.0")
+    '0000:dc:00.0'
+    """
+    found = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", address.lower())
+    if found is None:
+        raise _UnbindableError(f"{address!r:.80} is no PCI address; expected one like 0000:dc:00.0")
+    return f"{int(found[1], 16):04x}:{found[2]}"
+
+
+# ---------------------------------------------------------------------- who is where
+
+
+@struct(frozen=True)
+class _Place:
+    """A worker's NUMA node, and its place among those that share it."""
+
+    node: int
+    index: int
+    sharers: int
+
+    @classmethod
+    def of(cls, local_rank: int, homes: Sequence[int]) -> _Place:
+        node = homes[local_rank]
+        return cls(node, homes[:local_rank].count(node), homes.count(node))
+
+
+def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> list[int]:
+    """Return the NUMA node of each GPU of the job, or of each worker if there are no GPUs."""
+    if not gpus:
+        return _spread(machine, local_world_size)
+    if local_world_size > len(gpus):
+        raise _UnbindableError(
+            f"{local_world_size} workers but only {len(gpus)} GPUs ({', '.join(gpus)}); start at "
+            f"most one worker per GPU, or {_NO_GPUS}"
+        )
+    return [machine.node_of_gpu(address) for address in gpus]
+
+
+def _spread(machine: _Machine, local_world_size: int) -> list[int]:
+    nodes = machine.nodes()
+    if not nodes:
+        raise _UnbindableError(
+            f"{machine.sysfs / 'devices/system/node'} lists no NUMA node with any of the CPUs "
+            f"{format_cpu_list(machine.allowed)}; leave --numa-binding out"
+        )
+    return [nodes[rank * len(nodes) // local_world_size] for rank in range(local_world_size)]
+
+
+# ---------------------------------------------------------------------- the modes
+
+
+def _bind_node(machine: _Machine, place: _Place) -> frozenset[int]:
+    cpus = machine.cpus_of(place.node)
+    if not cpus:
+        raise _UnbindableError(
+            f"none of the CPUs of NUMA node {place.node} may be used, only "
+            f"{format_cpu_list(machine.allowed)}; widen the job's CPU set (container, cgroup, "
+            "scheduler), or leave --numa-binding out"
+        )
+    return cpus
+
+
+def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
+    """Join the nodes of a socket. Which one a node is on is told by its first usable CPU."""
+    socket = machine.socket_of(min(_bind_node(machine, place)))
+    cpus_of_nodes = [machine.cpus_of(node) for node in machine.nodes()]
+    near = [cpus for cpus in cpus_of_nodes if machine.socket_of(min(cpus)) == socket]
+    return frozenset().union(*near)
+
+
+def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
+    """Divide the physical cores of a node; the first of those who share it get what is left over.
+
+    The hardware threads of a core stay together.
+    """
+    cores = _grouped(_bind_node(machine, place), machine.core_of)
+    if len(cores) < place.sharers:
+        raise _UnbindableError(
+            f"{place.sharers} share NUMA node {place.node}, whose usable physical cores are "
+            f"{len(cores)} (CPUs {format_cpu_list(frozenset().union(*cores.values()))}); "
+            f"widen the job's CPU set, or take --numa-binding={NumaBinding.NODE}"
+        )
+    share, left_over = divmod(len(cores), place.sharers)
+    start = place.index * share + min(place.index, left_over)
+    end = start + share + (place.index < left_over)
+    return frozenset().union(*(cores[core] for core in sorted(cores)[start:end]))
+
+
+def _bind_core_complex(machine: _Machine, place: _Place) -> frozenset[int]:
+    """Take turns at the core complexes of a node, those with the most usable CPUs first."""
+    complexes = _grouped(_bind_node(machine, place), machine.core_complex_of)
+    by_size = sorted(complexes, key=lambda first: (-len(complexes[first]), first))
+    return complexes[by_size[place.index % len(by_size)]]
+
+
+_MODES: Mapping[NumaBinding, Callable[[_Machine, _Place], frozenset[int]]] = {
+    NumaBinding.NODE: _bind_node,
+    NumaBinding.SOCKET: _bind_socket,
+    NumaBinding.EXCLUSIVE: _bind_exclusive,
+    NumaBinding.CORE_COMPLEX: _bind_core_complex,
+}
+
+
+def _grouped(cpus: frozenset[int], name_of: Callable[[int], int]) -> dict[int, frozenset[int]]:
+    groups: defaultdict[int, set[int]] = defaultdict(set)
+    for cpu in cpus:
+        groups[name_of(cpu)].add(cpu)
+    return {name: frozenset(group) for name, group in groups.items()}
+
+
+# ---------------------------------------------------------------------- the GPUs
+
+
+async def visible_gpu_pci_addresses(
+    environ: Mapping[str, str],
+    *,
+    account: Account | None = None,
+    library: str = CUDA_LIBRARY,
+    sysfs: Path = SYSFS,
+    timeout_s: float = CUDA_TIMEOUT_S,
+) -> tuple[str, ...]:
+    """Return the PCI addresses of the GPUs that workers with this environment see, in their order.
+
+    The CUDA driver itself is asked, because it alone knows: the order depends on
+    CUDA_DEVICE_ORDER (by default the fastest comes first, unlike in nvidia-smi and NVML), and
+    CUDA_VISIBLE_DEVICES may hold numbers, UUIDs, beginnings of UUIDs, and MIG devices, which have
+    their GPU's address. It is asked in a process of its own: there it reads this environment, and
+    its threads, its device files and its crashes are not ours.
+
+    Nothing is returned where the job has no GPU. Where there are some that CUDA does not show and
+    nobody has hidden, a guess would bind workers far from them, so that is refused.
+
+    Raises:
+        InvalidRequestError: the driver fails or hangs, or shows none of the GPUs that are there.
+
+    """
+    if environ.get("CUDA_VISIBLE_DEVICES") in _HIDES_ALL:
+        return ()
+    shown, why = await _ask_cuda(environ, account, library, timeout_s)
+    unseen = () if shown else _gpus_on_pci(sysfs)
+    if unseen:
+        raise InvalidRequestError(
+            f"--numa-binding: {why or 'CUDA shows no GPU'}, but there are some on the PCI bus "
+            f"({', '.join(unseen)}); give this job access to them (driver, container runtime, "
+            f"CUDA_VISIBLE_DEVICES; others than NVIDIA's are not supported), or {_NO_GPUS}"
+        )
+    return shown
+
+
+async def _ask_cuda(
+    environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
+) -> tuple[tuple[str, ...], str]:
+    """Return the GPUs that CUDA shows, and if it shows none, why."""
+    try:
+        with started_as(account) as how:
+            process = await runner_link.start_spared(
+                # Isolated (-I -S), because PYTHONPATH and the like are the job's.
+                *(sys.executable, "-I", "-S", str(_CUDA), library),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environ,
+                **how,
+            )
+    except OSError as error:
+        raise _cuda_failed(f"can not be asked ({error})") from error
+    try:
+        async with asyncio.timeout(timeout_s):
+            said, complaint = await process.communicate()
+    except TimeoutError:
+        raise _cuda_failed(f"does not list its GPUs within {timeout_s:g} s") from None
+    finally:
+        await runner_link.end_spared(process)
+    if process.returncode or not said:
+        raise _cuda_failed(f"fails: {_last_words(process.returncode, complaint)}")
+    answer = json.loads(said.splitlines()[-1])  # Whatever is preloaded may have printed before.
+    if answer["failure"]:
+        raise _cuda_failed(f"fails: {answer['failure']}")
+    return tuple(answer["gpus"]), answer["why_none"]
+
+
+def _last_words(return_code: int | None, complaint: bytes) -> str:
+    if return_code is not None and return_code < 0:
+        return describe_exit(None, -return_code)
+    said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+    return said or describe_exit(return_code, None)
+
+
+def _cuda_failed(how: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"--numa-binding: the CUDA driver {how}; see whether nvidia-smi works on this node, or "
+        f"{_NO_GPUS}"
+    )
+
+
+_PCI_VENDORS_OF_GPUS = ("0x10de", "0x1002")
+_PCI_CLASS_DISPLAY = "0x03"
+_PCI_CLASS_ACCELERATOR = "0x12"
+
+
+def _gpus_on_pci(sysfs: Path) -> tuple[str, ...]:
+    """Return the addresses of NVIDIA's and AMD's display devices, and of any accelerator."""
+    return tuple(
+        device.name
+        for device in sorted((sysfs / "bus/pci/devices").glob("*"))
+        if _is_gpu(_text_or_nothing(device / "class"), _text_or_nothing(device / "vendor"))
+    )
+
+
+def _is_gpu(pci_class: str, vendor: str) -> bool:
+    if pci_class.startswith(_PCI_CLASS_DISPLAY):
+        return vendor in _PCI_VENDORS_OF_GPUS
+    return pci_class.startswith(_PCI_CLASS_ACCELERATOR)
+
+
+def _text_or_nothing(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

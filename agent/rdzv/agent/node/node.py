@@ -1,0 +1,172 @@
+"""One node: its one stream to the server, and all the jobs that it takes part in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rdzv.agent.agent_metrics_hooks import metered
+from rdzv.agent.core import events
+from rdzv.agent.inventory.preemption import Preemption, heeded
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.launch.launch import Launch, local_address
+from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
+from rdzv.agent.runner_link import StartedRunner
+from rdzv.agent.server_link.link import Identity, ServerLink
+from rdzv.agent.workers.fates import NodeOutcome
+from rdzv.runtime.concurrency import single_error
+from rdzv.server.settings.config import Listen
+from rdzv.structs import replace
+from rdzv.transport.channels import PLAIN, Credentials
+from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.version import VERSION
+
+if TYPE_CHECKING:
+    from rdzv.agent.handover.adoption import Instance
+    from rdzv.stores.etcd_client import EtcdConfig
+
+LOG_FINISH_TIMEOUT_S = 2.0
+"""How long whoever follows the logs may take for the last of them, once the jobs have ended."""
+
+LINK_CLOSE_TIMEOUT_S = 2.0
+"""How long the end of the stream may take, once everything was said."""
+
+log = logging.getLogger("rdzv.agent")
+
+
+async def take_part(
+    node_id: str,
+    endpoints: Sequence[Endpoint],
+    launches: Sequence[Launch],
+    host_at: Endpoint | None = None,
+    elect_by: EtcdConfig | None = None,
+    metrics_listen: Listen | None = None,
+    preemption: Preemption | None = None,
+    credentials: Credentials = PLAIN,
+    started: StartedRunner | None = None,
+) -> list[NodeOutcome]:
+    """Take part in these jobs until each has ended for this node; nothing of them is left then.
+
+    The launches' signals make the node leave all of them, in order. With `host_at` the node serves
+    the others there, unless another process of this machine does; with `elect_by` one of the nodes
+    does, which they elect; without an endpoint this one serves itself, and its workers find their
+    round's store at `host_at`, too. /metrics is answered at
+    `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too, as does
+    that of a launch's own file.
+    `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
+    `started` is a runner that was started ahead, for the first of the launches.
+    """
+    drivers: list[JobDriver] = []
+    endpoints_given = bool(endpoints)
+    with single_error():
+        async with contextlib.AsyncExitStack() as stack:
+            signals = {signum for launch in launches for signum in launch.signals}
+            early = stack.enter_context(_signals_to(drivers, signals))
+            if not endpoints:
+                own = serving_itself(host_at, launches[0].job.rdzv_id)
+                endpoints = [await stack.enter_async_context(own)]
+            elif host_at is not None:
+                others = serving_others(host_at, launches[0].job.rdzv_id)
+                await stack.enter_async_context(others)
+            servers = endpoints
+            if elect_by is not None:
+                elected = serving_if_elected(elect_by, launches[0].local_addr)
+                servers = [await stack.enter_async_context(elected)]
+            who = await identity(node_id, endpoints[0])
+            options = STREAM_OPTIONS if endpoints_given else OWN_SERVER_OPTIONS
+            link = ServerLink(servers, who, credentials=credentials, options=options)
+            runners = [started, *[None] * (len(launches) - 1)]
+            drivers += [
+                JobDriver(launch, link, started=runner)
+                for launch, runner in zip(launches, runners, strict=True)
+            ]
+            for signum in early:
+                _post(signum, drivers)
+            await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
+            words = {Preemption(launch.preemption_file) for launch in launches}
+            for word in words | {preemption or Preemption()}:
+                await stack.enter_async_context(heeded(word, link.drain_node))
+            try:
+                for driver in drivers:
+                    await driver.prepare(endpoints[0])
+                return await _talk(link, drivers)
+            finally:
+                link.log_reading.close()
+                for driver in drivers:
+                    await driver.close()
+
+
+async def identity(node_id: str, endpoint: Endpoint) -> Identity:
+    """Return who this start of an agent is to the servers."""
+    return Identity(
+        node_id=node_id,
+        instance=uuid.uuid4().hex,
+        # These workers end with their agent, whichever program it is.
+        kind=pb.AGENT_KIND_FOREGROUND,
+        address=await local_address(endpoint),
+        pid=os.getpid(),
+        version=VERSION,
+    )
+
+
+async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
+    """Return who a daemon is: its workers outlive it, and it may go on as the one before it."""
+    return replace(
+        await identity(node_id, endpoint),
+        kind=pb.AGENT_KIND_DAEMON,
+        instance=instance.instance,
+        incarnation=instance.incarnation,
+        leadership=instance.leadership,
+        lease_ms=instance.lease_ms,
+    )
+
+
+async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
+    """Keep the stream open until the last job has ended and the server has heard of it."""
+    async with asyncio.TaskGroup() as tasks:
+        talk = tasks.create_task(link.run())
+        outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
+        await link.log_reading.finish(LOG_FINISH_TIMEOUT_S)
+        link.close()
+        _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+    return outcomes
+
+
+@contextlib.contextmanager
+def _signals_to(
+    drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
+) -> Iterator[Sequence[signal.Signals]]:
+    """Turn the signals that ask this process to end into events; hand over those before a driver.
+
+    The end of an embedded server, too, is not to be cut in two by Ctrl-C.
+    """
+    early: list[signal.Signals] = []
+
+    def take(signum: signal.Signals) -> None:
+        if not drivers:
+            early.append(signum)
+        _post(signum, drivers)
+
+    loop = asyncio.get_running_loop()
+    for signum in signals:
+        loop.add_signal_handler(signum, take, signum)
+    try:
+        yield early
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+
+
+def _post(signum: signal.Signals, drivers: Sequence[JobDriver]) -> None:
+    for driver in drivers:
+        driver.post(events.Signalled(signum, signum.name))

@@ -1,0 +1,559 @@
+"""The submitted jobs of this node: taken up as the server places them, one driver each.
+
+::
+
+    Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
+       \\--> Declined: it can not run here           \\--> Withdrawn: leaves in order
+
+A job is *held* from when it is heard of until nothing of it is left, and the server is told so
+(`Holdings`). Each is a task of its own: whatever becomes of it concerns neither the other jobs nor
+the stream. GPUs and places are given out by the `Ledger`, which knows better than the server who
+still has them.
+
+A job outlives this process: its runner keeps it for the agent after this one, which *adopts* it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from rdzv.agent.agent_metrics_hooks import Meter
+from rdzv.agent.core import events
+from rdzv.agent.core.model import Job
+from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.handover_state import Keeping, KeptPlacement, format_for
+from rdzv.agent.handover.previous_runners import Runners
+from rdzv.agent.inventory.health import Health, describe
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
+from rdzv.agent.node.gpu_assignments import Ledger
+from rdzv.agent.output.run_folders import RunFolder, RunFolders
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.agent.server_link.placed_jobs import (
+    Holding,
+    Key,
+    Placed,
+    Share,
+    Surroundings,
+    bare_launch,
+    make_launch,
+    working_directory,
+)
+from rdzv.agent.system.accounts import Accounts
+from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, waiting_is_said
+from rdzv.agent.workers.fates import NodeOutcome
+from rdzv.core.placement import FailingCheck, Resources, gpus_needed
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace, struct
+
+log = logging.getLogger("rdzv.agent")
+
+CLOSE_AGAIN_S = 10.0
+"""How soon it is tried again to end what survives SIGKILL."""
+
+ADOPT_WITHIN_S = 1.0
+"""How long a job's folder may take to answer when it is adopted: the server waits for this node."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """One job that this node holds."""
+
+    placed: Placed
+    gpus: int
+    """How many it gets."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    driver: JobDriver | None = None
+    """Set while it is up to the driver how it ends."""
+    closing: bool = False
+    """Whether it is at its end anyway."""
+    given_back: str = ""
+    """Why it is to end here, which is none of its own doing; empty: it is not to."""
+
+    @property
+    def name(self) -> str:
+        return self.placed.rdzv_id
+
+
+@struct(frozen=True)
+class Occupancy:
+    """How this node's places and GPUs are used: for a job that runs, or for one that ends."""
+
+    jobs: Mapping[str, int]
+    gpus: Mapping[str, int]
+
+
+class _UnhealthyError(Exception):
+    """This node takes nothing up now."""
+
+
+class Placements:
+    """Takes up what the server places on this node, until `leave`."""
+
+    def __init__(
+        self,
+        link: ServerLink,
+        resources: Resources,
+        around: Surroundings,
+        folders: RunFolders,
+        runners: Runners,
+        heritage: Heritage,
+        health: Health | None = None,
+        accounts: Accounts | None = None,
+    ) -> None:
+        """Take part over `link`, with what this node has, gives to every job, and keeps of it.
+
+        While its `health` is not well, nothing is taken up. `accounts` say what jobs run as.
+        """
+        self._accounts = accounts or Accounts()
+        self._link = link
+        self._resources = resources
+        self._around = around
+        self._folders = folders
+        self._runners = runners
+        self._heritage = heritage
+        self._ledger = Ledger.of(resources)
+        self._health = health or Health(())
+        self._health.unused_gpus = lambda: frozenset(self._ledger.free)
+        self._health.is_idle = lambda: not self._held
+        self._health.on_change = link.say_health
+        self._held: dict[_Held, None] = {}
+        self._waiting: dict[_Held, asyncio.Future[tuple[str, ...]]] = {}
+        """Who waits for a place or for GPUs, in their order."""
+        self._leaving = False
+        self.meter = Meter()
+        self._handed_over = False
+        self._drained = ""
+        """Why this node is about to leave all its jobs; empty: it is not."""
+
+    # ------------------------------------------------------------------ what the link needs
+
+    @property
+    def resources(self) -> Resources:
+        """What this node has for submitted jobs."""
+        return self._resources
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Name the jobs of which something may be left on this node, each once."""
+        return tuple(
+            {
+                held.placed.key: Holding(held.placed.rdzv_id, held.placed.run, held.gpus)
+                for held in self._held
+            }.values()
+        )
+
+    @property
+    def failing(self) -> tuple[FailingCheck, ...]:
+        """What is wrong with this node."""
+        return self._health.failing
+
+    def look_again(self) -> None:
+        """Look whether this node is well, for an operator has looked at it."""
+        self._health.look_again()
+
+    def placed(self, placed: Placed) -> None:
+        """Take up a job, unless that was done already."""
+        if self._leaving or self._handed_over:
+            log.info("%s: placed here, but this agent is about to end", placed.rdzv_id)
+            return
+        if self._drained:
+            # The server takes it back as soon as it knows.
+            log.info("%s: placed here, but this node leaves: %s", placed.rdzv_id, self._drained)
+            return
+        if any(held.placed.key == placed.key and not held.given_back for held in self._held):
+            return
+        held = _Held(placed, gpus_needed(placed.spec, self._resources))
+        log.info("%s: placed here (run %s)", placed.rdzv_id, placed.run)
+        before = [other for other in self._held if other.name == held.name]
+        self._hold(held, lambda: self._take_part(held), before)
+        self._link.say_holdings()
+
+    def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
+        """Let go of a job."""
+        for held in self._of((rdzv_id, run)):
+            self._give_back(held, reason, events.Withdrawn(run, reason))
+
+    def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
+        """Take up nothing more while this node is about to leave; its drivers hear it next."""
+        if isinstance(event, events.NoticeLifted):
+            self._drained = ""
+            for held in self._held:
+                if held.driver is not None and not held.driver.leaving:
+                    held.given_back = ""
+            return
+        self._drained = event.reason
+        for held in tuple(self._held):
+            first, held.given_back = not held.given_back, held.given_back or event.reason
+            if first and held.driver is None and not held.closing and held.task is not None:
+                held.task.cancel()
+
+    # ------------------------------------------------------------------ from agent to agent
+
+    async def adopt(self, orphans: Iterable[Orphan]) -> None:
+        """Go on with the jobs of the agent before this one. Before the server hears of anything."""
+        for orphan in orphans:
+            try:
+                await self._adopt(orphan)
+            except Exception:
+                # Another agent may do better, in the time that its runner waits for one.
+                log.exception(
+                    "%s: can not be gone on with; its workers run on until the server gives this "
+                    "node up, unless an agent that can is started before",
+                    orphan.placement.rdzv_id,
+                )
+                orphan.runner.leave()
+
+    async def _adopt(self, orphan: Orphan) -> None:
+        """Go on with a job: its workers run, whatever speaks against starting them today."""
+        kept, found = orphan.placement, orphan.runner
+        placed = Placed(kept.rdzv_id, kept.run, kept.spec)
+        job = orphan.state.state.job
+        launch, folder, why_not = await self._launch_again(kept, placed, job)
+        driver = JobDriver(
+            launch,
+            self._link,
+            kept.run,
+            Keeping(found.path, kept),
+            self._examine(kept.granted),
+        )
+        self._note_rounds(driver, folder)
+        driver.meter = self.meter.job(job.local_world_size)
+        held = _Held(placed, kept.gpus)
+        self._ledger.take_over(held, kept.granted)
+        try:
+            driver.resume(found, orphan.state)
+        except BaseException:
+            self._ledger.release(held)
+            self._link.remove(driver)
+            await driver.hand_over(self._link.tolerated_ms)
+            raise
+        self._runners.note(found.hello.pid)
+        held.driver = driver
+        log.info(
+            "%s: adopted, with runner pid %d: %s", held.name, found.hello.pid, driver.describe()
+        )
+        self._hold(held, lambda: self._go_on(held, driver, folder, why_not))
+
+    async def _launch_again(
+        self, kept: KeptPlacement, placed: Placed, job: Job
+    ) -> tuple[Launch, RunFolder, str]:
+        """Return how the job is launched, where it writes, and why no round of it can be started.
+
+        That is so where this agent, or this node, would not take up the job any more.
+        """
+        identity = None if kept.account is None else kept.account.identity
+        folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
+        # GPUs that the configuration does not name any more stay the job's.
+        gpus = kept.granted if kept.granted or self._resources.gpus else None
+        share = Share(gpus, folder.path, kept.account)
+        around = replace(self._around, environ=kept.environ)
+        try:
+            await in_time(ADOPT_WITHIN_S, self._folders.open, placed.rdzv_id, placed.run, identity)
+            launch = await make_launch(placed, around, share, job.local_world_size)
+        except (InvalidRequestError, OSError) as error:
+            why_not = str(error)
+        except Exception as error:
+            log.exception("%s: a bug of rdzv-agent", placed.rdzv_id)
+            why_not = f"a bug of its rdzv-agent: {error!r}"
+        if why_not:
+            launch = bare_launch(placed, around, share, job)
+        return replace(launch, job=job), folder, why_not
+
+    async def _go_on(self, held: _Held, driver: JobDriver, folder: RunFolder, why_not: str) -> None:
+        try:
+            await self._see_through(held, driver, driver.get_ready(why_not))
+        finally:
+            self._folders.release(folder)
+
+    def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
+        """Have each round written down, so that its logs are found after the job's end."""
+        noting = Aside(ANSWER_WITHIN_S)
+
+        def tell(failed: Exception | None) -> None:
+            if failed is not None:
+                text = "%s: logs can not be found after the job's end: %s"
+                log.warning(text, driver.rdzv_id, failed)
+
+        driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
+
+    async def hand_over(self, within_ms: int) -> None:
+        """Leave every job that runs to the agent after this one; take up no other."""
+        self._handed_over = True
+        for held in tuple(self._held):
+            if held.driver is not None:
+                await held.driver.hand_over(within_ms)
+
+    # ------------------------------------------------------------------ what the daemon needs
+
+    def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
+        """Have other resources, and another environment for jobs that begin from now on.
+
+        The GPUs stay those that they are. Who has more than the new capacity keeps it.
+        """
+        self._resources = resources
+        self._around = replace(self._around, environ=environ)
+        self._ledger.capacity = resources.capacity
+        self._grant()
+
+    def take_no_more(self) -> None:
+        """Take up no other job."""
+        self._leaving = True
+
+    def leave(self, signum: int, name: str) -> None:
+        """Make every job leave in order, and take up no other; once more, cut their grace short."""
+        self._leaving = True
+        reason = f"its agent received {name}"
+        for held in tuple(self._held):
+            self._give_back(held, reason, events.Signalled(signum, name))
+
+    def occupancy(self) -> Occupancy:
+        """Count the jobs that are held, and the GPUs, by what becomes of them."""
+        jobs = Counter({"waiting": 0, "running": 0, "ending": 0})
+        gpus = Counter({"free": len(self._ledger.free), "running": 0, "ending": 0})
+        for held in self._held:
+            ends = held.closing or held.given_back
+            jobs["ending" if ends else "running" if held.driver is not None else "waiting"] += 1
+            gpus["ending" if ends else "running"] += len(self._ledger.held_by(held))
+        return Occupancy(jobs, gpus)
+
+    async def all_gone(self) -> None:
+        """Wait until nothing of any job is left."""
+        while self._held:
+            await next(iter(self._held)).gone.wait()
+
+    # ------------------------------------------------------------------ one job
+
+    def _of(self, key: Key) -> list[_Held]:
+        return [held for held in self._held if held.placed.key == key]
+
+    def _give_back(self, held: _Held, reason: str, event: events.Event) -> None:
+        """End a job in order, or at once while it has no driver."""
+        first = not held.given_back
+        held.given_back = held.given_back or reason
+        if held.driver is not None:
+            held.driver.post(event)
+        elif first and not held.closing and held.task is not None:
+            held.task.cancel()
+
+    def _hold(
+        self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held] = ()
+    ) -> None:
+        """Hold a job while a task lives, which begins when nothing is left of those before."""
+        self._held[held] = None
+        held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
+        # Not by the task itself: one that is cancelled before it begins does nothing at all.
+        held.task.add_done_callback(lambda _: self._let_go(held))
+
+    async def _live(
+        self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
+    ) -> None:
+        """Hold a job from its beginning to its end. Nothing is raised."""
+        try:
+            for other in before:
+                await other.gone.wait()
+            await body()
+        except _UnhealthyError as error:
+            log.warning("%s: declined for now: %s", held.name, error)
+            self._link.decline_for_now(held.placed.rdzv_id, held.placed.run, str(error))
+        except (InvalidRequestError, OSError) as error:
+            self._decline(held, str(error))
+        except asyncio.CancelledError:
+            if not self._handed_over:
+                log.info("%s: not taken up: %s", held.name, held.given_back or "this agent ends")
+        except Exception as error:
+            log.exception("%s: a bug of rdzv-agent ends it on this node", held.name)
+            self._decline(held, f"a bug of its rdzv-agent: {error!r}")
+
+    def _let_go(self, held: _Held) -> None:
+        """Take note that nothing is left of a job."""
+        del self._held[held]
+        held.gone.set()
+        self._ledger.release(held)
+        self._link.say_holdings()
+        self._grant()
+
+    def _decline(self, held: _Held, reason: str) -> None:
+        log.warning("%s: declined: %s", held.name, reason)
+        self._link.decline(held.placed.rdzv_id, held.placed.run, reason)
+
+    async def _take_part(self, held: _Held) -> None:
+        """Take part in a job until nothing of it is left.
+
+        Raises:
+            InvalidRequestError: this node can not take it up.
+            _UnhealthyError: not now.
+
+        """
+        placed = held.placed
+        await self._runners.former_gone()
+        spec = placed.spec
+        account = await _answered(
+            held.name, "its account", self._accounts.account_for, spec.submitter, spec.account
+        )
+        identity = None if account is None else account.identity
+        chdir = working_directory(placed, self._around, account)
+        await _answered(held.name, f"the folder {chdir}", check_chdir, chdir, identity)
+        gpus = await self._gpus(held)
+        if failing := await self._health.look(frozenset(gpus)):
+            raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
+        try:
+            folder = await _answered(
+                held.name, "its folder", self._folders.open, placed.rdzv_id, placed.run, identity
+            )
+        except OSError as error:
+            raise InvalidRequestError(
+                f"its folder can not be made in the agent's state_dir: {error}"
+            ) from error
+        try:
+            share = Share(gpus if self._resources.gpus else None, folder.path, account)
+            launch = await make_launch(placed, self._around, share)
+            await _answered(held.name, "its script, program or logs", check_startable, launch)
+            await self._drive(held, launch, folder, gpus)
+        finally:
+            self._folders.release(folder)
+
+    async def _gpus(self, held: _Held) -> tuple[str, ...]:
+        """Wait for a place, and for GPUs that nobody has.
+
+        Raises:
+            InvalidRequestError: there are never so many.
+
+        """
+        self._ledger.check(held.gpus)
+        granted: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        self._waiting[held] = granted
+        self._grant()
+        if not granted.done():
+            log.info("%s: waits for %s", held.name, self._ledger.why_not(held.gpus))
+        try:
+            return await granted
+        finally:
+            del self._waiting[held]
+
+    def _grant(self) -> None:
+        """Give to those who wait what is free now."""
+        for held, granted in self._waiting.items():
+            if granted.done():
+                continue
+            if (gpus := self._ledger.take(held, held.gpus)) is not None:
+                granted.set_result(gpus)
+
+    async def _drive(
+        self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]
+    ) -> None:
+        """Drive a job to its end, and then end whatever is left of it."""
+        placed = held.placed
+        keeping = Keeping(
+            self._heritage.new_socket(),
+            KeptPlacement(
+                node_id=self._around.node_id,
+                instance=self._heritage.instance.instance,
+                rdzv_id=placed.rdzv_id,
+                run=placed.run,
+                spec=placed.spec,
+                gpus=held.gpus,
+                granted=gpus,
+                environ=dict(self._around.environ),
+                account=launch.account,
+                format=format_for(launch.account),
+            ),
+        )
+        examine = self._examine(gpus)
+        driver = JobDriver(launch, self._link, placed.run, keeping, examine)
+        driver.meter = self.meter.job(launch.job.local_world_size)
+        self._note_rounds(driver, folder)
+        await self._see_through(held, driver, self._begin(held, driver))
+
+    def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
+        """Return what says, once no worker of a job is left on these GPUs, if the node is well."""
+        mine = frozenset(gpus)
+
+        async def examine() -> str:
+            # Not what was found before: its workers were there then.
+            return describe(await self._health.look(mine, fresh_s=0.0))
+
+        return examine
+
+    async def _begin(self, held: _Held, driver: JobDriver) -> None:
+        # From the end of this on, without a pause, the driver is what is told to end.
+        await driver.prepare(self._around.endpoints[0])
+        held.driver = driver
+        assert driver.runner_pid is not None, "there is one once a driver is ready"
+        self._runners.note(driver.runner_pid)
+
+    async def _see_through(self, held: _Held, driver: JobDriver, begin: Awaitable[None]) -> None:
+        """See a driver to its end, and then end whatever is left of its job."""
+        bug: Exception | None = None
+        try:
+            await begin
+            self._tell(held, driver, await driver.wait())
+        except Exception as error:
+            if held.driver is None:
+                raise
+            log.exception("%s: a bug of rdzv-agent ends it on this node", held.name)
+            bug = error
+        finally:
+            held.driver, held.closing = None, True
+            if not driver.handed_over:
+                await self._close(held, driver)
+            if bug is not None:
+                driver.say_failed(f"a bug of its rdzv-agent: {bug!r}")
+            self._link.remove(driver)
+            self._link.log_reading.forget(held.name)
+        if bug is not None and not driver.joined:
+            self._decline(held, f"a bug of its rdzv-agent: {bug!r}")
+
+    async def _close(self, held: _Held, driver: JobDriver) -> None:
+        """End all processes of a job; while one survives SIGKILL, its GPUs are given to nobody."""
+        while True:
+            try:
+                await driver.close()
+            except TimeoutError:
+                log.error("%s: its processes survive SIGKILL; its GPUs stay its own", held.name)
+                if self._leaving:
+                    return
+                await asyncio.sleep(CLOSE_AGAIN_S)
+                continue
+            except Exception:
+                # Its processes end first, so this is of something else.
+                log.exception("%s: not all of it was put away", held.name)
+            if driver.runner_pid is not None:
+                self._runners.forget(driver.runner_pid)
+            return
+
+    def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
+        """Say how it ended, in one line; to the server too, if it can not know."""
+        level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
+        text = outcome.text.partition("\n")[0]
+        log.log(level, "%s: ended on this node: %s", held.name, text)
+        if outcome.result is None and not driver.joined and not held.given_back:
+            self._decline(held, outcome.text)
+
+
+async def _answered(
+    rdzv_id: str,
+    what: str,
+    function: Callable[_P, _R],
+    *args: _P.args,
+    **kwargs: _P.kwargs,
+) -> _R:
+    """Call a function that may hang, for a job: directory services and file servers may.
+
+    Raises:
+        InvalidRequestError: it does; a job cannot be taken up here then.
+
+    """
+    try:
+        with waiting_is_said(f"{rdzv_id}: {what}"):
+            return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
+    except TimeoutError as error:
+        raise InvalidRequestError(f"{what} can not be looked at: {error}") from error

@@ -1,0 +1,193 @@
+"""The server that a node brings along: for itself, for all nodes of a job, or if it is elected.
+
+Where there is no standing rdzvd, one of the job's own agents serves it. Which one is fixed by the
+command line (`static`, `c10d`), and it serves from memory for the life of its agent; or the agents
+elect it (`etcd`), the state is in etcd, and another takes over when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rdzv.agent.launch.launch import local_address
+from rdzv.agent.node.shared_port import shared
+from rdzv.core.model import Tuning
+from rdzv.core.nodes import NodesTuning
+from rdzv.errors import InvalidRequestError
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.service import server_version, serving
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import DAY_MS, Config, Listen, Timings
+from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
+from rdzv.transport.addresses import is_loopback, listen_at
+from rdzv.transport.endpoints import Endpoint
+
+if TYPE_CHECKING:
+    from rdzv.stores.etcd_client import EtcdConfig
+
+OTHERS_TIMEOUT_S = 5.0
+"""How long a node that serves the others waits for them to go, once it could go itself."""
+
+UNWATCHED_MS = DAY_MS
+"""The lease, and the time between two looks or pings, where server and node are one process."""
+
+TAKEOVER_GRACE_MS = 10_000
+"""How long a newly elected node waits for the others, each of which hears of it at once. The one
+before it is likely gone with its whole node, and holds up the job for so long."""
+
+log = logging.getLogger("rdzv.agent")
+
+
+@contextlib.asynccontextmanager
+async def serving_itself(
+    store_at: Endpoint | None = None, rdzv_id: str = ""
+) -> AsyncIterator[Endpoint]:
+    """Serve this node alone, on a loopback port of the system's choice.
+
+    They are one process, and end or stand still together: neither waits for a sign of the other.
+    The store of the job's round is also reached at `store_at`.
+
+    Raises:
+        InvalidRequestError: that port can not be listened on.
+
+    """
+    never_ms = UNWATCHED_MS
+    config = replace(
+        _from_memory(Listen("127.0.0.1", 0)),
+        nodes_tuning=NodesTuning(lease_ms=never_ms, lease_max_ms=never_ms),
+        timings=Timings(watch_every_ms=never_ms, ping_interval_ms=never_ms),
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        listening = None if store_at is None else _listen_at(store_at)
+        if store_at is not None and listening is None:
+            raise InvalidRequestError(
+                f"{store_at} is in use by another process of this machine; give each job a port of "
+                "its own, or have a free one chosen: --rdzv-backend=c10d "
+                f"--rdzv-endpoint={replace(store_at, port=0)}"
+            )
+        server, bound = await stack.enter_async_context(_serving(config))
+        if listening is not None:
+            finder = StoreFinder(server, rdzv_id)
+            await stack.enter_async_context(shared(listening, None, finder.where))
+        yield Endpoint(bound.host, bound.port)
+
+
+@contextlib.asynccontextmanager
+async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
+    """Serve all nodes of the job, and let them hear how it ended before this one goes.
+
+    The store of its round is reached at the same port.
+
+    Raises:
+        InvalidRequestError: the port can not be listened on, though it is free.
+
+    """
+    listening = _listen_at(host_at)
+    if listening is None:
+        log.info("another process of this machine serves %s", host_at)
+        yield
+        return
+    if not is_loopback(host_at.host):
+        _warn(host_at)
+    async with _serving(_from_memory(Listen("127.0.0.1", 0))) as (server, bound):
+        finder = StoreFinder(server, rdzv_id)
+        async with shared(listening, Endpoint(bound.host, bound.port), finder.where):
+            yield
+            await server.wait_alone(OTHERS_TIMEOUT_S)
+
+
+class StoreFinder:
+    """Knows where the store of a job's round is."""
+
+    def __init__(self, server: Driver, rdzv_id: str) -> None:
+        self._server = server
+        self._rdzv_id = rdzv_id
+
+    async def where(self) -> Endpoint | None:
+        """Return where it is; None while there is no round."""
+        now = (await self._server.look(self._rdzv_id)).membership.round
+        return Endpoint(now.master_addr, now.master_port) if now and now.live else None
+
+
+@contextlib.asynccontextmanager
+async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
+    """Serve all nodes of the job while this one is elected; yield where to ask who is.
+
+    A node whose turn is over lets the others hear how the job ended before it goes.
+
+    Raises:
+        InvalidRequestError: etcd refuses this node.
+
+    """
+    from rdzv.stores.election import Election
+    from rdzv.stores.etcd_client import EtcdClient
+
+    address = local_addr or await local_address(etcd.endpoints[0])
+    listen = Listen("127.0.0.1" if is_loopback(address) else "::", 0)
+    config = Config(
+        listen,
+        Path(os.devnull),
+        store="etcd",
+        etcd=etcd,
+        insecure=True,
+        tuning=Tuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+        nodes_tuning=NodesTuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
+    )
+    clock = MonotonicClock()
+    replica = Replica(clock, etcd.place, server_version())
+    async with EtcdClient.connected(etcd) as client, serving(replica, clock, config) as bound:
+        at = Endpoint(address, bound.port)
+        if not listen.loopback:
+            _warn(at)
+        async with (
+            Election.running(client, str(at), server_version()) as election,
+            asyncio.TaskGroup() as tasks,
+        ):
+            campaign = tasks.create_task(replica.campaign(client, election, config))
+            try:
+                yield Endpoint("127.0.0.1", bound.port)
+                await replica.wait_alone(OTHERS_TIMEOUT_S)
+            finally:
+                campaign.cancel()
+
+
+def _warn(endpoint: Endpoint) -> None:
+    log.warning("insecure: everyone who reaches %s may run and end jobs there", endpoint)
+
+
+def _listen_at(endpoint: Endpoint) -> socket.socket | None:
+    """Listen there; None if another process does."""
+    try:
+        return listen_at(endpoint.host, endpoint.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise InvalidRequestError(
+            f"{endpoint} can not be listened on: {error.strerror}; give another port"
+        ) from error
+
+
+def _from_memory(listen: Listen) -> Config:
+    return Config(listen=listen, data_dir=Path(os.devnull), store="memory", insecure=True)
+
+
+@contextlib.asynccontextmanager
+async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
+    """Serve from memory, for as long as this node lives; whoever calls knows what there is."""
+    clock = MonotonicClock()
+    store = MemoryStore(config.limits.history_rows)
+    replica = Replica(clock, store.place, server_version())
+    async with Driver.running(store, clock, config) as driver:
+        replica.lead(driver)
+        async with serving(replica, clock, config, reflection=False) as bound:
+            yield driver, bound

@@ -1,0 +1,114 @@
+"""One port for two protocols: where the nodes of a job meet, and the c10d store of its round.
+
+torchrun's static back-end serves its store at the port that the command line names, so scripts go
+there by `init_method="tcp://HOST:PORT"`. Here the nodes meet at that port. The first bytes of a
+connection tell the two apart: gRPC's begin with the preface of HTTP/2, those of a store's client
+with a number. Each connection is carried on to the server that it is for; `env://` leads to the
+store without this detour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from rdzv.transport.endpoints import Endpoint
+
+PREFACE = b"PRI"
+"""How a connection of gRPC begins. A store's client begins with a small number."""
+
+FIRST_BYTES_TIMEOUT_S = 10.0
+"""How long a connection may take to show what it is for; both clients speak first."""
+
+CHUNK = 1 << 16
+
+log = logging.getLogger("rdzv.agent")
+
+FindStore = Callable[[], Awaitable[Endpoint | None]]
+
+
+@contextlib.asynccontextmanager
+async def shared(
+    listening: socket.socket, rendezvous: Endpoint | None, find_store: FindStore
+) -> AsyncIterator[None]:
+    """Carry what connects to `listening` on to one of two servers, until the body ends.
+
+    Without a `rendezvous` there is the store alone. A connection that is for nobody is closed.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        ends: set[asyncio.Task[None]] = set()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = tasks.create_task(_connect(reader, writer, rendezvous, find_store))
+            ends.add(task)
+            task.add_done_callback(ends.discard)
+
+        server = await asyncio.start_server(accept, sock=listening)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in ends:
+                task.cancel()
+
+
+async def _connect(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    rendezvous: Endpoint | None,
+    find_store: FindStore,
+) -> None:
+    """Carry one connection from its first bytes to its end."""
+    try:
+        async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
+            first = await reader.readexactly(len(PREFACE))
+        server = rendezvous if first == PREFACE else await find_store()
+        if server is None:
+            peer = writer.get_extra_info("peername")
+            log.warning("a connection of %s is closed: %s", peer, _why_nobody(first))
+            return
+        far_reader, far_writer = await asyncio.open_connection(server.host, server.port)
+        try:
+            far_writer.write(first)
+            await _carry_both(reader, writer, far_reader, far_writer)
+        finally:
+            far_writer.close()
+    except (OSError, asyncio.IncompleteReadError, TimeoutError):
+        # It is gone, or the server is; the client sees its connection end.
+        pass
+    finally:
+        writer.close()
+
+
+def _why_nobody(first: bytes) -> str:
+    if first == PREFACE:
+        return "this is the store of a job of one node, and no rdzvd"
+    return "it is for a store, and no round is running"
+
+
+async def _carry_both(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    far_reader: asyncio.StreamReader,
+    far_writer: asyncio.StreamWriter,
+) -> None:
+    """Carry both ways until one side has ended; neither protocol closes only half."""
+    ways = {
+        asyncio.ensure_future(_carry(reader, far_writer)),
+        asyncio.ensure_future(_carry(far_reader, writer)),
+    }
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()

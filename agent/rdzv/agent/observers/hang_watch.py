@@ -1,0 +1,196 @@
+"""Watches whether the workers of one job on this node hang, for --hang-timeout.
+
+What is watched is whether a worker writes the file that RDZV_PROGRESS_FILE names, whatever it
+writes, and whether its process is in D state. It is looked at from time to time, since that nothing
+happens is no event. A worker that hangs is told to the server, which stops it: nothing is decided
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rdzv.agent.core.hang_timeout import UNINTERRUPTIBLE, Look, Vigil, timeout_ms
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.observers.stack_sampling import process_state
+from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.core.hangs import HangTimeout, HungWorker
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+LOOKS_PER_TIMEOUT = 10
+LOOK_MOST_MS, LOOK_LEAST_MS = 1_000, 50
+"""How often workers are looked at: some ten times in the time that they may say nothing."""
+SAY_AGAIN_MS = 20_000
+"""How often the server is told again of workers that still hang: it may have lost its memory."""
+
+
+@struct(frozen=True)
+class HungReport:
+    """All workers of a round on this node that hang; none: none does any more."""
+
+    run: str
+    round: int
+    workers: tuple[HungWorker, ...]
+
+
+@dataclass(slots=True)
+class _Worker:
+    pid: int
+    file: str
+    vigil: Vigil
+    hung: str = ""
+
+
+class HangWatch:
+    """Watches the workers of one job. For each round: `open_round`, then `close_round`."""
+
+    def __init__(
+        self,
+        rdzv_id: str,
+        timeout: HangTimeout | None,
+        say: Callable[[HungReport], None],
+        identity: Identity | None = None,
+    ) -> None:
+        """Say with `say` who hangs whenever that changes; without a timeout, watch nobody.
+
+        Files of progress are looked at with the rights of their account.
+        """
+        self._identity = identity
+        self._rdzv_id = rdzv_id
+        self._timeout = timeout
+        self._say = say
+        self._assignment: Assignment | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._longest_ms = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._looked_ms = 0
+        self._said_ms = 0
+
+    def open_round(self, assignment: Assignment) -> None:
+        """Begin to watch the workers of a round, as they are started."""
+        self.close_round()
+        if self._timeout is not None:
+            self._assignment, self._looked_ms = assignment, _now_ms()
+            self._arm()
+
+    def worker_started(self, local_rank: int, pid: int, file: str) -> None:
+        """Watch a worker, which tells of its progress in this file; empty: nowhere."""
+        if self._assignment is not None:
+            self._workers[local_rank] = _Worker(pid, file, Vigil())
+
+    def worker_exited(self, local_rank: int) -> None:
+        """Watch a worker no more."""
+        self._workers.pop(local_rank, None)
+
+    def close_round(self) -> None:
+        """Watch nobody: the workers are being stopped, or gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for worker in self._workers.values():
+            if worker.hung:
+                self._longest_ms = max(self._longest_ms, worker.vigil.silent_ms)
+        self._workers, self._assignment = {}, None
+
+    def say_again(self) -> None:
+        """Say who hangs to a server that may not know it."""
+        if self._hung():
+            self._report()
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def _look_every_ms(self) -> int:
+        assert self._timeout is not None
+        every_ms = (self._timeout.ms or LOOK_MOST_MS * LOOKS_PER_TIMEOUT) // LOOKS_PER_TIMEOUT
+        return min(max(every_ms, LOOK_LEAST_MS), LOOK_MOST_MS)
+
+    def _arm(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._look_every_ms / 1000, self._look)
+
+    def _look(self) -> None:
+        """Look at all workers; say who hangs, if that has changed or was said long ago."""
+        assert self._timeout is not None
+        now_ms = _now_ms()
+        # While this process stood still nobody watched, and perhaps nothing ran.
+        passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
+        self._looked_ms = now_ms
+        changed = False
+        for local_rank, worker in self._workers.items():
+            before = len(worker.vigil.intervals_ms), worker.vigil.word
+            worker.vigil = worker.vigil.after(self._seen(worker), passed_ms)
+            if (len(worker.vigil.intervals_ms), worker.vigil.word) != before:
+                self._longest_ms = max(self._longest_ms, worker.vigil.intervals_ms[-1])
+            limit_ms = timeout_ms(self._timeout, worker.vigil, self._longest_ms)
+            hung = worker.vigil.why_hung(limit_ms)
+            if bool(hung) != bool(worker.hung):
+                changed = True
+                self._tell(local_rank, worker, hung)
+            worker.hung = hung
+        if changed or (self._hung() and now_ms - self._said_ms >= SAY_AGAIN_MS):
+            self._report()
+        self._arm()
+
+    def _seen(self, worker: _Worker) -> Look:
+        state = process_state(worker.pid)
+        switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
+        with acting_as(self._identity):
+            return Look(_word(worker.file), state, switches)
+
+    def _tell(self, local_rank: int, worker: _Worker, hung: str) -> None:
+        assert self._assignment is not None
+        who = (self._rdzv_id, self._assignment.rank_first + local_rank, worker.pid)
+        if hung:
+            log.error("%s: RANK %d (pid %d) hangs: %s; the server is told", *who, hung)
+        else:
+            log.warning("%s: RANK %d (pid %d) hangs no more", *who)
+
+    def _hung(self) -> Mapping[int, _Worker]:
+        return {rank: worker for rank, worker in self._workers.items() if worker.hung}
+
+    def _report(self) -> None:
+        line = self._assignment
+        if line is None:
+            return
+        self._said_ms = _now_ms()
+        workers = tuple(
+            HungWorker(
+                rank=line.rank_first + local_rank,
+                local_rank=local_rank,
+                pid=worker.pid,
+                silent_ms=max(worker.vigil.silent_ms, worker.vigil.blocked_ms),
+                reason=worker.hung,
+            )
+            for local_rank, worker in sorted(self._hung().items())
+        )
+        self._say(HungReport(line.run, line.round, workers))
+
+
+def _word(file: str) -> tuple[int, ...] | None:
+    """Return what changes with each word in a file; None while there is none."""
+    with contextlib.suppress(OSError):
+        if file and (found := Path(file).stat()).st_size:
+            return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def _switches(pid: int) -> int | None:
+    """Return how often a process has been switched away from."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        found = [int(line.split()[1]) for line in lines if "ctxt_switches:" in line]
+        return sum(found) if found else None
+    return None
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,63 @@
+"""The notice file: how the workers of a job hear that their node is about to leave.
+
+`RDZV_NOTICE_FILE` names it, and it is not there until there is a notice. Then it has one line of
+JSON, `{"deadline_unix": ..., "reason": ...}`, and is always whole: another deadline replaces it.
+`docs/drain.md` says what a worker may do about it. What goes wrong with it is a warning: workers
+get their signal all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rdzv.agent.system.accounts import Identity, acting_as, write_anew
+
+log = logging.getLogger("rdzv.agent")
+
+NAME = "notice"
+
+
+class NoticeFile:
+    """The notice file of one job on this node; `place` says where it is in the present round."""
+
+    def __init__(
+        self, place: Callable[[str], Path | None], identity: Identity | None = None
+    ) -> None:
+        self._place = place
+        self._identity = identity
+        self._path: Path | None = None
+
+    def open_round(self) -> None:
+        """Find its place in a round that begins; there is no notice yet."""
+        self._path = self._place(NAME)
+
+    def path(self) -> str:
+        """Return where the workers of the round look for it; empty: there is no place for it."""
+        return "" if self._path is None else str(self._path)
+
+    def write(self, left_ms: int, reason: str) -> None:
+        """Put the notice there, in place of an earlier one."""
+        if self._path is None:
+            return
+        deadline = round(time.time() + left_ms / 1000, 3)
+        line = json.dumps({"deadline_unix": deadline, "reason": reason}) + "\n"
+        new = self._path.with_name(f"{NAME}.new")
+        try:
+            with acting_as(self._identity):
+                write_anew(new, line.encode())
+                new.replace(self._path)
+        except OSError as error:
+            log.warning("the workers find no notice in %s: %s", self._path, error.strerror)
+
+    def take_back(self) -> None:
+        """Remove the notice, if there is one."""
+        if self._path is not None:
+            try:
+                with acting_as(self._identity):
+                    self._path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("the notice in %s stays there: %s", self._path, error.strerror)

@@ -1,0 +1,130 @@
+"""Whether a round has changed the snapshot that --snapshot names, a file or a folder.
+
+It is looked at before the first round, and when the workers of each round are gone: another newest
+time, size or number of files than at the end of the round before is a change. Nodes do not compare
+what they see: the path may be on a disk of each node's own, and no two clocks are compared. One
+node that has seen a change is enough.
+
+The path may be on a file server that does not answer. A look is a thread that nobody waits for
+longer than `TIMEOUT_S`. What can not be seen counts as changed: no job is given up for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.agent.system.side_thread import Aside
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+TIMEOUT_S = 5.0
+"""How long a round's end, or the first round's start, waits for the file system."""
+MAX_ENTRIES = 20_000
+"""How much of a folder is looked at: nearest first, which is where new files are."""
+
+
+@struct(frozen=True)
+class Sight:
+    """What there is at a path, in three numbers; all 0 if there is nothing."""
+
+    newest_ns: int = 0
+    entries: int = 0
+    size: int = 0
+
+
+def look(path: Path) -> Sight:
+    """Look at a file, or at a folder with all that is in it.
+
+    Raises:
+        OSError: it can not be seen.
+
+    """
+    try:
+        first = path.stat()
+    except FileNotFoundError:
+        return Sight()
+    newest_ns, entries, size = first.st_mtime_ns, 1, 0
+    if not stat.S_ISDIR(first.st_mode):
+        return Sight(newest_ns, entries, first.st_size)
+    folders = deque([str(path)])
+    while folders and entries < MAX_ENTRIES:
+        # What goes away while it is looked at has changed; the next look finds it so.
+        with contextlib.suppress(FileNotFoundError), os.scandir(folders.popleft()) as found:
+            for entry in islice(found, MAX_ENTRIES - entries):
+                with contextlib.suppress(FileNotFoundError):
+                    there = entry.stat(follow_symlinks=False)
+                    newest_ns, entries = max(newest_ns, there.st_mtime_ns), entries + 1
+                    if stat.S_ISDIR(there.st_mode):
+                        folders.append(entry.path)
+                    else:
+                        size += there.st_size
+    return Sight(newest_ns, entries, size)
+
+
+class Snapshot:
+    """The snapshot of one job, as this node sees it. Without a path there is none."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        look: Callable[[Path], Sight] = look,
+        identity: Identity | None = None,
+    ) -> None:
+        """Look at a path with the rights of whom it belongs to."""
+        self._path = path
+        self._identity = identity
+        self._look = look
+        self._aside = Aside(TIMEOUT_S)
+        self._last: Sight | None = None
+        """What was there at the last look; None: that is not known."""
+        self._looked = False
+        self._warned = False
+
+    def begin_round(self, then: Callable[[], None]) -> None:
+        """Call `then` once it is known what there is before the workers change it."""
+        if self._path is None or self._looked:
+            then()
+            return
+
+        def note(seen: Sight | Exception) -> None:
+            self._note(seen)
+            then()
+
+        self._aside.call(note, self._see, self._path)
+
+    def end_round(self, then: Callable[[bool], None]) -> None:
+        """Call `then` with whether it has changed since the last look, or that is not known."""
+        if self._path is None:
+            then(False)
+            return
+        before = self._last
+
+        def note(seen: Sight | Exception) -> None:
+            self._note(seen)
+            then(before is None or self._last is None or before != self._last)
+
+        self._aside.call(note, self._see, self._path)
+
+    def _see(self, path: Path) -> Sight:
+        with acting_as(self._identity):
+            return self._look(path)
+
+    def _note(self, seen: Sight | Exception) -> None:
+        self._looked = True
+        if isinstance(seen, Sight):
+            self._last = seen
+            return
+        self._last = None
+        if not self._warned:
+            self._warned = True
+            text = "--snapshot=%s can not be seen (%s); that counts as progress"
+            log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

@@ -1,0 +1,510 @@
+"""Reads the workers' log files for those who ask through the server.
+
+One task for each request, which reads the files of one round in turn, and with `follow` those of
+the next ones. What is sent is bounded by the request's *credit*, so a slow reader costs nothing
+here: the file is the buffer. The files of each job are read by a thread of their own, for one on a
+file server that hangs must not stop the agent, nor keep other jobs' files from being read. Their
+names are those that the workers were started with; nothing that comes from outside is ever part of
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.output.run_files import Written, WrittenRound
+from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
+from rdzv.agent.system.file_watches import Watches
+from rdzv.agent.system.side_thread import settle
+from rdzv.structs import struct
+
+MAX_REQUESTS = 64
+"""Requests that are answered at once; the server has a lower limit of its own."""
+PIECE_BYTES = 64 * 1024
+"""What one piece carries at most."""
+PIECE_COST = 256
+"""What a piece costs of the credit beyond its data, so that many small ones are bounded too.
+`rdzv.server.diagnosis.log_relay` counts the same."""
+TAIL_BYTES = 64 * 1024 * 1024
+"""How far back a tail of lines is looked for."""
+ERROR_CHARS = 1_000
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@struct(frozen=True)
+class ReadRequest:
+    """What of a job's logs is wanted; None: see `rdzv.proto`."""
+
+    number: int
+    rdzv_id: str
+    credit: int
+    round: int | None = None
+    local_rank: int | None = None
+    rank: int | None = None
+    stdout: bool = True
+    stderr: bool = True
+    follow: bool = False
+    tail_bytes: int = 0
+    tail_lines: int = 0
+    positions: Mapping[tuple[int, bool], int] = field(default_factory=dict)
+    """Where to go on in the files of `round`, by LOCAL_RANK and whether it is stderr."""
+
+
+@struct(frozen=True)
+class Piece:
+    """What is sent of a log; see `LogPiece` in `rdzv.proto`."""
+
+    request: int
+    round: int = 0
+    local_rank: int = 0
+    rank: int = 0
+    stderr: bool = False
+    offset: int = 0
+    data: bytes = b""
+    last: bool = False
+    error: str = ""
+
+
+Say = Callable[[Piece], Awaitable[None]]
+
+
+class LogReading:
+    """Answers the requests of one stream, for all jobs of a node."""
+
+    def __init__(self, say: Say) -> None:
+        """Send pieces with `say`, which waits until there is room for one."""
+        self._say = say
+        self.past: Callable[[str], Written | None] = lambda _: None
+        """Finds what a job has written that is not here any more; called in the thread."""
+        self._written: dict[str, Written] = {}
+        self._requests: dict[int, _Request] = {}
+        self._watches: Watches | None = None
+        self._readers: dict[str, _Reader] = {}
+        """By job: the files of one may be on a server that hangs."""
+
+    def serve(self, rdzv_id: str, written: Written) -> None:
+        """Answer for a job from now on."""
+        self._written[rdzv_id] = written
+
+    def forget(self, rdzv_id: str) -> None:
+        """Answer for a job as for one that is not here any more."""
+        self._written.pop(rdzv_id, None)
+
+    def read(self, request: ReadRequest) -> None:
+        """Begin to answer a request."""
+        self.cancel(request.number)
+        written = self._written.get(request.rdzv_id)
+        answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
+        if len(self._requests) >= MAX_REQUESTS:
+            answer.refusal = f"this node answers {MAX_REQUESTS} readers already; try again later"
+        self._requests[request.number] = answer
+        answer.begin(lambda: self._requests.pop(request.number, None))
+        answer.task.add_done_callback(lambda _: self._close_idle())
+
+    def grant(self, number: int, credit: int) -> None:
+        """Let a request send so much more."""
+        if (request := self._requests.get(number)) is not None:
+            request.grant(credit)
+
+    def cancel(self, number: int) -> None:
+        """Answer a request no more; say nothing about it."""
+        if (request := self._requests.pop(number, None)) is not None:
+            request.task.cancel()
+
+    def cancel_all(self) -> None:
+        """Forget every request: the stream on which they came has ended."""
+        for number in tuple(self._requests):
+            self.cancel(number)
+
+    async def finish(self, within_s: float) -> None:
+        """Send what is left of jobs that have ended, as far as it is taken in that time."""
+        tasks = [request.task for request in self._requests.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+
+    def close(self) -> None:
+        """Answer nothing any more."""
+        self.cancel_all()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        if self._watches is not None:
+            self._watches.close()
+            self._watches = None
+
+    def _reader(self, rdzv_id: str) -> _Reader:
+        if self._watches is None:
+            self._watches = Watches(asyncio.get_running_loop())
+        if rdzv_id not in self._readers:
+            self._readers[rdzv_id] = _Reader(self._watches)
+        return self._readers[rdzv_id]
+
+    def _close_idle(self) -> None:
+        """End the threads for jobs that nobody reads; one that hangs serves who reads it next."""
+        read = {request.rdzv_id for request in self._requests.values()}
+        for rdzv_id in self._readers.keys() - read:
+            if not self._readers[rdzv_id].busy:
+                self._readers.pop(rdzv_id).close()
+
+
+class _Request:
+    """One request that is being answered."""
+
+    def __init__(
+        self,
+        wanted: ReadRequest,
+        written: Written | None,
+        reader: _Reader,
+        say: Say,
+        past: Callable[[str], Written | None],
+    ) -> None:
+        """Answer from what is `written`; if a job is not here, or not in that round, ask `past`."""
+        self.refusal = ""
+        self.task: asyncio.Task[None]
+        self.rdzv_id = wanted.rdzv_id
+        self._wanted = wanted
+        self._here = written is not None
+        self._written = Written() if written is None else written
+        self._past = past
+        self._reader = reader
+        self._say = say
+        self._credit = wanted.credit
+        self._news = asyncio.Event()
+        """Set when there may be something to do: credit, a change of a file, or of the rounds."""
+        self._told: set[str] = set()
+
+    def begin(self, at_end: Callable[[], object]) -> None:
+        self.task = asyncio.get_running_loop().create_task(self._answer())
+        listeners = self._written.listeners
+        listeners.add(self._news.set)
+
+        def end(task: asyncio.Task[None]) -> None:
+            listeners.discard(self._news.set)
+            if not task.cancelled():
+                at_end()
+
+        self.task.add_done_callback(end)
+
+    def grant(self, credit: int) -> None:
+        self._credit += credit
+        self._news.set()
+
+    # ------------------------------------------------------------------ rounds
+
+    async def _answer(self) -> None:
+        error = self.refusal
+        try:
+            if not error:
+                error = await self._look_back() or await self._read_rounds()
+        except OSError as failure:
+            error = f"{failure.filename or 'a log file'} can not be read: {failure.strerror}"
+        await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
+
+    async def _look_back(self) -> str:
+        """Find an earlier run if that is what is wanted; return why nothing can be."""
+        wanted = self._wanted
+        earlier = (
+            not wanted.follow and wanted.round is not None and not self._written.at(wanted.round)
+        )
+        if self._here and not earlier:
+            return ""
+        found = await self._reader.run(self._past, wanted.rdzv_id)
+        if found is not None and (not self._here or found.at(wanted.round or 0)):
+            self._written = found
+            return ""
+        return "" if self._here else f"this node takes no part in {wanted.rdzv_id}"
+
+    async def _read_rounds(self) -> str:
+        """Read the round that is wanted, and with `follow` the later ones; return what failed."""
+        wanted, written = self._wanted, self._written
+        first = wanted.round if wanted.round is not None else written.last
+        if not wanted.follow:
+            found = None if first is None else written.at(first)
+            return "" if found is None else await self._read_round(found, first=True)
+        number, begun = first or 0, False
+        # Even if there is nothing yet: who asks is to know that somebody answers.
+        await self._send(Piece(wanted.number, number))
+        while True:
+            found = written.next(number)
+            if found is not None:
+                if error := await self._read_round(found, first=not begun):
+                    return error
+                begun = True
+                number = found.number + 1
+            elif written.ended:
+                return ""
+            else:
+                await self._pause()
+
+    async def _read_round(self, found: WrittenRound, *, first: bool) -> str:
+        """Send what is wanted of a round; return why nothing at all can be."""
+        files, nowhere = self._files(found)
+        if not files and not nowhere:
+            return ""
+        await self._send(Piece(self._wanted.number, found.number))
+        if not files:
+            return "; ".join(nowhere)
+        for reason in nowhere:
+            await self._complain(found, reason)
+        try:
+            for file in files:
+                await self._reader.run(self._place, file, first)
+            await self._read_files(found, files)
+        finally:
+            for file in files:
+                self._reader.watches.disarm(file)
+        return ""
+
+    def _files(self, found: WrittenRound) -> tuple[list[_File], list[str]]:
+        """Return the files that are wanted of a round, and why others are not there."""
+        wanted = self._wanted
+        files: list[_File] = []
+        without: dict[tuple[bool, Path | None], list[int]] = {}
+        for local_rank, output in enumerate(found.workers):
+            rank = found.rank_first + local_rank
+            if wanted.rank not in (None, rank) or wanted.local_rank not in (None, local_rank):
+                continue
+            for stderr, path in ((False, output.stdout), (True, output.stderr)):
+                if not (wanted.stderr if stderr else wanted.stdout):
+                    continue
+                if path is None or path == NO_FILES:
+                    without.setdefault((stderr, path), []).append(rank)
+                else:
+                    wake = self._news.set
+                    files.append(
+                        _File(path, found.identity, found.number, local_rank, rank, stderr, wake)
+                    )
+        return files, [_without_file(*kind, ranks) for kind, ranks in without.items()]
+
+    # ------------------------------------------------------------------ files
+
+    async def _read_files(self, found: WrittenRound, files: Iterable[_File]) -> None:
+        """Send the files of a round to their end, which is there when the round is over."""
+        left = dict.fromkeys(files)
+        ready = dict(left)
+        while left:
+            # Before the look: what was written until then is seen by it.
+            final = not self._wanted.follow or self._written.is_over(found.number)
+            if final:
+                ready = {file: None for file in (*ready, *left) if file in left}
+            for file in [file for file in left if file.woken]:
+                ready[file] = None
+            if not ready:
+                await self._pause()
+                continue
+            file = next(iter(ready))
+            del ready[file]
+            file.woken = False
+            limit = min(await self._room(), PIECE_BYTES)
+            try:
+                data = await self._reader.run(file.read, limit)
+            except FileNotFoundError:
+                data = b""
+                if self._written.is_over(found.number):
+                    await self._complain(found, f"{file.path} is not there any more")
+            except OSError as error:
+                reason = error.strerror or str(error)
+                await self._complain(found, f"{file.path} can not be read: {reason}")
+                del left[file]
+                continue
+            if data:
+                await self._send_data(file, data)
+                ready[file] = None
+            elif final:
+                del left[file]
+            elif file.watch is None:
+                # Another look follows: what was written in between woke nobody.
+                await self._reader.run(self._reader.watches.arm, file)
+                ready[file] = None
+
+    def _place(self, file: _File, first: bool) -> None:
+        """Find out where to begin in a file, and where to end if it is not followed."""
+        wanted = self._wanted
+        if file.round == wanted.round:
+            file.offset = wanted.positions.get((file.local_rank, file.stderr), 0)
+        with contextlib.suppress(OSError):  # The first look says why, or it is not there yet.
+            size = file.size()
+            if not wanted.follow:
+                file.end = size
+            if first and not file.offset:
+                file.offset = tail(
+                    file.path, size, wanted.tail_bytes, wanted.tail_lines, file.identity
+                )
+
+    # ------------------------------------------------------------------ sending
+
+    async def _pause(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    async def _room(self) -> int:
+        """Wait for credit; return how much data a piece may carry."""
+        while self._credit <= PIECE_COST:
+            await self._pause()
+        return self._credit - PIECE_COST
+
+    async def _send(self, piece: Piece) -> None:
+        await self._room()
+        self._credit -= len(piece.data) + PIECE_COST
+        await self._say(piece)
+
+    async def _send_data(self, file: _File, data: bytes) -> None:
+        await self._send(
+            Piece(
+                self._wanted.number,
+                file.round,
+                file.local_rank,
+                file.rank,
+                file.stderr,
+                file.offset - len(data),
+                data,
+            )
+        )
+
+    async def _complain(self, found: WrittenRound, reason: str) -> None:
+        """Say once why something does not come; the rest does."""
+        if reason not in self._told:
+            self._told.add(reason)
+            error = reason[:ERROR_CHARS]
+            await self._send(Piece(self._wanted.number, found.number, error=error))
+
+
+def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
+    """Say why there is no file, and what helps."""
+    who = f"RANK {', '.join(map(str, ranks))}: {'stderr' if stderr else 'stdout'}"
+    if path is None:
+        return (
+            f"{who} goes to the console of its rdzvrun and to no file; launch with --redirects=3 "
+            "or --tee=3, and with --log-dir for a folder that you know"
+        )
+    return (
+        f"{who} is kept nowhere, because of --log-dir={NO_FILES} or --local-ranks-filter; launch "
+        "with --log-dir=FOLDER, and with --redirects=3 or --tee=3"
+    )
+
+
+# ---------------------------------------------------------------------- in the thread
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    """The place in a file up to which it has been sent."""
+
+    path: Path
+    identity: Identity | None
+    """With whose rights it is opened."""
+    round: int
+    local_rank: int
+    rank: int
+    stderr: bool
+    tell: Callable[[], None]
+    """Who is to hear that it may have changed."""
+    offset: int = 0
+    end: int | None = None
+    """Nothing beyond this is wanted; None: all that is yet to come."""
+    watch: int | None = None
+    woken: bool = False
+
+    def wake(self) -> None:
+        self.woken = True
+        self.tell()
+
+    def size(self) -> int:
+        with _Opened(self.path, self.identity) as fd:
+            return os.fstat(fd).st_size
+
+    def read(self, limit: int) -> bytes:
+        """Return what comes next; nothing at the end. One that has become shorter begins anew."""
+        with _Opened(self.path, self.identity) as fd:
+            if self.end is not None:
+                limit = min(limit, max(self.end - self.offset, 0))
+            data = os.pread(fd, limit, self.offset)
+            if not data and limit and os.fstat(fd).st_size < self.offset:
+                self.offset = 0
+                data = os.pread(fd, limit, 0)
+            self.offset += len(data)
+            return data
+
+
+class _Opened:
+    """A file that is open for reading: a regular one, and not one that another name leads to.
+
+    Its folders are the workers' own, who may put a link in their place: so the rights are theirs.
+    """
+
+    def __init__(self, path: Path, identity: Identity | None) -> None:
+        self._path = path
+        self._identity = identity
+
+    def __enter__(self) -> int:
+        with acting_as(self._identity):
+            self._fd = open_untrusted(self._path, os.O_RDONLY)
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def tail(
+    path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
+) -> int:
+    """Return where the last so many lines or bytes of a file begin, whichever is less; 0: all."""
+    start = max(size - tail_bytes, 0) if tail_bytes else 0
+    if not tail_lines:
+        return start
+    start = max(start, size - TAIL_BYTES)
+    with _Opened(path, identity) as fd:
+        # The end of the last line is not the beginning of another.
+        end, found = size, -1 if size and os.pread(fd, 1, size - 1) == b"\n" else 0
+        while end > start:
+            begin = max(end - PIECE_BYTES, start)
+            block = os.pread(fd, end - begin, begin)
+            here = block.count(b"\n")
+            if found + here >= tail_lines:
+                at = len(block)
+                while found < tail_lines:
+                    at = block.rindex(b"\n", 0, at)
+                    found += 1
+                return begin + at + 1
+            found += here
+            end = begin
+    return start
+
+
+class _Reader:
+    """A thread that may hang, and what wakes those who wait for a file."""
+
+    def __init__(self, watches: Watches) -> None:
+        self.watches = watches
+        self.busy = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: one that hangs in a read must not keep the agent from exiting.
+        threading.Thread(target=self._run, name="log reader", daemon=True).start()
+
+    async def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call a function in the thread."""
+        future: Future[_R] = Future()
+        self._work.put(partial(settle, future, partial(function, *args, **kwargs)))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (call := self._work.get()) is not None:
+            self.busy = True
+            call()
+            self.busy = False

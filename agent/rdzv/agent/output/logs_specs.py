@@ -1,0 +1,160 @@
+"""--logs-specs: a class of the user's own says where the workers of each round write.
+
+torch calls it a LogsSpecs (`torch/distributed/elastic/multiprocessing/api.py`). It lives in a
+process with the job's interpreter for as long as the job does, and is asked once a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rdzv.agent.launch.launch import NO_FILES, Launch
+from rdzv.agent.output.run_files import RoundOutput, WorkerOutput
+from rdzv.agent.output.tee import Stream
+from rdzv.agent.system.side_process import Message, SideProcess
+from rdzv.errors import InvalidRequestError
+
+REIFY_TIMEOUT_S = 60.0
+"""How long it may take to say where a round's workers write."""
+
+CLOSE_TIMEOUT_S = 2.0
+
+Environs = Mapping[int, Mapping[str, str]]
+"""By LOCAL_RANK: what the agent gives to the workers beyond its own environment."""
+
+
+class LogsSpecs:
+    """The agent's hold on the user's LogsSpecs."""
+
+    def __init__(self, local_world_size: int) -> None:
+        """Wait for `open`."""
+        self._local_world_size = local_world_size
+        self._side: SideProcess | None = None
+        self._round: int | None = None
+        self._then: Callable[[RoundOutput | OSError], None] = lambda _: None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def open(self, launch: Launch) -> None:
+        """Have the class loaded and made.
+
+        Raises:
+            InvalidRequestError: there is no such entry point, or its class can not be made.
+        """
+        output = launch.output
+        options = {
+            "role": "logs_specs",
+            "name": output.logs_specs,
+            "log_dir": None if output.log_dir is None else str(output.log_dir),
+            "redirects": _streams(output.redirects, launch.job.local_world_size),
+            "tee": _streams(output.tee, launch.job.local_world_size),
+            "ranks": None if output.shown_ranks is None else sorted(output.shown_ranks),
+        }
+        option = f"--logs-specs={output.logs_specs}"
+        try:
+            self._side = await SideProcess.start(
+                launch.python,
+                options,
+                self._hear,
+                environ=launch.environ,
+                chdir=launch.chdir,
+                account=launch.account,
+            )
+        except OSError as error:
+            raise InvalidRequestError(f"{option}: {launch.python}: {error}") from error
+        await self._side.ready(option)
+
+    def reify(
+        self, round_: int, environs: Environs, then: Callable[[RoundOutput | OSError], None]
+    ) -> None:
+        """Ask where a round's workers write; `then` hears it, or why it can not be said.
+
+        Asking again forgets what was asked before.
+        """
+        self._round, self._then = round_, then
+        if self._timer is not None:
+            self._timer.cancel()
+        reason = f"it has not answered within {REIFY_TIMEOUT_S:g} s"
+        self._timer = asyncio.get_running_loop().call_later(REIFY_TIMEOUT_S, self._fail, reason)
+        if self._side is None or not self._side.send({"round": round_, "envs": environs}):
+            self._fail("its process has ended")
+
+    async def close(self) -> None:
+        """End it; what was asked is not answered any more."""
+        self._settle()
+        if self._side is not None:
+            side, self._side = self._side, None
+            await side.close(CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------------ the answer
+
+    def _hear(self, message: Message) -> None:
+        if message.get("ended"):
+            self._fail("its process has ended")
+        elif self._round is not None and message.get("round") == self._round:
+            if "failed" in message:
+                self._fail(str(message["failed"]))
+                return
+            try:
+                output = _round_output(message, self._local_world_size)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                # The class is the user's, and so is its process.
+                self._fail(f"its answer makes no sense: {error!r}")
+                return
+            then = self._then
+            self._settle()
+            then(output)
+
+    def _fail(self, reason: str) -> None:
+        if self._round is not None:
+            then = self._then
+            self._settle()
+            then(OSError(f"--logs-specs: {reason}"))
+
+    def _settle(self) -> None:
+        self._round, self._then = None, lambda _: None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:
+    """Tell one value for all workers, as -1, from one for each: torch's classes may care."""
+    values = set(by_rank.values())
+    if len(values) == 1 and by_rank.keys() == set(range(local_world_size)):
+        return {-1: values.pop()}
+    return dict(by_rank)
+
+
+def _round_output(told: Message, local_world_size: int) -> RoundOutput:
+    workers = (_worker_output(told, str(n)) for n in range(local_world_size))
+    # What is not said is kept nowhere.
+    filtered = {
+        Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
+        Stream.ERR: Path(told["filtered_stderr"] or os.devnull),
+    }
+    return RoundOutput(tuple(workers), filtered)
+
+
+def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
+    teed = {Stream.OUT: told["tee_stdouts"], Stream.ERR: told["tee_stderrs"]}
+    stdout, stderr = told["stdouts"].get(local_rank), told["stderrs"].get(local_rank)
+    return WorkerOutput(
+        stdout=Path(stdout) if stdout else None,
+        stderr=Path(stderr) if stderr else None,
+        error=Path(told["error_files"].get(local_rank) or NO_FILES),
+        teed={
+            stream: Path(by_rank[local_rank])
+            for stream, by_rank in teed.items()
+            if Path(by_rank.get(local_rank, NO_FILES)) != NO_FILES
+        },
+        environ=_environ(told["envs"][local_rank]),
+    )
+
+
+def _environ(told: Mapping[str, object]) -> dict[str, str]:
+    if not all(isinstance(value, str) for value in told.values()):
+        raise TypeError("a value of the environment is no text")
+    return {name: str(value) for name, value in told.items()}

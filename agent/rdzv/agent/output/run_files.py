@@ -1,0 +1,231 @@
+"""Where a run's files are on this node: worker logs and error files, by round and LOCAL_RANK.
+
+::
+
+    LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
+    LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
+
+Nothing here is ever deleted by the agent. With LOG_DIR=/dev/null there are no files. A submitted
+job without a LOG_DIR of its own has them in the agent's state directory; see `run_folders`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch.launch import NO_FILES, Output
+from rdzv.agent.output.tee import Stream, route
+from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class WorkerFiles:
+    """The files of one worker of one round."""
+
+    stdout: Path
+    stderr: Path
+    error: Path
+
+
+@struct(frozen=True)
+class WorkerOutput:
+    """Where the output of one worker goes."""
+
+    stdout: Path | None
+    """None: the agent's own."""
+    stderr: Path | None
+    error: Path
+    """Where it leaves word of its failure."""
+    teed: Mapping[Stream, Path] = field(default_factory=dict)
+    """The files whose lines are copied to the console."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What of its environment depends on this."""
+
+
+@struct(frozen=True)
+class RoundOutput:
+    """Where the output of a round's workers goes."""
+
+    workers: tuple[WorkerOutput, ...]
+    """By LOCAL_RANK."""
+    filtered: Mapping[Stream, Path]
+    """The files for what --duplicate-stdout-filters and its like pick out."""
+
+
+@struct(frozen=True)
+class WrittenRound:
+    """Where the workers of one round write."""
+
+    number: int
+    rank_first: int
+    workers: tuple[WorkerOutput, ...]
+    """By LOCAL_RANK."""
+    identity: Identity | None = None
+    """The account with whose rights it is read; None: with those of this process."""
+
+
+KEPT_ROUNDS = 256
+"""The latest rounds of a job whose logs can be asked for; older ones are on the disk only."""
+
+
+class Written:
+    """What the workers of a job write on this node, round by round, for those who read it."""
+
+    def __init__(self, identity: Identity | None = None) -> None:
+        """Know of nothing yet; the workers run as this account."""
+        self._identity = identity
+        self._rounds: dict[int, WrittenRound] = {}
+        self._live: int | None = None
+        self.ended = False
+        """Whether no round will begin any more."""
+        self.listeners: set[Callable[[], None]] = set()
+        """Who is called when a round begins or ends, or the job does."""
+
+    @classmethod
+    def before(cls, rounds: Iterable[WrittenRound]) -> Written:
+        """Return what was written by a job that has ended; of two rounds of a number, the last."""
+        written = cls()
+        written._rounds = {round_.number: round_ for round_ in rounds}
+        written.ended = True
+        return written
+
+    @property
+    def last(self) -> int | None:
+        """The latest round; None before the first."""
+        return max(self._rounds, default=None)
+
+    def at(self, number: int) -> WrittenRound | None:
+        """Return a round that this node took part in, if it is known still."""
+        return self._rounds.get(number)
+
+    def next(self, number: int) -> WrittenRound | None:
+        """Return the first round from this number on that this node takes or took part in."""
+        found = min((n for n in self._rounds if n >= number), default=None)
+        return None if found is None else self._rounds[found]
+
+    def is_over(self, number: int) -> bool:
+        """Whether nothing more is written in a round."""
+        return number != self._live
+
+    def begin(self, assignment: Assignment, output: RoundOutput) -> None:
+        """Note that workers are about to be started."""
+        self._rounds[assignment.round] = WrittenRound(
+            assignment.round, assignment.rank_first, output.workers, self._identity
+        )
+        self._live = assignment.round
+        if len(self._rounds) > KEPT_ROUNDS:
+            del self._rounds[min(self._rounds)]
+        self._tell()
+
+    def end_round(self) -> None:
+        """Note that the workers are gone."""
+        self._live = None
+        self._tell()
+
+    def end(self) -> None:
+        """Note that the job has ended on this node."""
+        self._live, self.ended = None, True
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
+
+
+class RunLogs:
+    """The log directory of one job on one node."""
+
+    def __init__(
+        self,
+        log_dir: Path | None,
+        rdzv_id: str,
+        node_id: str,
+        run_dir: Path | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        """Use a folder of this run below `log_dir`, or `run_dir` itself if it is given.
+
+        They are made with the rights of the workers' account.
+        """
+        self._identity = identity
+        self._base = log_dir
+        self._run_dir = run_dir
+        self._rdzv_id = rdzv_id
+        self._node_id = node_id
+
+    def open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
+        """Make the directories of a round's workers; return their files by LOCAL_RANK.
+
+        Raises:
+            OSError: a directory can not be made.
+
+        """
+        with acting_as(self._identity):
+            return self._open_round(assignment, local_world_size)
+
+    def _open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
+        if self._base == NO_FILES:
+            return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
+        if self._base is None and self._run_dir is None:
+            # Not before there is something to keep: a node that never ran leaves nothing behind.
+            self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
+        run_dir = self._run_dir
+        if run_dir is None:
+            assert self._base is not None
+            run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
+        round_dir = run_dir / f"round_{assignment.round}"
+        files = []
+        for local_rank in range(local_world_size):
+            directory = round_dir / str(local_rank)
+            directory.mkdir(parents=True, exist_ok=True)
+            files.append(
+                WorkerFiles(
+                    directory / "stdout.log", directory / "stderr.log", directory / "error.json"
+                )
+            )
+        _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
+        return files
+
+
+def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:
+    """Send the workers' streams to these files, as --redirects, --tee and the filter have it."""
+    folder = files[0].stdout.parent.parent
+    filtered = {
+        Stream.OUT: folder / "filtered_stdout.log",
+        Stream.ERR: folder / "filtered_stderr.log",
+    }
+    return RoundOutput(tuple(_worker(n, own, output) for n, own in enumerate(files)), filtered)
+
+
+def _worker(local_rank: int, files: WorkerFiles, output: Output) -> WorkerOutput:
+    routes = {
+        stream: route(
+            file,
+            redirect=bool(output.redirects.get(local_rank, 0) & stream),
+            tee=bool(output.tee.get(local_rank, 0) & stream),
+            shown=output.shown_ranks is None or local_rank in output.shown_ranks,
+        )
+        for stream, file in ((Stream.OUT, files.stdout), (Stream.ERR, files.stderr))
+    }
+    return WorkerOutput(
+        stdout=routes[Stream.OUT].file,
+        stderr=routes[Stream.ERR].file,
+        error=files.error,
+        teed={stream: to.file for stream, to in routes.items() if to.followed and to.file},
+    )
+
+
+def _point(link: Path, target: str) -> None:
+    """Point a symlink at another target in one step, so that a reader never finds it missing."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(target)
+    temporary.replace(link)

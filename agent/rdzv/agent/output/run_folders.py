@@ -1,0 +1,249 @@
+"""The folders of submitted jobs on this node: what their workers wrote, until it is too old.
+
+::
+
+    STATE_DIR/runs/RDZV_ID/RUN/round_3/0/{stdout.log,stderr.log,error.json}
+    STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
+    STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: where its workers write
+
+So logs can be read after a job's end, and after the agent's own. Names come from the server, and
+are spelled such that each is one folder below `runs`, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.output.run_files import KEPT_ROUNDS, WorkerOutput, Written, WrittenRound
+from rdzv.agent.system.accounts import Identity, acting_as, identity_of_owner, open_untrusted
+from rdzv.agent.system.folder_trees import Measure, measure, remove_tree
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+INDEX = "rounds.jsonl"
+_REMOVED = ".removed-"
+_MAX_INDEX_BYTES = 64 << 20
+"""An index that is longer was not written by an agent."""
+
+
+def folder_name(name: str) -> str:
+    """Spell a name such that it is one folder.
+
+    >>> folder_name("job-7"), folder_name("../etc"), folder_name("..")
+    ('job-7', '%2E.%2Fetc', '%2E.')
+    """
+    spelled = quote(name, safe=":@") or "%"
+    return f"%2E{spelled[1:]}" if spelled.startswith(".") else spelled
+
+
+class RunFolder:
+    """The folder of one run on this node."""
+
+    def __init__(self, path: Path, identity: Identity | None = None) -> None:
+        """Use a folder that is there, and belongs to an account."""
+        self.path = path
+        self._identity = identity
+        self._noted: int | None = None
+
+    def note(self, written: Written) -> None:
+        """Write down where the workers of a round write, if it is a new one."""
+        if written.last is None or written.last == self._noted:
+            return
+        found = written.at(written.last)
+        assert found is not None
+        self._noted = found.number
+        try:
+            with acting_as(self._identity):
+                fd = open_untrusted(
+                    self.path / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                )
+            with os.fdopen(fd, "ab", buffering=0) as index:
+                index.write(_as_line(found))
+        except OSError as error:
+            log.warning(
+                "logs of round %d can not be found after the job's end: %s", found.number, error
+            )
+
+
+class RunFolders:
+    """All folders of runs on this node. What reads or removes files may be called in a thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Use the folder `runs` of a state directory."""
+        self._base = state_dir / "runs"
+        self._lock = threading.Lock()
+        self._in_use: set[Path] = set()
+
+    def folder(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
+        """Return the folder of a run that may not be there, nor answer."""
+        return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
+
+    def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
+        """Make the folder of a run, which is in use until `release`.
+
+        With an identity it is that account's own, and nobody else may look into it.
+
+        Raises:
+            OSError: it can not be made, or is another account's.
+
+        """
+        path = self._base / folder_name(rdzv_id) / folder_name(run)
+        with self._lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if identity is None:
+                path.mkdir(exist_ok=True)
+            else:
+                self._make_for(path, identity)
+            self._in_use.add(path)
+        return RunFolder(path, identity)
+
+    def _make_for(self, path: Path, identity: Identity) -> None:
+        """Make a folder that belongs to an account, below folders of which it may list none."""
+        for folder in (self._base, path.parent):
+            folder.chmod(0o711)
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        else:
+            os.chown(path, identity.uid, identity.gid)
+        if (owner := path.lstat().st_uid) != identity.uid:
+            raise PermissionError(None, f"it belongs to uid {owner}, and not {identity.uid}", path)
+
+    def release(self, folder: RunFolder) -> None:
+        """Take note that nothing more is written there; one that is empty is removed."""
+        with self._lock:
+            self._in_use.discard(folder.path)
+            for path in (folder.path, folder.path.parent):
+                try:
+                    path.rmdir()
+                except OSError:
+                    return
+
+    def written(self, rdzv_id: str) -> Written | None:
+        """Return what a job has written on this node, in all its runs; None if that is nothing."""
+        found = [_read_index(run) for run in _folders_of(self._base / folder_name(rdzv_id))]
+        oldest_first = sorted(found, key=lambda index: index.changed_s)
+        rounds = [round_ for index in oldest_first for round_ in index.rounds]
+        return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
+
+    def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
+        """Remove the folders that are older than `keep_s`, then the oldest above `keep_bytes`.
+
+        Those of runs that are here stay, though they count. Returns what was removed.
+        """
+        self._finish_removals()
+        found = sorted(self._found(now_s), key=lambda run: run[1].changed_s)
+        left_bytes = sum(size.size_bytes for _, size in found)
+        removed = []
+        for path, size in found:
+            too_old = size.changed_s < now_s - keep_s
+            if (too_old or left_bytes > keep_bytes) and self._remove(path):
+                left_bytes -= size.size_bytes
+                removed.append(path)
+        return removed
+
+    def _found(self, now_s: float) -> Iterator[tuple[Path, Measure]]:
+        for job in _folders_of(self._base):
+            for run in _folders_of(job):
+                with contextlib.suppress(FileNotFoundError):  # It was released just now.
+                    yield run, measure(run, now_s, identity_of_owner(run, with_groups=False))
+
+    def _remove(self, path: Path) -> bool:
+        gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
+        try:
+            with self._lock:
+                # Nobody may begin to use it from here on.
+                if path in self._in_use:
+                    return False
+                path.rename(gone)
+        except OSError as error:
+            log.warning("the old logs in %s can not be removed: %s", path, error)
+            return False
+        _remove_tree(gone)
+        with contextlib.suppress(OSError):  # There are other runs.
+            path.parent.rmdir()
+        return True
+
+    def _finish_removals(self) -> None:
+        """Remove what an agent that ended meanwhile has begun to."""
+        for path in _folders_of(self._base, removed=True):
+            _remove_tree(path)
+
+
+def _folders_of(path: Path, *, removed: bool = False) -> list[Path]:
+    try:
+        return [
+            Path(entry)
+            for entry in os.scandir(path)
+            if entry.is_dir(follow_symlinks=False) and entry.name.startswith(_REMOVED) is removed
+        ]
+    except OSError:
+        return []
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        remove_tree(path, identity_of_owner(path, with_groups=False))
+    except OSError as error:
+        log.warning("not all of %s can be removed; it is tried again: %s", path, error)
+
+
+# ---------------------------------------------------------------------- the index
+
+
+def _as_line(round_: WrittenRound) -> bytes:
+    workers = [
+        [None if path is None else os.fspath(path) for path in (worker.stdout, worker.stderr)]
+        for worker in round_.workers
+    ]
+    line = {"round": round_.number, "rank_first": round_.rank_first, "workers": workers}
+    return json.dumps(line).encode() + b"\n"
+
+
+@struct(frozen=True)
+class _Index:
+    rounds: tuple[WrittenRound, ...] = ()
+    changed_s: float = 0.0
+
+
+def _read_index(run: Path) -> _Index:
+    try:
+        # The folder says whose it is: the one above it is this agent's own.
+        identity = identity_of_owner(run)
+        with acting_as(identity):
+            fd = open_untrusted(run / INDEX, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            changed_s = os.fstat(file.fileno()).st_mtime
+            lines = file.read(_MAX_INDEX_BYTES).splitlines()
+    except OSError:
+        return _Index()
+    read = (_read_line(line, identity) for line in lines)
+    return _Index(tuple(found for found in read if found is not None), changed_s)
+
+
+def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
+    """Read a line; None for one that was cut short when the agent died, or is none of its own."""
+    try:
+        found = json.loads(line)
+        workers = tuple(
+            WorkerOutput(stdout=_path(stdout), stderr=_path(stderr), error=NO_FILES)
+            for stdout, stderr in found["workers"]
+        )
+        return WrittenRound(int(found["round"]), int(found["rank_first"]), workers, identity)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

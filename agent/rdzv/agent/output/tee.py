@@ -1,0 +1,557 @@
+"""Copies what workers write into their log files to the console, line by line, with a prefix.
+
+Workers write straight into files, so none of them ever waits for the agent or dies with it; this
+follows the files, as `tail -f` does. **The file is the buffer**: of a line that is not complete,
+or that the console does not take, nothing is kept but its place in the file. So a console that
+nobody reads costs neither memory nor the event loop's time, and a line of any length is copied in
+one go.
+
+::
+
+    inotify ──event loop──▶ Watches ──wake──▶  _Pump: a thread per destination ──▶ console
+                               ▲                 one chunk of one file at a time,
+                               └──arm, at the──  in turn
+                                  end of a file
+
+A watch fires once and is set again when a file has been read to its end: while a pump is busy or
+its console is blocked, workers may write as they please and nobody is woken. A pump's thread may
+block in a write; the event loop never does.
+
+The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
+the line; `\\n`, `\\r\\n` and `\\r` all end a line, so each step of a progress bar is one, and come
+out as `\\n`. On purpose, this differs:
+
+* A line is copied when it is complete. torchrun copies what there is every 0.1 s and puts a
+  prefix before each piece.
+* A last line without an end gets one; torchrun puts whatever comes next into the same line.
+* Bytes are passed on as they are; torchrun decodes them and replaces those that are not UTF-8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import chain
+from pathlib import Path
+from select import PIPE_BUF, POLLIN, POLLOUT, poll
+from string import Template
+
+from rdzv.agent.system.file_watches import Watches
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+
+__all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_ranks", "route"]
+
+log = logging.getLogger("rdzv.agent")
+
+MAX_ENDED_ROUNDS = 8
+"""The ended rounds whose output may still wait for a console that takes none."""
+
+_CHUNK = 1 << 16
+
+_Write = Callable[[bytes | bytearray], None]
+
+
+class Stream(IntEnum):
+    """A worker's output; the numbers are the bits of --redirects and --tee."""
+
+    OUT = 1
+    ERR = 2
+
+
+# ---------------------------------------------------------------------- what a user asks for
+
+
+@struct(frozen=True)
+class Route:
+    """Where one stream of one worker goes."""
+
+    file: Path | None
+    """None: the agent's own stdout or stderr, directly."""
+    followed: bool
+    """Its lines are to be copied to the console, and to the filtered log if there is one."""
+
+
+def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
+    """Decide where a stream goes that has a log file to go to.
+
+    `shown` is whether --local-ranks-filter lets this worker's output on the console. The rules
+    are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py.
+
+    >>> route(Path("stdout.log"), redirect=False, tee=True, shown=False)
+    Route(file=PosixPath('stdout.log'), followed=False)
+    >>> route(Path("stdout.log"), redirect=False, tee=False, shown=False)
+    Route(file=PosixPath('/dev/null'), followed=False)
+    """
+    if redirect or tee:
+        return Route(file, followed=tee and shown)
+    return Route(None if shown else Path(os.devnull), followed=False)
+
+
+def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
+    """Return what goes before each line of a worker.
+
+    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; what it has no value for stays as it is
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+
+    >>> line_prefix(None, "default", rank=9, local_rank=1)
+    b'[default1]:'
+    >>> line_prefix("${role_name} $rank/${local_rank} $x$ ", "trainer", rank=9, local_rank=1)
+    b'trainer 9/1 $x$ '
+    """
+    text = Template(template or "[${role_name}${local_rank}]:").safe_substitute(
+        role_name=role, rank=rank, local_rank=local_rank
+    )
+    return os.fsencode(text)
+
+
+def parse_filters(text: str) -> tuple[str, ...]:
+    """Read --duplicate-stdout-filters: strings, of which a line is to contain any.
+
+    As in torch/distributed/run.py, `,,` stands for a comma, and an empty string among others is
+    in every line; but no text means no filters, as its help promises.
+
+    >>> parse_filters("apple,x,,y"), parse_filters("apple,"), parse_filters("")
+    (('apple', 'x,y'), ('apple', ''), ())
+    """
+    if not text:
+        return ()
+    return tuple(item.replace("\0", ",") for item in text.replace(",,", "\0").split(","))
+
+
+def parse_ranks(text: str) -> frozenset[int] | None:
+    """Read --local-ranks-filter: a comma separated list of LOCAL_RANKs; None for all of them.
+
+    >>> sorted(parse_ranks("0,2")), parse_ranks("")
+    ([0, 2], None)
+
+    Raises:
+        InvalidRequestError: it is not such a list.
+
+    """
+    if not text:
+        return None
+    ranks = text.split(",")
+    if not all(rank.strip().isdecimal() and len(rank) < 10 for rank in ranks):
+        raise InvalidRequestError(
+            f"--local-ranks-filter={text} is no list of LOCAL_RANKs; give some, e.g. 0,2"
+        )
+    return frozenset(map(int, ranks))
+
+
+# ---------------------------------------------------------------------- the files of a round
+
+
+class Tee:
+    """Copies worker output to two consoles, and lines that pass a filter into files.
+
+    For each round: `duplicate` where filters are asked for, `follow` every file before its worker
+    starts, `unfollow` when the workers are gone. At the end of all rounds: `drain`, then `close`.
+    Lines of one file come out complete, in order, none twice; where the files of several workers
+    meet, they take turns. Only `drain` waits for anything.
+
+    A closed console ends the copying to it and nothing else. Make one where something is to be
+    followed: it holds an inotify instance, of which a user has few, and two threads.
+    """
+
+    def __init__(self, out: int = 1, err: int = 2) -> None:
+        """Copy to these descriptors, in the running event loop; they stay the caller's."""
+        self._watches = Watches(asyncio.get_running_loop())
+        self._consoles = {
+            Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
+            Stream.ERR: _Pump(_own_console(err), "stderr", self._watches),
+        }
+        self._filters: dict[Stream, tuple[_Pump, tuple[bytes, ...]]] = {}
+        self._finishing: list[_Pump] = []
+
+    def duplicate(self, stream: Stream, path: Path, filters: Sequence[str]) -> None:
+        """Also copy into a file, made anew, the lines of a stream that contain any of `filters`.
+
+        This is for the files that are followed until the next `unfollow`. torchrun calls them
+        `filtered_stdout.log` and `filtered_stderr.log` and has them beside the workers' folders;
+        they have the same prefixes as the console.
+
+        Raises:
+            OSError: the file can not be made.
+
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        pump = _Pump(os.open(path, flags, 0o666), str(path), self._watches)
+        self._filters[stream] = pump, tuple(map(os.fsencode, filters))
+
+    def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
+        """Copy the lines of a file, from its beginning on; it need not be there yet."""
+        self._consoles[stream].follow(_Tail(path, prefix))
+        if stream in self._filters:
+            pump, needles = self._filters[stream]
+            pump.follow(_Tail(path, prefix, needles))
+
+    def unfollow(self) -> None:
+        """Copy every file to its end, which is where it is now, and forget it.
+
+        That happens in the background, and for the last `MAX_ENDED_ROUNDS` rounds at most: the
+        older ones' output is dropped if the console has not taken it by then, and a warning says
+        so; it is in the files.
+        """
+        for pump, _ in self._filters.values():
+            pump.finish()
+            self._finishing.append(pump)
+        self._filters.clear()
+        self._finishing = [pump for pump in self._finishing if not pump.is_over]
+        for pump in self._pumps():
+            pump.end_all()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Unfollow all files, and wait until they are copied; say whether they were in time."""
+        self.unfollow()
+        waits = [asyncio.wrap_future(pump.drained()) for pump in self._pumps()]
+        _, late = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in late:
+            wait.cancel()
+        return not late
+
+    def close(self) -> None:
+        """Stop copying at once. What was not drained is in the files."""
+        for pump in (*self._pumps(), *(pump for pump, _ in self._filters.values())):
+            pump.stop()
+        self._watches.close()
+
+    def _pumps(self) -> list[_Pump]:
+        return [*self._consoles.values(), *self._finishing]
+
+
+def _own_console(fd: int) -> int:
+    """Return a descriptor of our own; for a console that was closed from the start, a sink."""
+    try:
+        return os.dup(fd)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class _Tail:
+    """The place in a file up to which its lines have been copied.
+
+    Between two looks the file is not held open, so any number of ended rounds may wait.
+    """
+
+    def __init__(self, path: Path, prefix: bytes, needles: tuple[bytes, ...] = ()) -> None:
+        self.path = path
+        self._prefix = prefix
+        self._needles = needles
+        self._line = 0  # Where the first line begins that has not been copied.
+        self._scanned = 0  # It has no end before here.
+        self._after_cr = False
+
+    def copy_some(self, write: _Write, *, final: bool) -> bool:
+        """Copy the lines that the next chunk completes; return False at the file's end.
+
+        There, a `final` look also copies a last line that has no end. A file that is not there is
+        at its end; one that has become shorter begins anew.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except FileNotFoundError:
+            return False
+        try:
+            chunk = os.pread(fd, _CHUNK, self._scanned)
+            if chunk:
+                self._copy_chunk(fd, chunk, write)
+            elif os.fstat(fd).st_size < self._scanned:
+                self._line, self._scanned, self._after_cr = 0, 0, False
+                return True
+            elif final and self._line < self._scanned:
+                self._copy_carried(fd, self._scanned, write)
+                self._line = self._scanned
+            return bool(chunk)
+        finally:
+            os.close(fd)
+
+    def _copy_chunk(self, fd: int, chunk: bytes, write: _Write) -> None:
+        lines = chunk.splitlines(keepends=True)  # Bytes are split at \n, \r\n and \r only.
+        position = self._scanned
+        if self._after_cr and lines[0] == b"\n":  # The second half of a line's end.
+            del lines[0]
+            self._line = position = position + 1
+        self._after_cr = chunk.endswith(b"\r")
+        self._scanned += len(chunk)
+        rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        if not lines:
+            return
+        if self._line < position:
+            self._copy_carried(fd, position + len(lines.pop(0).rstrip(b"\r\n")), write)
+        self._copy_lines(lines, write)
+        self._line = self._scanned - len(rest)
+
+    def _copy_carried(self, fd: int, end: int, write: _Write) -> None:
+        """Copy a line that earlier looks have seen the beginning of."""
+        if end - self._line <= _CHUNK:
+            self._copy_lines(_pieces(fd, self._line, end), write)
+        elif self._wants(_pieces(fd, self._line, end)):
+            for piece in chain([self._prefix], _pieces(fd, self._line, end), [b"\n"]):
+                write(piece)
+
+    def _copy_lines(self, lines: Iterable[bytes], write: _Write) -> None:
+        """Write whole lines at once: up to PIPE_BUF, nobody else's output gets in between."""
+        batch = bytearray()
+        for line in lines:
+            text = line.rstrip(b"\r\n")
+            if not self._wants([text]):
+                continue
+            if batch and len(batch) + len(self._prefix) + len(text) >= PIPE_BUF:
+                write(batch)
+                batch = bytearray()
+            batch += self._prefix + text + b"\n"
+        write(batch)
+
+    def _wants(self, pieces: Iterable[bytes]) -> bool:
+        """Whether a line, given in pieces, contains any needle; without needles, every line."""
+        if not self._needles:
+            return True
+        overlap = max(map(len, self._needles)) - 1
+        seen = b""
+        for piece in chain(pieces, [b"\n"]):
+            seen += piece
+            if any(needle in seen for needle in self._needles):
+                return True
+            seen = seen[-overlap:] if overlap > 0 else b""
+        return False
+
+
+def _pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
+    for position in range(start, end, _CHUNK):
+        yield os.pread(fd, min(_CHUNK, end - position), position)
+
+
+# ---------------------------------------------------------------------- writing
+
+
+class _AbortedError(Exception):
+    """There is no time left for the console to take what it was given."""
+
+
+class _ConsoleClosedError(Exception):
+    """The console takes nothing any more."""
+
+
+class _Sink:
+    """A descriptor to write to, blocking, until told to abort."""
+
+    def __init__(self, fd: int) -> None:
+        """Take over a descriptor."""
+        self._fd = fd
+        self._abort = os.eventfd(0)
+        self._poll = poll()
+        self._poll.register(fd, POLLOUT)
+        self._poll.register(self._abort, POLLIN)
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Write it all, to a blocking or non-blocking descriptor: others share it and decide."""
+        rest = memoryview(data)
+        while rest:
+            self._wait_for_room()
+            try:
+                rest = rest[os.write(self._fd, rest[:PIPE_BUF]) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise _ConsoleClosedError(error.strerror) from error
+
+    def _wait_for_room(self) -> None:
+        """Wait until a write of PIPE_BUF does not block, as far as one can know."""
+        if any(fd == self._abort for fd, _ in self._poll.poll()):
+            raise _AbortedError
+
+    def abort(self) -> None:
+        """Make a write that waits, and every later one, fail."""
+        os.eventfd_write(self._abort, 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.close(self._abort)
+
+
+@dataclass(eq=False, slots=True)
+class _Source:
+    """A file that a pump copies from."""
+
+    tail: _Tail
+    woken: Callable[[_Source], None]
+    watch: int | None = None
+    identity: None = None
+    """Where there is a console, the workers are no other account's."""
+    ends: int = 0
+    """How many rounds have ended since its own began: from 1 on, it grows no more."""
+
+    @property
+    def path(self) -> Path:
+        return self.tail.path
+
+    def wake(self) -> None:
+        self.woken(self)
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a pump's thread and the event loop tell each other, under a lock."""
+
+    sources: dict[_Source, None] = field(default_factory=dict)
+    ready: dict[_Source, None] = field(default_factory=dict)
+    waiters: list[Future[None]] = field(default_factory=list)
+    dropped: int = 0
+    finishing: bool = False
+    stopping: bool = False
+    over: bool = False
+
+
+class _Pump:
+    """Copies the lines of any number of files to one descriptor, from a thread of its own."""
+
+    def __init__(self, fd: int, name: str, watches: Watches) -> None:
+        """Take over a descriptor, which is closed when the pump is over."""
+        self._sink = _Sink(fd)
+        self._name = name
+        self._watches = watches
+        self._work = _Work()
+        self._changed = threading.Condition()
+        # A daemon: one that hangs in a write to a terminal must not keep the agent from exiting.
+        threading.Thread(target=self._run, name=f"tee {name}", daemon=True).start()
+
+    # ------------------------------------------------------------------ from the event loop
+
+    @property
+    def is_over(self) -> bool:
+        return self._work.over
+
+    def follow(self, tail: _Tail) -> None:
+        """Copy a file until `end_all`."""
+        source = _Source(tail, self._wake)
+        with self._changed:
+            if not self._work.over:
+                self._work.sources[source] = None
+        self._wake(source)
+
+    def end_all(self) -> None:
+        """Copy what has been written until now and forget the files; drop what waits too long."""
+        with self._changed:
+            if all(source.ends for source in self._work.sources):
+                return  # No round has ended since the last time.
+            for source in list(self._work.sources):
+                source.ends += 1
+                if source.ends > MAX_ENDED_ROUNDS:
+                    self._work.dropped += 1
+                    del self._work.sources[source]
+                    self._work.ready.pop(source, None)
+                else:
+                    self._work.ready[source] = None
+            self._changed.notify()
+
+    def finish(self) -> None:
+        """End when all files that are followed now have been copied."""
+        with self._changed:
+            self._work.finishing = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End now, also in the middle of a line."""
+        with self._changed:
+            self._work.stopping = True
+            if not self._work.over:
+                self._sink.abort()
+            self._changed.notify()
+
+    def drained(self) -> Future[None]:
+        """Return a future that is done when there is no file left to copy."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._work.waiters.append(future)
+            if not self._work.sources:
+                self._release_waiters()
+        return future
+
+    def _wake(self, source: _Source) -> None:
+        with self._changed:
+            if source in self._work.sources:
+                self._work.ready[source] = None
+                self._changed.notify()
+
+    def _release_waiters(self) -> None:
+        for future in self._work.waiters:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+        self._work.waiters.clear()
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        try:
+            while (source := self._next()) is not None:
+                self._take_turn(source)
+        except _AbortedError:
+            pass
+        except _ConsoleClosedError as error:
+            text = "%s can not be written (%s); worker output is in the log files only"
+            log.warning(text, self._name, error)
+        finally:
+            self._end()
+
+    def _next(self) -> _Source | None:
+        """Wait for a source that may have something new; None when there is no more to do."""
+        work = self._work
+        with self._changed:
+            while not (work.ready or work.stopping or (work.finishing and not work.sources)):
+                self._changed.wait()
+            if work.stopping or not work.ready:
+                return None
+            source = next(iter(work.ready))
+            del work.ready[source]
+            dropped, work.dropped = work.dropped, 0
+        if dropped:
+            text = "%s was too slow: the rest of %d ended log files is not copied to it"
+            log.warning(text, self._name, dropped)
+        return source
+
+    def _take_turn(self, source: _Source) -> None:
+        """Copy one chunk of a file; at its end, wait for a change or be done with it.
+
+        After the watch is set comes another look: what was written in between woke nobody.
+        """
+        final = source.ends > 0  # Before the look: what was written until then is seen.
+        try:
+            more = source.tail.copy_some(self._sink.write, final=final)
+        except OSError as error:
+            log.warning("can not copy %s to %s: %s", source.tail.path, self._name, error)
+            final, more = True, False
+        if more:
+            self._wake(source)
+        elif final:
+            self._forget(source)
+        elif source.watch is None:
+            self._watches.arm(source)
+            self._wake(source)
+
+    def _forget(self, source: _Source) -> None:
+        self._watches.disarm(source)
+        with self._changed:
+            self._work.sources.pop(source, None)
+            if not self._work.sources:
+                self._release_waiters()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._work.over = True
+            self._sink.close()
+            left = list(self._work.sources)
+            self._work.sources.clear()
+            self._work.ready.clear()
+            self._release_waiters()
+        for source in left:
+            self._watches.disarm(source)

@@ -1,0 +1,141 @@
+"""Error files: what a worker that failed has left about it.
+
+The format is torchelastic's (`torch/distributed/elastic/multiprocessing/errors`), so `@record`
+works unchanged: `{"message": {"message": "Type: text", "extraInfo": {"py_callstack": "...",
+"timestamp": "<seconds>"}}}`, or `{"message": "text", "timestamp": seconds}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from stat import S_ISREG
+
+from rdzv.agent.core.model import NodeFailure
+from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.structs import struct
+
+MAX_MESSAGE_CHARS = 2_000
+MAX_TRACEBACK_CHARS = 16_000
+MAX_FILE_BYTES = 4 << 20
+
+NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors.record writes it)"
+
+
+@struct(frozen=True)
+class WorkerError:
+    """What is known of why a worker failed."""
+
+    message: str
+    traceback: str
+    age_ms: int
+    """How long ago it failed, by the error file's time; 0 if there is none, or no clock to compare
+    it with."""
+
+
+def read_error(
+    path: Path, signum: int | None, pid: int, identity: Identity | None = None
+) -> WorkerError:
+    """Explain an exit by the worker's error file, or in words if there is none.
+
+    The file is read with its worker's rights, for it may be a link. Never raises: a file that can
+    not be read is itself the message. May hang, where a file server does.
+    """
+    if path == Path(os.devnull):
+        return WorkerError(_without_error_file(signum, pid), "", 0)
+    try:
+        # A FIFO would have the agent wait for somebody to write into it.
+        with acting_as(identity):
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(fd, "rb") as file:
+                stat = os.fstat(file.fileno())
+                text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
+            now_ns = _touch(path.parent)
+    except FileNotFoundError:
+        return WorkerError(_without_error_file(signum, pid), "", 0)
+    except OSError as error:
+        return unread(error)
+    age_ms = 0 if now_ns is None else max((now_ns - stat.st_mtime_ns) // 1_000_000, 0)
+    message, traceback = _parse(text.decode(errors="replace"))
+    if not message:
+        message = _without_error_file(signum, pid)
+    return WorkerError(
+        message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
+    )
+
+
+def unread(error: Exception) -> WorkerError:
+    """Say that there may be an error file, and why nobody knows what is in it."""
+    return WorkerError(f"the error file can not be read: {error}", "", 0)
+
+
+def _touch(folder: Path) -> int | None:
+    """Return the time by the clock of the file system that a folder is on; None: it is not told.
+
+    That may be the clock of a file server, which is not this machine's. The folder of an error file
+    is its worker's own, so it may be touched.
+    """
+    try:
+        os.utime(folder)
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def write_error(path: Path, failure: NodeFailure) -> None:
+    """Leave word of the job's root cause for whoever has started this agent, as torchrun does.
+
+    Raises:
+        OSError: the file can not be written.
+    """
+    exit_code = failure.exit_code if failure.signal is None else -failure.signal
+    message = {
+        "message": failure.message,
+        "extraInfo": {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))},
+        "errorCode": exit_code,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"message": message}))
+
+
+def _parse(text: str) -> tuple[str, str]:
+    try:
+        document = json.loads(text)
+        body = document["message"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"the error file is not torchelastic's JSON: {text[:200]!r}", ""
+    if isinstance(body, dict):
+        extra = body.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else ""
+        return str(body.get("message") or ""), str(callstack or "")
+    return str(body or ""), ""
+
+
+def _without_error_file(signum: int | None, pid: int) -> str:
+    return NO_ERROR_FILE if signum is None else f"received {signal_name(signum)} (pid {pid})"
+
+
+def describe_exit(exit_code: int | None, signum: int | None) -> str:
+    """Say how a process ended.
+
+    >>> describe_exit(1, None), describe_exit(None, 9)
+    ('exit code 1', 'signal 9 (SIGKILL)')
+    """
+    if signum is not None:
+        return f"signal {signum} ({signal_name(signum)})"
+    return "it had not exited" if exit_code is None else f"exit code {exit_code}"
+
+
+def signal_name(signum: int) -> str:
+    """Name a signal.
+
+    >>> signal_name(9)
+    'SIGKILL'
+    """
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,199 @@
+"""Folders that a job fills: how much is in them, and how they are removed.
+
+A job may put anything there, so what is in them is handled with the rights of its account. Nothing
+here recurses, holds a descriptor for each level, or spells a path out, so any depth will do; no
+link is followed, and no other file system entered. `MAX_NAMES` is the end of it, so that no folder
+keeps the caller for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from rdzv.agent.system.accounts import Identity, acting_as
+from rdzv.structs import struct
+
+MAX_NAMES = 2_000_000
+"""How many files and folders are looked at or removed in one go; the rest stays."""
+
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@struct(frozen=True)
+class Measure:
+    """What a folder takes of the disk, and when anything in it last changed."""
+
+    size_bytes: int = 0
+    changed_s: float = 0.0
+
+    def plus(self, status: os.stat_result, now_s: float) -> Measure:
+        """Count a file or folder."""
+        # A time that is yet to come was set by somebody; nobody can set the other.
+        at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
+        # What it takes of the disk: a file with holes may be long.
+        return Measure(self.size_bytes + status.st_blocks * 512, max(self.changed_s, at))
+
+
+def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measure:
+    """Look at a folder, as far as its account can; it lies in one of this agent's own."""
+    found = Measure()
+    with suppress(OSError), _Place(top, identity) as place:
+        found = found.plus(place.status, now_s)
+        folder = place.enter()
+        with acting_as(identity):
+            for _, _, status in _walk(folder, MAX_NAMES):
+                found = found.plus(status, now_s)
+    return found
+
+
+def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAMES) -> None:
+    """Remove a folder, as far as its account can; that above is this agent's or the account's.
+
+    That it is not there is no error.
+
+    Raises:
+        OSError: something is left, and the first of the reasons.
+
+    """
+    with suppress(FileNotFoundError), _Place(top, identity) as place:
+        why: OSError | None = None
+        try:
+            folder = place.enter(pry=True)
+            with acting_as(identity):
+                why = _clear(folder, most)
+        except OSError as error:
+            why = error
+        try:
+            place.remove()
+        except OSError as error:
+            raise why or error from error
+
+
+def _clear(top: int, most: int) -> OSError | None:
+    """Remove all that is in an open folder; return the first reason why something is left."""
+    first: OSError | None = None
+    try:
+        for folder, name, status in _walk(top, most, pry=True):
+            try:
+                if stat.S_ISDIR(status.st_mode):
+                    os.rmdir(name, dir_fd=folder)
+                else:
+                    os.unlink(name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                first = first or error
+    except OSError as error:
+        first = first or error
+    return first
+
+
+class _Place:
+    """Where a folder is that an account fills; the folder above is held open."""
+
+    def __init__(self, top: Path, identity: Identity | None) -> None:
+        self._top = top
+        self._identity = identity
+
+    def __enter__(self) -> _Place:
+        self._above = os.open(self._top.parent, _PLACE)
+        try:
+            # In a folder of this process's own nobody else puts anything in the place of another,
+            # and the account need not be able to pass.
+            own = os.fstat(self._above).st_uid == os.geteuid()
+            self._rights = None if own else self._identity
+            with acting_as(self._rights):
+                self.status = _status(self._above, self._top.name)
+        except OSError:
+            os.close(self._above)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._above)
+
+    def enter(self, *, pry: bool = False) -> int:
+        """Open the folder itself."""
+        with acting_as(self._rights):
+            return _enter(self._above, self._top.name, self.status, pry=pry)
+
+    def remove(self) -> None:
+        """Remove the folder itself, which is empty."""
+        with acting_as(self._rights):
+            os.rmdir(self._top.name, dir_fd=self._above)
+
+
+def _status(folder: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _enter(folder: int, name: str, status: os.stat_result, *, pry: bool = False) -> int:
+    if pry and status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        with suppress(OSError):
+            os.chmod(name, stat.S_IRWXU, dir_fd=folder)
+    return os.open(name, _LISTED, dir_fd=folder)
+
+
+class _Level:
+    """A folder on the way down: its name, what it is, and what of it was not looked at yet."""
+
+    def __init__(self, name: str, folder: int, most: int) -> None:
+        self.name = name
+        self.status = os.fstat(folder)
+        self.names: list[str] = []
+        with suppress(OSError), os.scandir(folder) as found:
+            self.names = [entry.name for entry in islice(found, most)]
+
+
+def _walk(
+    folder: int, most: int, *, pry: bool = False
+) -> Iterator[tuple[int, str, os.stat_result]]:
+    """Yield all that is below an open folder, which is closed then: its folder, name and status.
+
+    A folder comes after what is in it. With `pry` those are opened, too, that their account has
+    closed. What can not be entered is yielded all the same.
+
+    Raises:
+        OSError: a folder was moved while it was looked at.
+
+    """
+    try:
+        levels = [_Level("", folder, most)]
+        most -= len(levels[0].names)
+        while True:
+            level = levels[-1]
+            if level.names:
+                name, inner = level.names.pop(), None
+                try:
+                    status = _status(folder, name)
+                except OSError:
+                    continue
+                # What is mounted there is not the job's.
+                if stat.S_ISDIR(status.st_mode) and status.st_dev == level.status.st_dev:
+                    with suppress(OSError):
+                        inner = _enter(folder, name, status, pry=pry)
+                if inner is None:
+                    yield folder, name, status
+                    continue
+                os.close(folder)
+                folder = inner
+                levels.append(_Level(name, folder, most))
+                most -= len(levels[-1].names)
+            elif len(levels) > 1:
+                levels.pop()
+                outer = os.open("..", _PLACE, dir_fd=folder)
+                os.close(folder)
+                folder = outer
+                if not os.path.samestat(os.fstat(folder), levels[-1].status):
+                    raise OSError(None, "it was moved meanwhile", level.name)
+                yield folder, level.name, level.status
+            else:
+                return
+    finally:
+        os.close(folder)

@@ -1,0 +1,190 @@
+"""The agent's hold on a process that runs `torch_side.py` with the job's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent import runner_link
+from rdzv.agent.system.accounts import Account, started_as
+from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.agent")
+
+READY_TIMEOUT_S = 120.0
+"""Importing torch from a cold network disk takes its time."""
+
+MAX_UNSENT_BYTES = 1 << 20
+"""What may wait for a process that does not read; what comes after it is refused."""
+
+MAX_LINE_BYTES = 16 << 20
+
+REAP_TIMEOUT_S = 5.0
+"""How long its interpreter may take to end, once it has nothing more to do."""
+
+_SCRIPT = Path(__file__).parents[1] / "runner" / "torch_side.py"
+
+Message = dict[str, Any]
+
+
+class SideProcess(asyncio.Protocol):
+    """JSON lines to and from a process; its end, whenever it comes, is only an event.
+
+    Callbacks come from the event loop, one after another, and must not raise.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        python: str,
+        on_message: Callable[[Message], None],
+    ) -> None:
+        """Take over a process that was just started. Use `start`."""
+        self._process = process
+        self._python = python
+        self._on_message = on_message
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+        loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[Message] = loop.create_future()
+        self._over: asyncio.Future[None] = loop.create_future()
+
+    @classmethod
+    async def start(
+        cls,
+        python: str,
+        options: Mapping[str, object],
+        on_message: Callable[[Message], None] = lambda _: None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        chdir: Path | None = None,
+        account: Account | None = None,
+    ) -> SideProcess:
+        """Start `torch_side.py`; `options` says what for.
+
+        `environ`, `chdir` and `account` are the job's; by default this process's own.
+
+        Raises:
+            OSError: the interpreter can not be started.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                with started_as(account) as how:
+                    process = subprocess.Popen(  # noqa: ASYNC220
+                        runner_link.aside([python, str(_SCRIPT), str(theirs.fileno())], chdir),
+                        stdin=subprocess.DEVNULL,
+                        env=environ,
+                        pass_fds=[theirs.fileno()],
+                        # Ctrl-C is the agent's to hear.
+                        start_new_session=True,
+                        **how,
+                    )
+            except OSError:
+                ours.close()
+                raise
+        runner_link.spare(process.pid)
+        loop = asyncio.get_running_loop()
+        _, side = await loop.create_connection(lambda: cls(process, python, on_message), sock=ours)
+        side.send(options)
+        return side
+
+    async def ready(self, what: str) -> None:
+        """Wait until it can do what it is for; `what` is the option that asks for it.
+
+        Raises:
+            InvalidRequestError: it can not, and why.
+        """
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                answer = await asyncio.shield(self._first)
+        except TimeoutError:
+            answer = {"refused": f"torch was not ready there within {READY_TIMEOUT_S:g} s"}
+        if reason := answer.get("refused"):
+            raise InvalidRequestError(f"{what}: asked {self._python}: {reason}")
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has said that it is ready, or why it is not."""
+        return self._first.done()
+
+    @property
+    def refusal(self) -> str:
+        """Why it can not do what it is for, if it has said so."""
+        return str(self._first.result().get("refused", "")) if self._first.done() else ""
+
+    def send(self, message: Mapping[str, object]) -> bool:
+        """Send a line; say whether it is on its way, not whether it arrives."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            return False
+        transport.write(json.dumps(message).encode() + b"\n")
+        return True
+
+    async def close(self, timeout_s: float) -> bool:
+        """Let it end what it has to do, then kill it; say whether it ended by itself."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+        await asyncio.wait([self._over], timeout=timeout_s)
+        in_time = self._over.done()
+        if not in_time:
+            self._process.kill()
+        if self._transport is not None:
+            self._transport.abort()
+        if not await asyncio.to_thread(self._reap):
+            in_time = False
+        runner_link.spare_no_more(self._process.pid)
+        return in_time
+
+    def _reap(self) -> bool:
+        """Wait for a process whose socket is closed; kill it if something keeps it."""
+        try:
+            self._process.wait(REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(REAP_TIMEOUT_S)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over every line that is complete."""
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > MAX_LINE_BYTES and self._transport is not None:
+            self._transport.abort()
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                log.warning("pid %d says %r", self._process.pid, line[:200])
+                continue
+            if self._first.done():
+                self._on_message(message)
+            else:
+                self._first.set_result(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take note that it will say no more."""
+        if not self._first.done():
+            self._first.set_result({"refused": "it ended before it was ready (see above)"})
+        if not self._over.done():
+            self._over.set_result(None)
+            self._on_message({"ended": True})

@@ -1,0 +1,195 @@
+"""torchelastic's events of one job on this node, for the handlers that torch knows.
+
+What torchrun records is recorded at the same points, with the same names and fields; how it gets
+to the handler is `torch_side`'s business. A handler that is slow, or dies, loses events and nothing
+else.
+
+Source: `_construct_event`, `record_duration` and `_record_worker_events` in
+`torch/distributed/elastic/agent/server/api.py`, and `torch/distributed/launcher/api.py` of torch
+2.13.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch.launch import NO_HANDLER, Launch
+from rdzv.agent.system.side_process import Message, SideProcess
+from rdzv.agent.workers.fates import LocalRound, NodeOutcome, WorkerFate
+
+log = logging.getLogger("rdzv.agent")
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long the handler may take for the last events."""
+
+START_TIMEOUT_S = 30.0
+"""How much longer, if a job ends before its interpreter has imported torch."""
+
+AT_HAND = ("console",)
+"""Handlers that every torch has: nothing needs to wait until it is imported."""
+
+
+class EventLog:
+    """Records the events of one job; does nothing unless a handler was asked for."""
+
+    def __init__(self, launch: Launch, now_ms: int, error_file: Callable[[int], Path]) -> None:
+        self._launch = launch
+        self._error_file = error_file
+        self._began_ms = now_ms
+        self._joining_since_ms = now_ms
+        self._last: Assignment | None = None
+        self._side: SideProcess | None = None
+        self._lost = 0
+
+    async def open(self) -> None:
+        """Start the process of the handler.
+
+        Raises:
+            InvalidRequestError: torch knows no such handler.
+        """
+        name = self._launch.event_log.destination
+        if name == NO_HANDLER:
+            return
+        options = {
+            "role": "events",
+            "name": name,
+            "logs_specs": self._launch.output.logs_specs,
+        }
+        launch = self._launch
+        self._side = await SideProcess.start(
+            launch.python,
+            options,
+            self._hear,
+            environ=launch.environ,
+            chdir=launch.chdir,
+            account=launch.account,
+        )
+        if name not in AT_HAND:
+            await self._side.ready(f"--event-log-handler={name}")
+
+    async def close(self) -> None:
+        """Let the handler take what is still on its way, for a while."""
+        if self._side is None:
+            return
+        side, self._side = self._side, None
+        refused, timeout_s = bool(side.refusal), CLOSE_TIMEOUT_S
+        if not side.has_answered:
+            timeout_s += START_TIMEOUT_S
+        if not await side.close(timeout_s) and not refused:
+            log.warning("the event handler had to be killed; it may have missed events")
+        if self._lost:
+            log.warning("the event handler has missed %d events", self._lost)
+
+    # ------------------------------------------------------------------ what happens
+
+    def joining(self, now_ms: int) -> None:
+        """Take note that the node waits for a round."""
+        self._joining_since_ms = now_ms
+
+    def round_complete(self, assignment: Assignment, now_ms: int) -> None:
+        """Record that the node knows its place."""
+        waited_ms = now_ms - self._joining_since_ms
+        # As under torchrun: these still tell of the round before, but for the restarts.
+        for state, duration_ms in (("RENDEZVOUS", waited_ms), ("ASSIGN_WORKER_RANKS", 0)):
+            self._record(
+                state, self._last, restarts=assignment.restarts, duration_ms=float(duration_ms)
+            )
+        self._last = assignment
+
+    def worker_started(self, fate: WorkerFate) -> None:
+        """Record that a worker runs."""
+        self._record("START", self._last, fate)
+
+    def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:
+        """Record how it ended: for each worker of the last round, and for the agent.
+
+        As under torchrun the agent has succeeded if it knows how the workers ended, well or not.
+        """
+        ran_s = (now_ms - self._began_ms) // 1000
+        known = outcome.exit_code == 0 or (bool(outcome.workers) and outcome.result is not None)
+        if known and local is not None:
+            for fate in local.workers:
+                self._record(_state(fate), self._last, fate, ran_s=ran_s, final=True)
+        state, raw_error = ("SUCCEEDED", None) if known else ("FAILED", outcome.text)
+        self._record(state, self._last, ran_s=ran_s, raw_error=raw_error)
+
+    # ------------------------------------------------------------------ the record
+
+    def _record(
+        self,
+        state: str,
+        line: Assignment | None,
+        fate: WorkerFate | None = None,
+        *,
+        restarts: int | None = None,
+        duration_ms: float | None = None,
+        ran_s: int = 0,
+        raw_error: str | None = None,
+        final: bool = False,
+    ) -> None:
+        if self._side is None:
+            return
+        more: dict[str, Any] = {
+            "group_world_size": line.group_world_size if line else None,
+            "entry_point": self._entry_point(),
+        }
+        error_file, exit_code = None, None
+        if fate is not None and line is not None:
+            if final and fate.failed:
+                exit_code = fate.exit_code if fate.signal is None else -fate.signal
+                error_file = os.fspath(self._error_file(fate.local_rank))
+            # Lists of one, as torchrun has them.
+            more["local_rank"] = [fate.local_rank]
+            more["role_rank"] = [fate.role_rank]
+            more["role_world_size"] = [line.role_world_size]
+            more["exit_code"] = [exit_code]
+            more["worker_pid"] = [fate.pid if exit_code is not None else None]
+        if restarts is None:
+            restarts = line.restarts if line else 0
+        metadata = {
+            "run_id": self._launch.job.rdzv_id,
+            "global_rank": fate.rank if fate else None,
+            "group_rank": line.group_rank if line else None,
+            "worker_id": str(fate.pid) if fate else None,
+            "role": self._launch.role,
+            "hostname": "",
+            "state": state,
+            "total_run_time": ran_s,
+            "rdzv_backend": self._launch.event_log.backend,
+            "raw_error": raw_error,
+            "metadata": json.dumps(more),
+            "agent_restarts": restarts,
+            "duration_ms": duration_ms,
+        }
+        event = {
+            "name": f"torchelastic.worker.status.{state}",
+            "source": "AGENT" if fate is None else "WORKER",
+            "metadata": metadata,
+            "error_file": error_file,
+            "exit_code": exit_code,
+        }
+        if not self._side.send(event):
+            self._lost += 1
+
+    def _entry_point(self) -> str:
+        launch = self._launch
+        if launch.run_path:
+            return "run_script_path"
+        return Path(launch.script if launch.no_python else launch.python).name
+
+    def _hear(self, message: Message) -> None:
+        if self._side is not None and message.get("ended"):
+            reason = self._side.refusal or "its process has ended"
+            log.warning("the event handler gets no events any more: %s", reason)
+
+
+def _state(fate: WorkerFate) -> str:
+    if fate.failed:
+        return "FAILED"
+    return "SUCCEEDED" if fate.exit_code == 0 and fate.stopped is None else "TERMINATED"

@@ -1,0 +1,111 @@
+"""The closing words of a job on this node: how it ended, which worker failed first, and why.
+
+Workers that failed are told apart from those that only went down with them, and both from those
+that the agent has ended itself.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+from rdzv.agent.core.model import NodeFailure
+from rdzv.agent.system.error_files import describe_exit, signal_name
+from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
+from rdzv.core.model import Failure
+from rdzv.core.root_cause import is_connection_error
+from rdzv.structs import field_names
+
+
+def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
+    """Tell how it ended; after a failure, which worker failed first, where and why."""
+    lines = [f"{rdzv_id}: {outcome.text}"]
+    if outcome.failures:
+        first, *others = outcome.failures
+        lines += ["Root cause, the first failure of the job:", *_indented(_in_full(first))]
+        if _lost_connection(first):
+            lines.append("It is a broken connection itself: see what became of its other end.")
+        followed = [failure for failure in others if _lost_connection(failure)]
+        beside = [failure for failure in others if not _lost_connection(failure)]
+        if followed:
+            lines += ["Failed because of it, as their connections broke:", *_in_short(followed)]
+        if beside:
+            lines += ["Failed at the same time, perhaps because of it:", *_in_short(beside)]
+    if outcome.exit_code != 0:
+        lines += _stopped(outcome.workers)
+    return "\n".join(lines)
+
+
+def _lost_connection(failure: NodeFailure) -> bool:
+    known = {name: getattr(failure, name) for name in field_names(NodeFailure)}
+    return is_connection_error(Failure(**known, at_ms=0))
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _in_full(failure: NodeFailure) -> list[str]:
+    return [_who(failure), failure.message, *failure.traceback.splitlines()]
+
+
+def _in_short(failures: Sequence[NodeFailure]) -> list[str]:
+    return _indented(
+        f"{_who(failure)}: {failure.message.partition(chr(10))[0]}" for failure in failures
+    )
+
+
+def _who(failure: NodeFailure) -> str:
+    where = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}"
+    how = describe_exit(failure.exit_code, failure.signal)
+    return f"{where} ({failure.address}), pid {failure.pid}: {how}"
+
+
+def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
+    """Count the workers of this node that the agent has ended, by how they took it."""
+    by_end: dict[str, list[int]] = {}
+    for fate in workers:
+        if fate.stopped is not None and fate.pid is not None:
+            by_end.setdefault(_end(fate, fate.stopped), []).append(fate.local_rank)
+    if not by_end:
+        return []
+    count = sum(map(len, by_end.values()))
+    noun = "worker" if count == 1 else "workers"
+    ends = (f"local_rank {ranges(ranks)}: {end}" for end, ranks in by_end.items())
+    return [
+        f"Ended by this node's agent, no failures ({count} {noun} of {len(workers)}):",
+        *_indented(ends),
+    ]
+
+
+def _end(fate: WorkerFate, stop: Stop) -> str:
+    """Say how a worker ended that was told to."""
+    if fate.exit_code is None and fate.signal is None:
+        return f"{signal_name(stop.signum)}; not seen to end"
+    if stop.signum == signal.SIGKILL:
+        return signal_name(stop.signum)
+    if fate.signal == signal.SIGKILL:
+        grace = f"{stop.grace_ms / 1000:g} s"
+        return f"{signal_name(stop.signum)}, and after {grace} SIGKILL"
+    if fate.signal == stop.signum:
+        return signal_name(stop.signum)
+    how = describe_exit(fate.exit_code, fate.signal)
+    return f"{signal_name(stop.signum)}, which it answered with {how}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write numbers shorter than one by one.
+
+    >>> ranges([0, 2, 3, 4, 7, 8])
+    '0, 2-4, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(parts)

@@ -1,0 +1,176 @@
+"""What `--warm` means: what the zygote preloads, and which workers may be forked from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch.launch import Launch
+from rdzv.agent.runner.runner import (
+    MAX_PARKED,
+    MAX_ZYGOTE_WAIT_S,
+    WorkerSpec,
+    ZygoteSpec,
+    zygote_environ,
+)
+from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.system.accounts import started_as
+from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.agent")
+
+ASK_TIMEOUT_S = 60.0
+"""How long the job's interpreter may take to look for modules."""
+
+WAIT_VARIABLE = "RDZV_WARM_WAIT"
+
+_WITH = {"torch": ("torch._dynamo",)}
+"""What is preloaded with a module: DDP's constructor imports it, which takes a second."""
+
+EACH_WORKERS_OWN = frozenset(
+    {
+        *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK"),
+        *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "RDZV_ROUND"),
+        # CUDA reads it when it is initialised, which no zygote does.
+        *("RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE", "CUDA_VISIBLE_DEVICES"),
+    }
+)
+"""The environment in which workers and rounds differ. No `import torch` reads any of it."""
+
+ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
+"""Stands in for a round where what differs between rounds is left out."""
+
+_READ_LATE = ("NCCL_",)
+"""What begins so is read when a process group is made."""
+
+
+def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return what is preloaded if these are asked for.
+
+    >>> preloaded(["torch", "transformers"])
+    ('torch', 'torch._dynamo', 'transformers')
+    """
+    return tuple(dict.fromkeys(each for name in modules for each in (name, *_WITH.get(name, ()))))
+
+
+def zygote_spec(
+    launch: Launch, environ: Mapping[str, str], cpus: Sequence[tuple[int, ...] | None]
+) -> ZygoteSpec:
+    """Say how to start the zygote of a launch.
+
+    `environ` is that of any worker. `cpus` are what each of them is bound to.
+    """
+    common = {name: value for name, value in environ.items() if name not in EACH_WORKERS_OWN}
+    return ZygoteSpec(
+        argv=launch.argv(0),
+        env=common,
+        cwd=None if launch.chdir is None else str(launch.chdir),
+        modules=preloaded(launch.warm),
+        cpus=cpus[0] if len(set(cpus)) == 1 else None,
+        wait_s=_wait_s(launch.environ),
+        identity=launch.identity,
+        # The workers, and the round's store host where this node has to serve it.
+        parked=min(launch.job.local_world_size + 1, MAX_PARKED),
+    )
+
+
+def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
+    """Say why a worker can not be forked from the zygote; nothing if it can.
+
+    A module may have read at its import whatever is in the environment, so all that differs
+    counts, but for what is known to be read later.
+    """
+    names = sorted(zygote.env.keys() | worker.env.keys())
+    for name in names:
+        if name in EACH_WORKERS_OWN or name.startswith(_READ_LATE):
+            continue
+        theirs, own = zygote.env.get(name), worker.env.get(name)
+        if theirs != own:
+            return f"its {name} is {_shown(own)}, what was preloaded has seen {_shown(theirs)}"
+    if worker.cpus != zygote.cpus and "OMP_NUM_THREADS" not in worker.env:
+        return "its CPUs, by which OpenMP counts threads on import, are not the zygote's"
+    return ""
+
+
+def _shown(value: str | None) -> str:
+    return "unset" if value is None else repr(value[:80])
+
+
+def _wait_s(environ: Mapping[str, str]) -> float:
+    text = environ.get(WAIT_VARIABLE, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_ZYGOTE_WAIT_S:
+        raise InvalidRequestError(
+            f"{WAIT_VARIABLE}={text}: give a number of seconds up to {MAX_ZYGOTE_WAIT_S:g}, for "
+            "which the first round waits while the zygote imports"
+        )
+    return seconds
+
+
+# ---------------------------------------------------------------------- asking beforehand
+
+
+async def check_warm(launch: Launch) -> str:
+    """Find out, without importing anything, whether workers of this launch can be warm.
+
+    Returns why they can not be, if nothing is wrong with what was asked for; else nothing.
+
+    Raises:
+        InvalidRequestError: they never can, on this node.
+    """
+    given = f"--warm={','.join(launch.warm)}"
+    if launch.no_python:
+        raise InvalidRequestError(
+            f"{given} and --no-python exclude each other: only an interpreter can be forked; leave "
+            "one of them out"
+        )
+    _wait_s(launch.environ)
+    try:
+        answer = await _ask(launch)
+    except (OSError, TimeoutError) as error:
+        return f"{launch.python} does not say what it has: {str(error) or 'no answer in time'}"
+    try:
+        said = json.loads(answer.strip().rpartition(b"\n")[2])
+        refused, missing = said.get("refused"), dict(said.get("missing", {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"{given}: {launch.python} runs no sitecustomize from PYTHONPATH (is it a wrapper that "
+            "clears the environment, or gives -E, -I or -S?); leave --warm out"
+        ) from error
+    if refused:
+        raise InvalidRequestError(f"{given}: {launch.python}: {refused}; leave --warm out")
+    for name, why in missing.items():
+        raise InvalidRequestError(
+            f"{given}: {launch.python} has no {name}: {why}; install it there, or leave it out"
+        )
+    return ""
+
+
+async def _ask(launch: Launch) -> bytes:
+    script = "-m" if launch.module else "-c" if launch.run_path else launch.script
+    with started_as(launch.account) as how:
+        process = await start_spared(
+            launch.python,
+            # Where the zygote's way in is not taken, this runs instead, and never the script.
+            *("-u", "-c", "print('no')"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=zygote_environ(launch.environ, {"check": preloaded(launch.warm), "script": script}),
+            chdir=launch.chdir,
+            **how,
+        )
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            answer, _ = await process.communicate()
+            return answer
+    finally:
+        await end_spared(process)

@@ -1,0 +1,275 @@
+"""How the local worker group is started: command lines, environment, files, CPUs, console."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rdzv.agent.core.environ import worker_environ
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.launch import numa
+from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
+from rdzv.agent.output.logs_specs import LogsSpecs
+from rdzv.agent.output.run_files import (
+    RoundOutput,
+    RunLogs,
+    WorkerFiles,
+    WorkerOutput,
+    Written,
+    usual_output,
+)
+from rdzv.agent.output.tee import Stream, Tee, line_prefix
+from rdzv.agent.runner.runner import WorkerSpec, ZygoteSpec
+from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
+from rdzv.agent.workers import warm
+from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.agent")
+
+DRAIN_TIMEOUT_S = 5.0
+"""How long the console may take for what the workers have still written."""
+
+_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""What torchrun looks up in its own environment when it makes a worker's."""
+
+
+class LocalWorkerGroup:
+    """Says, round by round, how each worker is started, and shows what it writes."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        progress_file: Callable[[int], str],
+        notice_file: Callable[[], str] = str,
+    ) -> None:
+        """Start what was launched; `progress_file` says where a LOCAL_RANK tells of it.
+
+        `notice_file` says where all of them hear that the node is about to leave.
+        """
+        self._launch = launch
+        self._progress_file = progress_file
+        self._notice_file = notice_file
+        output, job = launch.output, launch.job
+        self._logs = RunLogs(
+            output.log_dir, job.rdzv_id, job.node_id, output.run_dir, launch.identity
+        )
+        specs = launch.output.logs_specs
+        self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
+        self._output = RoundOutput((), {})
+        self._files = Aside(ANSWER_WITHIN_S, f"{job.rdzv_id}: its script, program and logs")
+        self._tee: Tee | None = None
+        self.written = Written(launch.identity)
+        self.zygote: ZygoteSpec | None = None
+        """What the workers are to be forked from, once that is known; None: they start cold."""
+        self._told_cold: dict[int, str] = {}
+        self._gpus: tuple[str, ...] = ()
+
+    async def prepare(self) -> None:
+        """Find out what the workers will be bound to, and who says where they write.
+
+        Raises:
+            InvalidRequestError: the GPUs that they are to be near can not be found, or nobody has
+                the name of --logs-specs, or what --warm is to preload.
+        """
+        if self._logs_specs is not None:
+            await self._logs_specs.open(self._launch)
+        if self._launch.numa_binding is not None:
+            self._gpus = await numa.visible_gpu_pci_addresses(
+                self._launch.environ, account=self._launch.account
+            )
+            for local_rank in range(self._launch.job.local_world_size):
+                self._cpus(local_rank)
+        if self._launch.warm:
+            await self._prepare_zygote()
+
+    async def _prepare_zygote(self) -> None:
+        if why := await warm.check_warm(self._launch):
+            log.warning("workers start cold: %s", why)
+            return
+        size = self._launch.job.local_world_size
+        environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
+        self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
+
+    def open_round(
+        self, assignment: Assignment, then: Callable[[list[WorkerSpec] | Exception], None]
+    ) -> None:
+        """Make the files of a round, follow those that are teed, and say how to start each worker.
+
+        `then` hears it, or why it can not be done, once the file systems have answered, and with
+        --logs-specs whoever says where they write; unless another round was opened meanwhile.
+        """
+        self._files.call(partial(self._send_output, assignment, then), self._make_files, assignment)
+
+    def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
+        """Make the files of a round, if nobody else does; in a thread, for that may hang.
+
+        Raises:
+            InvalidRequestError: what was there at the join is not there any more.
+            OSError: the files can not be made.
+        """
+        check_startable(self._launch)
+        if self._logs_specs is not None:
+            return []
+        try:
+            return self._logs.open_round(assignment, self._launch.job.local_world_size)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(f"the log directory can not be written: {error}") from error
+
+    def _send_output(
+        self,
+        assignment: Assignment,
+        then: Callable[[list[WorkerSpec] | Exception], None],
+        files: list[WorkerFiles] | Exception,
+    ) -> None:
+        """Send what the workers write to their files, or where --logs-specs has it."""
+        if isinstance(files, TimeoutError):
+            what = "its script, program or logs can not be looked at"
+            then(InvalidRequestError(f"{what}: {files}"))
+        elif isinstance(files, Exception):
+            then(files)
+        elif self._logs_specs is None:
+            then(self._open(assignment, usual_output(files, self._launch.output)))
+        else:
+            self._logs_specs.reify(
+                assignment.round,
+                self._environs_to_reify(assignment),
+                lambda output: then(
+                    output if isinstance(output, OSError) else self._open(assignment, output)
+                ),
+            )
+
+    def _environs_to_reify(self, assignment: Assignment) -> dict[int, dict[str, str]]:
+        own = self._launch.environ
+        base = {name: own[name] for name in _PASSED_ON if name in own}
+        size = self._launch.job.local_world_size
+        environs = {n: self._environ(base, assignment, n) for n in range(size)}
+        for environ in environs.values():
+            del environ["TORCHELASTIC_ERROR_FILE"]
+        return environs
+
+    def _open(self, assignment: Assignment, output: RoundOutput) -> list[WorkerSpec] | OSError:
+        self._output = output
+        try:
+            self._duplicate(output)
+        except OSError as error:
+            return OSError(f"the filtered log can not be written: {error}")
+        self.written.begin(assignment, output)
+        return [self._worker(assignment, n) for n in range(len(output.workers))]
+
+    def resume_round(self, assignment: Assignment, workers: tuple[WorkerOutput, ...]) -> None:
+        """Go on with a round whose workers an agent before this one has started."""
+        self._output = RoundOutput(workers, {})
+        self.written.begin(assignment, self._output)
+
+    @property
+    def outputs(self) -> tuple[WorkerOutput, ...]:
+        """Where the workers of the last round write; nothing before the first."""
+        return self._output.workers
+
+    def close_round(self) -> None:
+        """Take note that the workers are gone: nothing more is written."""
+        self.written.end_round()
+        if self._tee is not None:
+            self._tee.unfollow()
+
+    def error_file(self, local_rank: int) -> Path:
+        """Return where a worker of the round leaves word of its failure."""
+        return self._output.workers[local_rank].error
+
+    async def close(self) -> None:
+        """Show what the workers have still written, as far as the console takes it."""
+        if self._logs_specs is not None:
+            await self._logs_specs.close()
+        if self._tee is not None:
+            await self._tee.drain(DRAIN_TIMEOUT_S)
+            self._tee.close()
+
+    def _worker(self, assignment: Assignment, local_rank: int) -> WorkerSpec:
+        output = self._output.workers[local_rank]
+        self._follow(assignment, local_rank, output)
+        if self._logs_specs is not None:
+            environ = {**self._launch.environ, **output.environ}
+        else:
+            environ = self._environ(self._launch.environ, assignment, local_rank, output.error)
+        return self._warmed(
+            WorkerSpec(
+                local_rank=local_rank,
+                argv=self._launch.argv(local_rank),
+                env=environ,
+                cwd=None if self._launch.chdir is None else str(self._launch.chdir),
+                stdout=None if output.stdout is None else str(output.stdout),
+                stderr=None if output.stderr is None else str(output.stderr),
+                cpus=self._cpus(local_rank),
+                identity=self._launch.identity,
+            )
+        )
+
+    def _warmed(self, worker: WorkerSpec) -> WorkerSpec:
+        """Let a worker be forked from the zygote, if there is one that it can be forked from."""
+        if self.zygote is None:
+            return worker
+        if why := warm.why_cold(self.zygote, worker):
+            if self._told_cold.get(worker.local_rank) != why:
+                log.info("local_rank %d starts cold: %s", worker.local_rank, why)
+            self._told_cold[worker.local_rank] = why
+            return worker
+        return replace(worker, zygote=self.zygote)
+
+    def _environ(
+        self,
+        base: Mapping[str, str],
+        assignment: Assignment,
+        local_rank: int,
+        error_file: Path = NO_FILES,
+    ) -> dict[str, str]:
+        launch = self._launch
+        return worker_environ(
+            base,
+            assignment,
+            rdzv_id=launch.job.rdzv_id,
+            role=launch.role,
+            local_rank=local_rank,
+            local_world_size=launch.job.local_world_size,
+            error_file="" if error_file == NO_FILES else str(error_file),
+            progress_file=self._progress_file(local_rank),
+            notice_file=self._notice_file(),
+            virtual_local_rank=launch.virtual_local_rank,
+        )
+
+    def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
+        binding, size = self._launch.numa_binding, self._launch.job.local_world_size
+        if binding is None:
+            return None
+        return tuple(sorted(numa.bound_cpus(binding, local_rank, size, self._gpus)))
+
+    # ------------------------------------------------------------------ output
+
+    def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
+        """Copy to the console what a worker writes into files that are teed."""
+        if not self._launch.output.console:
+            return
+        rank = assignment.rank_first + local_rank
+        template, role = self._launch.output.prefix_template, self._launch.role
+        prefix = line_prefix(template, role, rank, local_rank)
+        for stream, file in output.teed.items():
+            self._console().follow(file, prefix, stream)
+
+    def _duplicate(self, output: RoundOutput) -> None:
+        """Keep the lines that were asked for by --duplicate-*-filters in files of their own."""
+        asked = {
+            Stream.OUT: self._launch.output.stdout_filters,
+            Stream.ERR: self._launch.output.stderr_filters,
+        }
+        for stream, filters in asked.items():
+            if filters:
+                self._console().duplicate(stream, output.filtered[stream], filters)
+
+    def _console(self) -> Tee:
+        if self._tee is None:
+            self._tee = Tee()
+        return self._tee

@@ -1,0 +1,221 @@
+"""rdzvctl drain: empties nodes, one or one after another, and says what it waits for.
+
+The server decides and keeps the drains; here is only who asks it, and how long. Whatever ends this
+program, a node that it has drained stays drained, and leaves by its deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+from rdzv.client import ControlClient
+from rdzv.core.words import duration
+from rdzv.ctl.layout import harmless
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousConnectionError,
+    TooFewNodesError,
+    UnknownJobError,
+    UnknownNodeError,
+)
+from rdzv.structs import struct
+from rdzv.view.answers import JobStatus, Node
+
+LOOK_EVERY_S = 1.0
+"""How often it is looked whether a node is empty, or may be drained now."""
+MAX_DEADLINE_MS = 7 * 86_400_000
+_UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
+
+NODE_VARIABLE = "RDZV_NODE"
+"""Where a command of --undrain-after finds which node it is about."""
+
+EXIT_COMMAND_FAILED = 3
+
+
+def parse_deadline(text: str) -> int:
+    """Read how long workers have, in milliseconds.
+
+    >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
+    (300000, 90000, 5400000)
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or found[2] not in _UNITS_MS:
+        raise InvalidRequestError(
+            f"--deadline={text} is no time; give a number with s, m or h behind it, such as 5m"
+        )
+    ms = round(float(found[1]) * _UNITS_MS[found[2]])
+    if ms > MAX_DEADLINE_MS:
+        raise InvalidRequestError(f"--deadline={text} is too long; give at most 7 days, 168h")
+    return ms
+
+
+def parse_label(text: str) -> tuple[str, str]:
+    """Read LABEL=VALUE.
+
+    >>> parse_label("rack=a1")
+    ('rack', 'a1')
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise InvalidRequestError(f"--all-of={text} is not LABEL=VALUE; give such as rack=a1")
+    return name, value
+
+
+def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) -> Node | None:
+    """Wait until nothing of a job is left on a node; None if it is not known any more.
+
+    A server that is away for a while is waited for. Whenever what is waited for is another, it is
+    said.
+
+    Raises:
+        UnknownNodeError: the drain was lifted meanwhile.
+
+    """
+    told = ""
+    while True:
+        try:
+            found = next(iter(client.nodes(node_id)), None)
+        except RendezvousConnectionError as error:
+            told = _say_once(f"waiting for the server: {error}", told, say)
+            time.sleep(LOOK_EVERY_S)
+            continue
+        if found is None or (not found.jobs and found.drain):
+            return found
+        if found.drain is None:
+            raise UnknownNodeError(f"{node_id} is not drained any more: somebody has lifted it")
+        names = ", ".join(job.rdzv_id for job in found.jobs)
+        told = _say_once(f"{node_id}: waiting for {names} to leave", told, say)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _say_once(text: str, told: str, say: Callable[[str], None]) -> str:
+    if text != told:
+        say(harmless(text))
+    return text
+
+
+@struct(frozen=True)
+class Rolling:
+    """One roll through all nodes with a label."""
+
+    label: tuple[str, str]
+    deadline_ms: int
+    reason: str
+    command: str | None = None
+    """What is run for each node that is empty; if it succeeds, the drain of the node is lifted."""
+
+
+def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:
+    """Drain all nodes with a label one after another; return what to exit with.
+
+    A node is drained only if each of its jobs keeps its min_nodes without it, and the next only
+    when the jobs of the one before run again.
+
+    Raises:
+        RendezvousError: no node has the label, or the server refuses.
+
+    """
+    name, value = rolling.label
+    node_ids = [node.node_id for node in client.nodes() if _has(node, name, value)]
+    if not node_ids:
+        raise UnknownNodeError(
+            f"no node that is known has the label {name}={value}; `rdzvctl nodes` shows them"
+        )
+    node_ids.sort(key=_natural)
+    say(harmless(f"{len(node_ids)} with {name}={value}: {', '.join(node_ids)}"))
+    for number, node_id in enumerate(node_ids, 1):
+        before = f"{number} of {len(node_ids)}, {node_id}: "
+        jobs = _drain_when_it_may(client, rolling, node_id, lambda text, b=before: say(b + text))  # type: ignore[misc]
+        began_s = time.monotonic()
+        wait_empty(client, node_id, say)
+        took = duration(round((time.monotonic() - began_s) * 1000))
+        say(f"{before}empty after {took}")
+        if rolling.command is not None:
+            code = _run(rolling.command, node_id)
+            if code != 0:
+                say(f"{before}the command of --undrain-after exited with {code}; it stays drained")
+                return EXIT_COMMAND_FAILED
+            _insist(lambda node_id=node_id: client.undrain(node_id), say)  # type: ignore[misc]
+            say(f"{before}undrained")
+        _wait_running(client, jobs, say)
+    return 0
+
+
+def _drain_when_it_may(
+    client: ControlClient, rolling: Rolling, node_id: str, say: Callable[[str], None]
+) -> Sequence[str]:
+    """Drain a node as soon as its jobs can do without it; return the jobs that it had."""
+    told = ""
+    while True:
+        try:
+            found = next(iter(client.nodes(node_id)), None)
+            if found is None:
+                say("it is not known any more, and is passed over")
+                return ()
+            if found.drained_by_operator:
+                say("it is drained already")
+            else:
+                found = client.drain(node_id, rolling.deadline_ms, rolling.reason, keep_min=True)
+                say("draining")
+        except TooFewNodesError as error:
+            told = _say_once(f"waiting: {error}", told, say)
+        except RendezvousConnectionError as error:
+            told = _say_once(f"waiting for the server: {error}", told, say)
+        else:
+            return [job.rdzv_id for job in found.jobs]
+        time.sleep(LOOK_EVERY_S)
+
+
+def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
+    """Ask until the server answers."""
+    told = ""
+    while True:
+        try:
+            ask()
+        except RendezvousConnectionError as error:
+            told = _say_once(f"waiting for the server: {error}", told, say)
+            time.sleep(LOOK_EVERY_S)
+        else:
+            return
+
+
+def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:
+    """Wait until jobs that have lost a node run again, or have ended."""
+    told = ""
+    for rdzv_id in jobs:
+        while True:
+            try:
+                status = client.status(rdzv_id)
+            except UnknownJobError:
+                break
+            except RendezvousConnectionError as error:
+                told = _say_once(f"waiting for the server: {error}", told, say)
+            else:
+                if _goes_on(status):
+                    break
+                told = _say_once(f"waiting for {rdzv_id} to run: {status.reason}", told, say)
+            time.sleep(LOOK_EVERY_S)
+
+
+def _goes_on(status: JobStatus) -> bool:
+    return status.state not in ("queued", "joining", "stopping")
+
+
+def _run(command: str, node_id: str) -> int:
+    environ = {**os.environ, NODE_VARIABLE: node_id}
+    return subprocess.run(command, shell=True, check=False, env=environ).returncode
+
+
+def _has(node: Node, name: str, value: str) -> bool:
+    return node.resources is not None and node.resources.labels.get(name) == value
+
+
+def _natural(node_id: str) -> list[tuple[int, str]]:
+    """Order n2 before n10."""
+    parts = re.split(r"([0-9]+)", node_id)
+    return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]

@@ -1,0 +1,260 @@
+"""A job's story in sentences: what happened, what failed first, what it cost, what it waits for.
+
+All of it is said by its history and its status; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rdzv.core.words import counted, duration
+from rdzv.ctl.layout import Cell, Page
+from rdzv.view.answers import Event, JobStatus, NodeStatus
+from rdzv.view.life import Round, Run, following, name_present, runs_of, words
+
+FIRST, LAST = 3, 5
+"""Rounds of a long story that are told one by one; those between are summed up."""
+NODES_TOLD = 8
+"""Nodes whose reason for not being seated is told."""
+
+_ENDED = ("succeeded", "failed", "stopped")
+_STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
+
+# What the sentences about rounds say already, or what says nothing to somebody who asks why.
+_QUIET = {
+    *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
+    *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
+}
+
+
+def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
+    """Tell the story of a job's present or last run."""
+    now_ms = round(page.now_s * 1000)
+    runs = runs_of(history)
+    run = next((run for run in reversed(runs) if run.run == (status.run or "")), None)
+    lines = [page.line(Cell(status.rdzv_id, "bold"), _state(status)), ""]
+    if run is None:
+        lines += page.sentence("Nothing of its past is kept here.")
+    else:
+        name_present(run, status)
+        lines += [page.line(Cell("What happened", "bold")), *_story(run, runs, page, now_ms)]
+        if run.failures:
+            lines += ["", page.line(Cell("First failure", "bold")), *_first_failure(run, page)]
+        if costs := _costs(run, now_ms):
+            lines += ["", page.line(Cell("What it cost", "bold"))]
+            lines += [line for cost in costs for line in page.sentence(cost)]
+    lines += ["", page.line(Cell("Now", "bold")), *_now(status, page)]
+    return "\n".join(lines)
+
+
+def _state(status: JobStatus) -> Cell:
+    number = f"run {status.run_number}, " if status.run_number else ""
+    return Cell(f"{number}{status.state}", _STYLES.get(status.state, ""))
+
+
+# ------------------------------------------------------------------ what happened
+
+
+def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
+    """Tell what happened, each with its time before it."""
+    told: list[tuple[int, str]] = []
+    if len(runs) > 1 and run.number is not None and run.number > 1:
+        before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
+        if before is not None and before.ended_ms is not None:
+            text = f"The run before it {before.result}: {_sentence(before.reason)}"
+            told.append((before.ended_ms, text))
+    told.append((run.began_ms, _beginning(run)))
+    rounds = run.rounds
+    skipped = rounds[FIRST:-LAST] if len(rounds) > FIRST + LAST else []
+    for round_ in rounds:
+        if round_ not in skipped:
+            told += _round(run, round_, page, now_ms)
+    if skipped:
+        told.append((skipped[0].at_ms, _skipped(skipped)))
+    from_ms, until_ms = (skipped[0].at_ms, skipped[-1].ended_ms or now_ms) if skipped else (0, 0)
+    for at_ms, name, text in run.happenings:
+        if from_ms <= at_ms < until_ms or name in _QUIET or _is_said(run, name, text):
+            continue
+        told.append((at_ms, _sentence(text)))
+    if run.ended_ms is not None:
+        lasted = duration(run.ended_ms - run.began_ms)
+        text = f"The run {run.result} after {lasted}: {_sentence(run.reason)}"
+        told.append((run.ended_ms, text))
+    told.sort(key=lambda one: one[0])
+    return _told(told, page)
+
+
+def _is_said(run: Run, name: str, text: str) -> bool:
+    """Whether the end of a round, or of the run, says of a node that is gone what a line says."""
+    said = words(Event(0, None, name, text))
+    if name not in ("NodeLost", "NodeLeft") or not said:
+        return False
+    why = f"{said['node']}: {said['reason']}"
+    return any(why in told for r in run.rounds for told in (r.reason, r.charge_reason)) or (
+        why in run.reason
+    )
+
+
+def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
+    """Put texts beside their times, which have a date where they are of another day."""
+    clocks = [page.clock(at_ms) for at_ms, _ in told]
+    width = max(map(len, clocks))
+    return [
+        line
+        for clock, (_, text) in zip(clocks, told, strict=True)
+        for line in page.fact(clock, Cell(text), width)
+    ]
+
+
+def _beginning(run: Run) -> str:
+    if run.number is None:
+        return "The history that is kept begins here; what was before is not known any more."
+    return f"Run {run.number} began: {_sentence(run.began_why)}"
+
+
+def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, str]]:
+    """Tell of one round: how it came to be, and how it ended."""
+    told = []
+    who = _participants(round_)
+    if round_.adopted:
+        told.append((round_.at_ms, f"Round {round_.number} runs already{who and f': {who}'}."))
+    else:
+        text = f"Round {round_.number} is complete"
+        if round_ is run.rounds[0]:
+            text += f", {duration(round_.at_ms - round_.since_ms)} after the first had come"
+        text += f": {counted(round_.workers, 'worker')} on {who}."
+        told.append((round_.at_ms, text))
+    if round_.ended_ms is not None:
+        told.append((round_.ended_ms, _end(run, round_)))
+    return told
+
+
+def _participants(round_: Round) -> str:
+    if not round_.nodes:
+        return counted(round_.more, "node") if round_.more else ""
+    named = round_.nodes[:NODES_TOLD]
+    left = len(round_.nodes) + round_.more - len(named)
+    return ", ".join(named) + (f" and {left} more" if left else "")
+
+
+def _end(run: Run, round_: Round) -> str:
+    """Tell why a round ended, what that was charged to, and how long there was no other."""
+    assert round_.ended_ms is not None
+    ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
+    text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
+    if round_.charge and round_.charge != round_.cause:
+        text += f" It was charged to {round_.charge}: {_sentence(round_.charge_reason)}"
+    elif round_.charge_reason and round_.charge_reason != round_.reason:
+        text += f" The root cause: {_sentence(round_.charge_reason)}"
+    if round_.restarts and round_.charge == "worker failure":
+        text += f" Restarts spent: {round_.restarts}."
+    after = following(run, round_)
+    if after is None or after.adopted:
+        return text
+    lost = duration(after.at_ms - round_.ended_ms)
+    text += f" The next came {lost} later"
+    if round_.settled_ms is not None:
+        stop, form = round_.settled_ms - round_.ended_ms, after.at_ms - round_.settled_ms
+        text += f": {duration(stop)} until everyone had stopped, {duration(form)} to form"
+    return f"{text}."
+
+
+def _skipped(rounds: Sequence[Round]) -> str:
+    causes = Counter(round_.charge or round_.cause for round_ in rounds if round_.cause)
+    ended = ", ".join(f"{cause} {_times(number)}" for cause, number in causes.most_common())
+    return (
+        f"Rounds {rounds[0].number} to {rounds[-1].number} came and went: {ended}. "
+        "`rdzvctl events` has each of them."
+    )
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
+def _sentence(text: str) -> str:
+    """End a text with a full stop, unless it ends with some mark already."""
+    return text if not text or text[-1] in ".!?" else f"{text}."
+
+
+# ------------------------------------------------------------------ failures, costs, now
+
+
+def _first_failure(run: Run, page: Page) -> list[str]:
+    """Tell which worker failed first; of those of one moment the server has weighed which."""
+    at_ms, text = run.failures[0]
+    weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
+    if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
+        at_ms, text = weighed[0].ended_ms, weighed[0].charge_reason
+    lines = _told([(at_ms, _sentence(text))], page)
+    if len(run.failures) > 1:
+        others = counted(len(run.failures) - 1, "other worker failure")
+        lines += page.sentence(f"{others} followed in this run; `rdzvctl events` has each of them.")
+    return lines
+
+
+def _costs(run: Run, now_ms: int) -> list[str]:
+    """Sum up by cause how often there was no live round, and for how long."""
+    number: Counter[str] = Counter()
+    lost_ms: Counter[str] = Counter()
+    for round_ in run.rounds:
+        if round_.ended_ms is None or round_.cause == "":
+            continue
+        after = following(run, round_)
+        if after is None and run.ended_ms is not None:
+            # The last end is that of the run; nothing was waited for.
+            continue
+        until_ms = now_ms if after is None else after.at_ms
+        cause = round_.charge or round_.cause
+        number[cause] += 1
+        lost_ms[cause] += max(until_ms - round_.ended_ms + round_.dead_ms, 0)
+    told = [
+        f"  {cause}: {_times(number[cause])}, {duration(lost_ms[cause])} without a round."
+        for cause, _ in lost_ms.most_common()
+    ]
+    end_ms = now_ms if run.ended_ms is None else run.ended_ms
+    whole_ms, live_ms = max(end_ms - run.began_ms, 0), run.live_ms(now_ms)
+    if run.rounds and whole_ms > 0:
+        share = min(live_ms / whole_ms, 1)
+        told.append(
+            f"  A round was live for {duration(live_ms)} of {duration(whole_ms)} ({share:.0%})."
+        )
+    return told
+
+
+def _now(status: JobStatus, page: Page) -> list[str]:
+    """Tell what it does now, and what it waits for."""
+    since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
+    text = f"It {_does(status.state)}{since}"
+    reason = (status.reason or "").removeprefix(f"{status.state}: ")
+    lines = page.sentence(_sentence(f"{text}: {reason}" if reason else text))
+    waiting = [node for node in status.nodes if _is_told(node, status)]
+    for node in waiting[:NODES_TOLD]:
+        lines += page.sentence(_sentence(f"  {node.node_id} is {node.state}: {node.reason}"))
+    if len(waiting) > NODES_TOLD:
+        more = counted(len(waiting) - NODES_TOLD, "more node")
+        lines += page.sentence(f"  And {more}: `rdzvctl status --all` has all of them.")
+    submission = status.submission
+    if submission is not None and submission.jobs_before:
+        before = counted(submission.jobs_before, "job")
+        verb = "is" if submission.jobs_before == 1 else "are"
+        lines += page.sentence(f"  {before} {verb} served before it.")
+    return lines
+
+
+def _does(state: str) -> str:
+    does = {
+        "queued": "is queued",
+        "joining": "is joining",
+        "running": "runs",
+        "stopping": "is stopping",
+    }
+    return does.get(state, f"has {state}")
+
+
+def _is_told(node: NodeStatus, status: JobStatus) -> bool:
+    """Whether a node's reason says more than the job's own."""
+    if status.state in _ENDED or not node.reason or node.state == "seated":
+        return False
+    return node.reason not in (status.reason or "")

@@ -1,0 +1,78 @@
+"""What `stacks` prints: where the workers of a round are, those that are elsewhere told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rdzv.core.stacks import ranks_text
+from rdzv.core.words import counted, duration
+from rdzv.ctl.layout import Cell, Page
+from rdzv.view.answers import StackReport, WorkerStack
+
+_MOST_FRAMES = 12
+_MOST_GROUPS = 16
+_MOST_SILENT = 16
+
+
+def text(report: StackReport, page: Page, *, raw: bool) -> str:
+    """Show one line a group, then the stack of one worker of each; `raw`: all of all workers."""
+    taken = f"taken {duration(report.age_ms)} ago, at {page.ago(report.age_ms)}"
+    round_ = Cell(f"round {report.round}")
+    lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]
+    lines += page.sentence(report.reason)
+    lines.append("")
+    groups = report.groups if raw else report.groups[:_MOST_GROUPS]
+    for group in groups:
+        lines += page.sentence(f"RANK {ranks_text(group.ranks)} {group.where}")
+    if more := report.groups[len(groups) :]:
+        workers = sum(len(group.ranks) for group in more)
+        note = f"... and {counted(workers, 'worker')} at {len(more)} other places; --raw shows them"
+        lines.append(page.line(Cell(note, "dim")))
+    for node in report.silent if raw else report.silent[:_MOST_SILENT]:
+        first, last = node.rank_first, node.rank_first + node.local_world_size - 1
+        ranks = f"{first}-{last}" if last > first else str(first)
+        lines += page.sentence(f"RANK {ranks} on {node.node_id}: {node.reason}")
+    if not raw and len(report.silent) > _MOST_SILENT:
+        silent = counted(len(report.silent) - _MOST_SILENT, "more node")
+        lines.append(page.line(Cell(f"... and {silent} of which nothing is known", "dim")))
+    if not report.groups and not report.silent:
+        lines.append("no worker was there")
+    for stack in report.stacks if raw else _one_of_each(report, groups_shown=len(groups)):
+        lines += ["", *_stack(stack, page, raw)]
+    if raw and report.left_out:
+        note = f"the stacks of {counted(report.left_out, 'more worker')} were too many to keep"
+        lines += ["", page.line(Cell(note, "dim"))]
+    return "\n".join(lines)
+
+
+def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack]:
+    """Return a worker of each group that is shown."""
+    by_rank = {stack.rank: stack for stack in report.stacks}
+    found = []
+    for group in report.groups[:groups_shown]:
+        rank = next((rank for rank in group.ranks if rank in by_rank), None)
+        if rank is not None:
+            found.append(by_rank[rank])
+    return found
+
+
+def _stack(stack: WorkerStack, page: Page, raw: bool) -> list[str]:
+    state = f", state {stack.state}" if stack.state else ""
+    who = f"RANK {stack.rank} on {stack.node_id}, LOCAL_RANK {stack.local_rank}, pid {stack.pid}"
+    lines = [page.line(Cell(who + state, "bold"))]
+    for thread in stack.threads if raw else stack.threads[:1]:
+        if raw:
+            lines.append(page.line(Cell(f"  thread {thread.name or '(without a name)'}", "dim")))
+        frames = thread.frames if raw else thread.frames[:_MOST_FRAMES]
+        for frame in frames:
+            at = f"{frame.file}:{frame.line}" if frame.line else frame.file
+            lines += page.block(f"{frame.name} ({at})", indent=4)
+        if left_out := len(thread.frames) - len(frames):
+            lines += page.block(f"... {left_out} frames more; --raw shows them", indent=4)
+        if not thread.frames:
+            lines += page.block("(no Python frames)", indent=4)
+    for place in stack.kernel:
+        lines += page.block(f"in the kernel: {place}", indent=4)
+    if stack.note:
+        lines += page.block(stack.note, indent=4)
+    return lines

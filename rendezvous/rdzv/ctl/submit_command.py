@@ -1,0 +1,583 @@
+"""What `rdzvctl submit` hands to the server: a command line and a file, read and checked.
+
+Nothing is sent, and no server is asked, before all of it makes sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from rdzv.core.model import JobSpec, Settings
+from rdzv.core.words import listed
+from rdzv.ctl import job_file
+from rdzv.errors import InvalidRequestError, short
+from rdzv.launch_options import flags, job_options
+from rdzv.launch_options.flags import Given, Option
+from rdzv.launch_options.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
+from rdzv.structs import struct
+
+ENV_VARIABLES = 1_000
+ENV_BYTES = 128 * 1024
+"""Names and values together; the server takes no more."""
+ARGS_BYTES = 128 * 1024
+MAX_TIMEOUT_S = 86_400
+MAX_PRIORITY = 1_000_000
+ACCOUNT_CHARS = 64
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
+
+REFUSED = {
+    "standalone": "the nodes that run it have a server; leave it out",
+    "rdzv_endpoint": "the server that is asked takes the job; name it with --server or RDZV_SERVER",
+    "rdzv_backend": "the server that is asked forms the group; leave it out",
+    "node_id": "every node has its own name; leave it out, and choose nodes with --labels",
+    "node_rank": "the server gives the ranks; leave it out",
+    "master_addr": "the node of GROUP_RANK 0 is the master, whichever that is; leave it out",
+    "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
+    "local_addr": "every node knows its own address; leave it out",
+    "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
+}
+"""Flags that a submitted job can not have, by their dest: why not, and the remedy."""
+
+CREDENTIALS = {
+    "tls_ca": "ca",
+    "tls_cert": "cert",
+    "tls_key": "key",
+    "token_file": "token_file",
+}
+"""Flags that say how rdzvctl reaches the server, by their dest: the field of `Credentials`."""
+
+_REFUSED_IN_FILES = REFUSED | dict.fromkeys(
+    CREDENTIALS,
+    "it is for this command, not for the job: every node connects with its own; give it on the "
+    "command line or in the environment",
+)
+
+
+@struct(frozen=True)
+class Caller:
+    """Where the command is given: what is taken from there if the line does not say it."""
+
+    directory: str
+    environ: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Caller:
+        """Return the caller of this process; the directory by the name that the caller uses."""
+        return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
+
+
+@struct(frozen=True)
+class Request:
+    """What is to be submitted, and what the caller wants to see of it."""
+
+    rdzv_id: str
+    run: str
+    """Made here, so that the same request may be sent twice."""
+    settings: Settings
+    spec: JobSpec
+    follow: bool
+    dry_run: bool
+    output: str
+    server: str | None
+    timeout_s: float | None
+    credentials: Mapping[str, Path]
+    """Fields of `Credentials` that the line names."""
+    notes: tuple[str, ...]
+    """What of the line, or of the caller's environment, has no effect."""
+
+
+def wants_help(words: Sequence[str]) -> bool:
+    """Say whether the flags ask for help; what follows them belongs to the script."""
+    given, _ = flags.split(words, flags.options(_parser()), _WHOLE)
+    return any(action.dest == "help" for one in given for action in one.actions)
+
+
+def help_text() -> str:
+    """Return the help of the command."""
+    return _parser().format_help().rstrip()
+
+
+def option_names() -> list[str]:
+    """List all flags that may be given, in the spelling that is shown, for completion."""
+    return sorted(
+        name
+        for name, action in flags.options(_parser()).items()
+        if name.startswith("--") and "_" not in name and action.dest not in REFUSED
+    )
+
+
+def read(words: Sequence[str], caller: Caller) -> Request:
+    """Read the words after `rdzvctl submit`.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+
+    """
+    parser = _parser()
+    known = flags.options(parser)
+    given, rest = flags.split(words, known, _WHOLE)
+    for one in given:
+        _check_given(one)
+    file = job_file.NOTHING
+    if path := _last_value(given, "file"):
+        file = job_file.read(Path(caller.directory, path), known, _REFUSED_IN_FILES)
+        on_line = {action.dest for one in given for action in one.actions}
+        given = [*(one for one in file.given if one.actions[0].dest not in on_line), *given]
+    rest = rest or list(file.rest)
+    if rest in ([], ["--"]):
+        raise InvalidRequestError(
+            "what is to run is missing; give a script after the flags, or `script` in a --file"
+        )
+    args = parser.parse_args([*_words(given), *rest])
+    return _request(args, given, rest, file, caller)
+
+
+def _request(
+    args: argparse.Namespace,
+    given: Sequence[Given],
+    rest: Sequence[str],
+    file: job_file.JobFile,
+    caller: Caller,
+) -> Request:
+    job_options.check_words(args)
+    conf = job_options.parse_conf(args.rdzv_conf)
+    settings = job_options.read_settings(args, conf)
+    local_world_size = job_options.parse_nproc(args.nproc_per_node)
+    _check_for_nodes(args, conf, local_world_size)
+    if args.follow and args.output != "text":
+        raise InvalidRequestError(
+            f"--follow shows what workers write, and -o {args.output} a document; leave one out"
+        )
+    chdir = _chdir(args.chdir, caller.directory)
+    spec = JobSpec(
+        args=_job_args(given, rest, chdir),
+        env=_environment(args.env or (), file, caller.environ),
+        chdir=chdir,
+        labels=_labels(args.labels),
+        priority=_priority(args.priority),
+        gpus_per_node=None
+        if args.gpus_per_node is None
+        else job_options.at_least("--gpus-per-node", args.gpus_per_node, 0),
+        local_world_size=local_world_size,
+        needs_gpu=args.nproc_per_node == "gpu",
+        account=_account(args.user),
+    )
+    return Request(
+        rdzv_id=_name_for(args.training_script, args)
+        if args.rdzv_id is None
+        else _name(args.rdzv_id),
+        run=uuid.uuid4().hex,
+        settings=settings,
+        spec=spec,
+        follow=args.follow,
+        dry_run=args.dry_run,
+        output=args.output,
+        server=args.server,
+        timeout_s=_timeout_s(args.timeout),
+        credentials={
+            field: path
+            for dest, field in CREDENTIALS.items()
+            if (path := getattr(args, dest)) is not None
+        },
+        notes=_notes(conf, caller.environ),
+    )
+
+
+# ------------------------------------------------------------------------------------ its flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses with an error of ours: one line, printed where all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidRequestError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="rdzvctl submit",
+        usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
+        formatter_class=flags.HelpFormatter,
+        description="Hand a job to the server, which chooses its nodes among those whose "
+        "rdzv-agent takes submitted jobs, as soon as enough of them are free. The script, its "
+        "folder and its interpreter have to be on every node: nothing is copied.",
+        epilog="Flags are rdzvrun's own; PET_* of this environment do not count. Exit codes: 0 "
+        "submitted, 1 refused, 2 usage, 75 the server can not be reached; with --follow 0 the job "
+        "has succeeded, 1 failed, 3 stopped, 93 failed without progress, 130 Ctrl-C.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    groups = (
+        ("what it needs", _of_job()),
+        ("this command", _of_command()),
+        ("rdzvrun's flags", _of_rdzvrun()),
+    )
+    for title, options in groups:
+        group = parser.add_argument_group(title)
+        for option in options:
+            flags.add(group, option)
+    flags.add_script(parser)
+    return parser
+
+
+def _of_rdzvrun() -> list[Option]:
+    """List rdzvrun's flags; those that no submitted job can have are known, but not shown."""
+    hidden = {"help": argparse.SUPPRESS}
+    return [
+        (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
+        for option in flags.described()
+        if _dest(option) not in CREDENTIALS
+    ]
+
+
+def _option(*names: str, **settings: Any) -> Option:
+    return names, settings
+
+
+def _of_job() -> list[Option]:
+    return [
+        _option(
+            "--env",
+            action="append",
+            metavar="NAME[=VALUE]",
+            help="a variable of the job's environment, with the caller's value if none is given; "
+            "may be repeated. Values are never shown, but stored with the job",
+        ),
+        _option(
+            "--chdir",
+            default=None,
+            metavar="DIR",
+            help="working directory on every node (default: the caller's own, for nodes that "
+            "share a file system)",
+        ),
+        _option(
+            "--labels",
+            default="",
+            metavar="NAME=VALUE,...",
+            help="only nodes that have all of these labels",
+        ),
+        _option(
+            "--gpus-per-node",
+            type=int,
+            default=None,
+            metavar="N",
+            help="GPUs of each node (default: one for each worker on nodes that have GPUs; all "
+            "with --nproc-per-node=gpu or auto)",
+        ),
+        _option(
+            "--priority",
+            type=int,
+            default=0,
+            metavar="N",
+            help="jobs with a higher one are placed first (default 0); what runs goes on",
+        ),
+        _option(
+            "--user",
+            default="",
+            metavar="NAME",
+            help="the account of the nodes that it runs as, if they give it to you (default: the "
+            "first that each has for you)",
+        ),
+    ]
+
+
+def _of_command() -> list[Option]:
+    return [
+        _option("--file", default=None, metavar="FILE", help="TOML with all or some of this"),
+        _option(
+            "--follow",
+            action="store_true",
+            help="show what the workers write until the job has ended, and exit with its code; "
+            "Ctrl-C leaves it running",
+        ),
+        _option("--dry-run", action="store_true", help="check all of it, show it, send nothing"),
+        _option(
+            "-o",
+            "--output",
+            default="text",
+            choices=("text", "json", "yaml"),
+            metavar="FORMAT",
+            help="text for people (default); json or yaml for programs",
+        ),
+        _option("--server", default=None, metavar="HOST:PORT", help="the rdzvd to ask"),
+        _option(
+            "--timeout", default=None, metavar="SECONDS", help="how long to wait for an answer"
+        ),
+        *(option for option in flags.described() if _dest(option) in CREDENTIALS),
+        _option("-h", "--help", action="store_true", help="show this"),
+    ]
+
+
+def _dest(option: Option) -> str:
+    return option[0][-1].lstrip("-").replace("-", "_")
+
+
+_OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
+"""The dests of flags that rdzvrun has not."""
+
+_WHOLE = flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
+"""Flags that are written whole, so that an abbreviation means what it means to torchrun."""
+
+
+def _check_given(one: Given) -> None:
+    for action in one.actions:
+        if action.dest in REFUSED:
+            flag = one.words[0].partition("=")[0].replace("_", "-")
+            raise InvalidRequestError(f"{flag} is not for submitted jobs: {REFUSED[action.dest]}")
+        if action.dest in _OWN and len(one.actions) > 1:
+            raise InvalidRequestError(
+                f"{one.words[0]} mixes flags of rdzvrun and of rdzvctl; write them apart"
+            )
+
+
+def _last_value(given: Sequence[Given], dest: str) -> str | None:
+    """Return the value that was given last; a flag that lacks it is for argparse to refuse."""
+    for one in reversed(given):
+        if one.actions[-1].dest == dest:
+            _, equals, value = one.words[0].partition("=")
+            return value if equals else (one.words[1] if len(one.words) > 1 else None)
+    return None
+
+
+def _words(given: Iterable[Given]) -> list[str]:
+    return [word for one in given for word in one.words]
+
+
+# ------------------------------------------------------------------------------------ its parts
+
+
+def _check_for_nodes(
+    args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
+) -> None:
+    """Refuse what every node would refuse, which is the sooner known the better."""
+    job_options.conf_bool(conf, "reuse", default=True)
+    job_options.conf_ms(conf, "failure_stop_timeout", 5)
+    job_options.conf_ms(conf, "server_timeout", 600)
+    job_options.parse_signals(args.signals_to_handle)
+    job_options.parse_notice_signal(args.notice_signal)
+    job_options.parse_streams("--redirects", args.redirects, local_world_size)
+    job_options.parse_streams("--tee", args.tee, local_world_size)
+    job_options.fence_after_ms(args.fence_after)
+    job_options.hang_timeout(args.hang_timeout)
+    if args.shutdown_timeout is not None:
+        given = f"--shutdown-timeout={args.shutdown_timeout:g}"
+        job_options.shutdown_timeout_ms(given, str(args.shutdown_timeout))
+
+
+def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[str, ...]:
+    """Return rdzvrun's arguments: all but the name, which is the job's, and what is not its own."""
+    words: list[str] = []
+    for one in given:
+        dest = one.actions[-1].dest
+        if dest == "log_dir":
+            # A node's daemon has a working directory of its own.
+            words.append(f"--log-dir={Path(chdir, _last_value([one], dest) or '')}")
+        elif dest not in _OWN and dest != "rdzv_id":
+            words += one.words
+    args = (*words, *rest)
+    for arg in args:
+        _check_utf8("argument", arg)
+    size = sum(len(arg.encode()) for arg in args)
+    if size > ARGS_BYTES:
+        raise InvalidRequestError(
+            f"the arguments have {size} bytes; give at most {ARGS_BYTES}, and put what is larger "
+            "into a file"
+        )
+    return args
+
+
+def _environment(
+    given: Iterable[str], file: job_file.JobFile, environ: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Return the job's variables: those of the command line win over those of the file."""
+    env = dict(file.env)
+    for name in env:
+        _check_variable(f"env.{name}", name)
+    env.update((name, _from_caller(name, "env_from: ", environ)) for name in file.env_from)
+    on_line: set[str] = set()
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name:
+            # No value is ever shown, so not this one either.
+            raise InvalidRequestError(
+                "--env: there is no name before the `=`; give NAME=VALUE, or NAME alone for the "
+                "caller's value"
+            )
+        _check_variable(f"--env {name}", name)
+        if name in on_line:
+            raise InvalidRequestError(f"--env {name} is given twice; leave one of them out")
+        on_line.add(name)
+        env[name] = value if equals else _from_caller(name, "--env ", environ)
+    for name, value in env.items():
+        _check_value(name, value)
+    size = sum(len(name) + len(value.encode()) for name, value in env.items())
+    if len(env) > ENV_VARIABLES:
+        raise InvalidRequestError(
+            f"the environment has {len(env)} variables; give at most {ENV_VARIABLES}"
+        )
+    if size > ENV_BYTES:
+        raise InvalidRequestError(
+            f"the environment has {size} bytes; give at most {ENV_BYTES}, and put what is larger "
+            "into a file"
+        )
+    return tuple(env.items())
+
+
+def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
+    _check_variable(f"{given}{name}", name)
+    if name not in environ:
+        raise InvalidRequestError(
+            f"{given}{name}: it is not set here; set it, or give {name}=VALUE"
+        )
+    return environ[name]
+
+
+def _check_variable(given: str, name: str) -> None:
+    if not VARIABLE.fullmatch(name):
+        raise InvalidRequestError(
+            f"{given}: {name!r} is no name of a variable; give letters, digits and _, not "
+            "beginning with a digit, as NAME=VALUE or NAME"
+        )
+
+
+def _check_value(name: str, value: str) -> None:
+    """Refuse what no node can set; the value itself is not shown."""
+    if name in WORKERS_OWN:
+        raise InvalidRequestError(
+            f"variable {name}: every worker is given its own in every round; leave it out"
+        )
+    if name == "CUDA_VISIBLE_DEVICES":
+        raise InvalidRequestError(
+            f"variable {name}: each node gives the job its GPUs; say how many with --gpus-per-node"
+        )
+    if "\0" in value:
+        raise InvalidRequestError(f"variable {name}: its value has a NUL character; leave it out")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            f"variable {name}: its value is no UTF-8; give it another, or put it into a file"
+        ) from None
+
+
+def _check_utf8(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{what} {text!r} can not be used: no UTF-8") from None
+    if "\0" in text:
+        raise InvalidRequestError(f"{what} {text!r} can not be used: it has a NUL character")
+
+
+def _labels(text: str) -> tuple[tuple[str, str], ...]:
+    labels: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not LABEL.fullmatch(name):
+            raise InvalidRequestError(
+                f"--labels: {pair!r} is not NAME=VALUE; give, for example, gpu=h100,zone=a"
+            )
+        if not value.isprintable() or len(value) > LABEL_CHARS:
+            raise InvalidRequestError(
+                f"--labels: the value of {name} can not be used; give at most {LABEL_CHARS} "
+                "characters that can be printed"
+            )
+        if name in labels:
+            raise InvalidRequestError(f"--labels: {name} is given twice; leave one of them out")
+        labels[name] = value
+    return tuple(sorted(labels.items()))
+
+
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"--priority={value} is out of bounds; give {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    return value
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"--timeout={text}: give a number of seconds above 0, at most {MAX_TIMEOUT_S}"
+        )
+    return seconds
+
+
+def _account(name: str) -> str:
+    job_options.check_printable("--user", name)
+    if len(name) > ACCOUNT_CHARS:
+        raise InvalidRequestError(
+            f"--user={name:.80} has {len(name)} characters, and no account is called so; give at "
+            f"most {ACCOUNT_CHARS}"
+        )
+    return name
+
+
+def _name(rdzv_id: str) -> str:
+    if not _NAME.fullmatch(rdzv_id):
+        raise InvalidRequestError(
+            f"--rdzv-id={short(rdzv_id)} can not be used; give at most 128 letters, digits and "
+            ". _ : @ -, beginning with a letter, a digit or _"
+        )
+    return rdzv_id
+
+
+def _name_for(script: str, args: argparse.Namespace) -> str:
+    """Name a job after what it runs; four digits tell it from another of the same script."""
+    stem = script.rpartition(".")[2] if args.module else PurePosixPath(script).stem
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:64] or "job"
+    return f"{stem}-{secrets.token_hex(2)}"
+
+
+def _working_directory(said: str) -> str:
+    """Return where the caller is, by the shell's own name for it; empty if that is gone.
+
+    That name may lead through links, and be good on every node where what is behind them is not.
+    """
+    try:
+        here = str(Path.cwd())
+    except OSError:
+        return ""
+    try:
+        same = said.startswith("/") and Path(said).samefile(here)
+    except OSError:
+        same = False
+    return said if same else here
+
+
+def _chdir(given: str | None, directory: str) -> str:
+    if given == "":
+        raise InvalidRequestError("--chdir is empty; name a folder, or leave it out")
+    chdir = str(Path(directory, given or ""))
+    if not chdir.startswith("/"):
+        raise InvalidRequestError(
+            f"--chdir={given or ''}: the working directory is gone; give an absolute path"
+        )
+    _check_utf8("--chdir", chdir)
+    return chdir
+
+
+def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Say what has no effect."""
+    notes = []
+    if unknown := job_options.unknown_keys(conf):
+        known = ", ".join(flags.CONF_KEYS)
+        notes.append(f"--rdzv-conf: unknown {listed(unknown)}; known: {known}")
+    if defaults := sorted(name for name in environ if name.startswith("PET_")):
+        notes.append(f"{listed(defaults)} of this environment do not count here; give flags")
+    return tuple(notes)

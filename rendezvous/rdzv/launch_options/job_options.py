@@ -1,0 +1,396 @@
+"""What a job's command line says of the job itself: read, or refused with a remedy.
+
+Nothing here asks the machine that it runs on, so that `rdzvctl submit` and rdzvrun refuse the same
+words in the same way: whoever reads a line may not be the node that launches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import signal
+from collections.abc import Mapping
+
+from rdzv.core.hangs import HangTimeout
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.errors import InvalidRequestError, short
+from rdzv.launch_options.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
+
+MAX_COUNT = 1_000_000
+"""Above every limit of a server, which then says which; what is larger fits into no message."""
+MAX_CONF_S = 30 * 86_400
+MAX_SHUTDOWN_S = 86_400
+BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
+"""What is waited between restarts in a row, unless something else is asked for."""
+MAX_FENCE_S = 3_600
+"""Above every lease; the server says which it gives."""
+
+MIN_HANG_S = 1
+MAX_HANG_S = 86_400
+
+COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
+"""What --nproc-per-node takes in place of a number; each node counts for itself."""
+
+NAME_CHARS = 128
+"""How long the name of a job or a node may be; as the server has it."""
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+LABEL_CHARS = 255
+"""What a variable and a label may be called, and how long a label's value is; as the server has it
+by default."""
+
+WORKERS_OWN = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE"),
+        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+        *("RDZV_ROUND", "RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE"),
+    }
+)
+"""The variables that every worker is given anew in every round."""
+
+_NAMES = ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr")
+
+
+def check_words(args: argparse.Namespace) -> None:
+    """Refuse flags that exclude each other, and names that no message can carry.
+
+    Raises:
+        InvalidRequestError: there are such.
+
+    """
+    if args.rdzv_id == "":
+        # From a variable that is not set, most likely: no name of chance is what was meant.
+        raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
+    for option in _NAMES:
+        check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
+    for option in ("rdzv_id", "node_id"):
+        _check_length(f"--{option.replace('_', '-')}", getattr(args, option) or "")
+    if args.snapshot is not None:
+        check_printable("--snapshot", str(args.snapshot))
+        if not args.no_progress_restarts:
+            raise InvalidRequestError(
+                f"--snapshot={args.snapshot} has no use without --no-progress-restarts; give a "
+                "number of restarts, or leave it out"
+            )
+    if args.module and args.no_python:
+        raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
+    if args.module and args.run_path:
+        raise InvalidRequestError("-m and --run-path exclude each other; leave one of them out")
+    # torch.distributed.launch refuses it whatever else is asked for.
+    if args.no_python and not getattr(args, "use_env", True):
+        raise InvalidRequestError(
+            "--no-python passes no --local-rank to the program; add --use-env, and read LOCAL_RANK"
+        )
+
+
+def _check_length(option: str, name: str) -> None:
+    """Refuse a name that no server takes, before every line of the log begins with it."""
+    if len(name) > NAME_CHARS:
+        raise InvalidRequestError(
+            f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
+        )
+
+
+def check_printable(option: str, value: str) -> None:
+    """Refuse what no message can carry, and what would do things to a terminal."""
+    if not value.isprintable():
+        raise InvalidRequestError(
+            f"{option}={short(value)!r} has characters that can not be printed; leave them out"
+        )
+
+
+def read_settings(args: argparse.Namespace, conf: Mapping[str, str]) -> Settings:
+    """Read what all nodes of the job agree on.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+
+    """
+    min_nodes, max_nodes = parse_nnodes(args.nnodes)
+    scale_up, scale_up_after_ms = parse_scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
+    backoff_ms, backoff_max_ms = _restart_backoff_ms(args, conf)
+    return Settings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=at_least("--max-restarts", args.max_restarts, 0),
+        join_timeout_ms=conf_ms(conf, "join_timeout", 600, least_ms=1),
+        last_call_timeout_ms=conf_ms(conf, "last_call_timeout", 30),
+        scale_up=scale_up,
+        restart_window_ms=_restart_window_ms(args, conf),
+        scale_up_after_ms=scale_up_after_ms,
+        restart_backoff_ms=backoff_ms,
+        restart_backoff_max_ms=backoff_max_ms,
+        max_preemptions=_budget("--max-preemptions", args.max_preemptions),
+        max_store_failures=_budget("--max-store-failures", args.max_store_failures),
+        no_progress_restarts=at_least("--no-progress-restarts", args.no_progress_restarts, 0),
+    )
+
+
+def _restart_window_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> int:
+    given, text = _flag_or_key("restart_window", args.restart_window, conf)
+    return 0 if text is None else _seconds_ms(given, text, least_ms=0)
+
+
+def _restart_backoff_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> tuple[int, int]:
+    given, text = _flag_or_key("restart_backoff", args.restart_backoff, conf)
+    return parse_backoff(given, text) if text is not None else (BACKOFF_MS, BACKOFF_MAX_MS)
+
+
+def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return what may be a flag or a key of --rdzv-conf: how it was given, and its text."""
+    name = f"--{key.replace('_', '-')}"
+    if flag is None:
+        return f"--rdzv-conf: {key}={conf.get(key)}", conf.get(key)
+    if key in conf and conf[key] != flag:
+        raise InvalidRequestError(
+            f"{name}={flag} and --rdzv-conf={key}={conf[key]} differ; leave one of them out"
+        )
+    return f"{name}={flag}", flag
+
+
+def parse_backoff(given: str, text: str) -> tuple[int, int]:
+    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` is how it was said.
+
+    >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
+    ((2000, 60000), (500, 10000), (90000, 90000))
+    """
+    base, colon, most = text.partition(":")
+    base_ms = _seconds_ms(given, base, least_ms=0)
+    if not colon:
+        return base_ms, max(base_ms, BACKOFF_MAX_MS)
+    max_ms = _seconds_ms(given, most, least_ms=0)
+    if max_ms < base_ms:
+        raise InvalidRequestError(f"{given}: the longest wait is below the first; swap them?")
+    return base_ms, max_ms
+
+
+def _budget(option: str, value: int | None) -> int | None:
+    return None if value is None else at_least(option, value, 0)
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Read N or MIN:MAX.
+
+    >>> parse_nnodes("2:4"), parse_nnodes("3")
+    ((2, 4), (3, 3))
+    """
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise InvalidRequestError(
+            f"--nnodes={text} is no number of nodes; give N or MIN:MAX, e.g. 2:4"
+        )
+    low, high = (_count(f"--nnodes={text}", part) for part in (parts[0], parts[-1]))
+    if low < 1:
+        raise InvalidRequestError(
+            f"--nnodes={text}: a job needs at least 1 node; raise the minimum"
+        )
+    if low > high:
+        raise InvalidRequestError(
+            f"--nnodes={text}: the minimum {low} is above the maximum {high}; swap them?"
+        )
+    return low, high
+
+
+def parse_nproc(text: str) -> int:
+    """Read a number of workers; 0 for a word that says what each node is to count.
+
+    >>> parse_nproc("8"), parse_nproc("gpu")
+    (8, 0)
+    """
+    if text in COUNTED_BY_NODE:
+        return 0
+    if not text.isdecimal():
+        raise InvalidRequestError(
+            f"--nproc-per-node={text} is no number of workers; give one from 1 on, or "
+            f"{', '.join(COUNTED_BY_NODE)}"
+        )
+    count = _count(f"--nproc-per-node={text:.20}", text)
+    return at_least("--nproc-per-node", count, 1)
+
+
+def parse_conf(text: str) -> dict[str, str]:
+    """Read K=V,K=V, whatever the keys are.
+
+    >>> parse_conf("join_timeout = 5, reuse=false,")
+    {'join_timeout': '5', 'reuse': 'false'}
+    """
+    conf: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key or not value:
+            raise InvalidRequestError(f"--rdzv-conf: {pair!r} is not of the form key=value")
+        conf[key] = value
+    return conf
+
+
+def unknown_keys(conf: Mapping[str, str]) -> list[str]:
+    """Return the keys that are nobody's: neither rdzvrun's nor those of torchrun's back-ends."""
+    known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
+    return [key for key in conf if key not in known]
+
+
+def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
+    """Read a number of seconds of --rdzv-conf, as milliseconds."""
+    text = conf.get(key, str(default_s))
+    return _seconds_ms(f"--rdzv-conf: {key}={text}", text, least_ms)
+
+
+def _seconds_ms(given: str, text: str, least_ms: int) -> int:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise InvalidRequestError(f"{given} is no number of seconds; give one from 0 on")
+    if seconds > MAX_CONF_S:
+        raise InvalidRequestError(
+            f"{given} is too long; give at most {MAX_CONF_S} seconds (30 days)"
+        )
+    ms = round(seconds * 1000)
+    if ms < least_ms:
+        raise InvalidRequestError(
+            f"{given} is too short; give at least {least_ms / 1000:g} seconds"
+        )
+    return ms
+
+
+def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
+    """Read true or false of --rdzv-conf."""
+    text = conf.get(key, str(default)).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidRequestError(f"--rdzv-conf: {key}={text} is neither true nor false")
+    return text in ("true", "1")
+
+
+def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
+    """Read when newcomers may end a running round, and how long it must have run (0: no matter).
+
+    >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
+    ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
+    """
+    given = f"--rdzv-conf: scale_up={text}"
+    word, colon, seconds = text.partition(":")
+    if word == ScaleUp.AFTER and colon:
+        return ScaleUp.AFTER, _seconds_ms(given, seconds, least_ms=1)
+    known = [f"{one}:SECONDS" if one is ScaleUp.AFTER else one.value for one in ScaleUp]
+    if text not in known or text == ScaleUp.AFTER:
+        raise InvalidRequestError(f"{given} is none of {', '.join(known)}")
+    return ScaleUp(text), 0
+
+
+def at_least(option: str, value: int, least: int) -> int:
+    """Refuse a number that is too small, or too large for any server."""
+    if value < least:
+        raise InvalidRequestError(f"{option}={value} is too small; give at least {least}")
+    if value > MAX_COUNT:
+        raise InvalidRequestError(f"{option}={value} is too large; give at most {MAX_COUNT}")
+    return value
+
+
+def _count(given: str, digits: str) -> int:
+    """Read a number of decimal digits, of which there may be any number."""
+    too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
+    if too_long or int(digits) > MAX_COUNT:
+        raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
+    return int(digits)
+
+
+def shutdown_timeout_ms(given: str, text: str) -> int:
+    """Read how long workers may take to stop; `given` is how it was said."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_SHUTDOWN_S:
+        raise InvalidRequestError(f"{given}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}")
+    return round(seconds * 1000)
+
+
+def fence_after_ms(seconds: float | None) -> int:
+    """Read after how long without proof of being heard workers are killed; 0: never."""
+    if seconds is None:
+        return 0
+    if not 1 <= seconds <= MAX_FENCE_S:
+        raise InvalidRequestError(
+            f"--fence-after={seconds:g}: give a number of seconds from 1 to {MAX_FENCE_S}, and at "
+            "least 1 s below the server's lease"
+        )
+    return round(seconds * 1000)
+
+
+def hang_timeout(text: str | None) -> HangTimeout | None:
+    """Read after how long a worker that says nothing of its progress hangs; None: never.
+
+    >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
+    (HangTimeout(ms=600000), HangTimeout(ms=None), None)
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        return HangTimeout(None)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not MIN_HANG_S <= seconds <= MAX_HANG_S:
+        raise InvalidRequestError(
+            f"--hang-timeout={text}: give a number of seconds from {MIN_HANG_S} to {MAX_HANG_S}, "
+            "more than the longest pause between two steps; or auto"
+        )
+    return HangTimeout(round(seconds * 1000))
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Read names of signals with commas between them.
+
+    >>> parse_signals("SIGTERM,SIGUSR1")
+    (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
+    """
+    signals = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise InvalidRequestError(
+                f"--signals-to-handle={text}: {name} is no signal that can be handled; give names "
+                "such as SIGTERM,SIGINT"
+            )
+        signals.append(signal.Signals[name])
+    return tuple(signals)
+
+
+def parse_notice_signal(text: str) -> signal.Signals | None:
+    """Read what tells workers that their node is about to leave; None: the notice file alone.
+
+    >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
+    (<Signals.SIGUSR1: 10>, None)
+    """
+    if text == "none":
+        return None
+    if text not in signal.Signals.__members__ or text in ("SIGKILL", "SIGSTOP"):
+        raise InvalidRequestError(
+            f"--notice-signal={text} is no signal that a worker can handle; give one such as "
+            "SIGTERM or SIGUSR1, or none"
+        )
+    return signal.Signals[text]
+
+
+def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:
+    """Read one of 0 to 3 for all workers, or a map by LOCAL_RANK.
+
+    >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12)
+    ({0: 3, 1: 3}, {0: 1, 11: 2})
+    """
+    if text in ("0", "1", "2", "3"):
+        return dict.fromkeys(range(local_world_size), int(text))
+    streams = {}
+    for pair in text.split(","):
+        rank, _, what = pair.partition(":")
+        if not rank.isdecimal() or what not in ("0", "1", "2", "3"):
+            raise InvalidRequestError(
+                f"{option}={text}: {pair!r} is not of the form LOCAL_RANK:N with N from 0 to 3"
+            )
+        streams[_count(f"{option}={text}", rank)] = int(what)
+    return streams

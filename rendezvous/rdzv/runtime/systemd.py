@@ -1,0 +1,148 @@
+"""What a service and systemd say to each other: that it is ready and alive, and what is planned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+log = logging.getLogger("rdzv.runtime.systemd")
+
+ASK_TIMEOUT_S = 5.0
+"""How long systemd may take to say what it is about to do."""
+
+WATCHDOG_BEATS = 3
+"""How often a sign of life is given in the time after which none would be missed."""
+
+
+def notify(*lines: str) -> bool:
+    """Send lines such as "READY=1" to systemd, if it listens; return whether it does.
+
+    Waits for nothing, and fails in silence: a service does not depend on who watches it.
+    """
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return False
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as systemd,
+    ):
+        # An @ stands for the NUL of an abstract address.
+        systemd.connect("\0" + path[1:] if path[0] == "@" else path)
+        systemd.send("\n".join(lines).encode())
+        return True
+    return False
+
+
+def reloading() -> str:
+    """Return the lines that say that a reload begins; READY=1 says that it is done."""
+    return f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}"
+
+
+# ---------------------------------------------------------------------- the watchdog
+
+
+def watchdog_s() -> float:
+    """Return after how long without a sign of life systemd ends this process; 0: it does not."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    try:
+        return int(os.environ.get("WATCHDOG_USEC", "0")) / 1_000_000
+    except ValueError:
+        return 0.0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Give signs of life from this event loop while the body runs, if systemd waits for them.
+
+    They come from the loop itself: one that hangs gives none, and systemd ends the process.
+    """
+    if not (after_s := watchdog_s()):
+        yield
+        return
+    beats = asyncio.get_running_loop().create_task(_beat(after_s / WATCHDOG_BEATS))
+    try:
+        yield
+    finally:
+        beats.cancel()
+
+
+async def _beat(every_s: float) -> None:
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(every_s)
+
+
+# ---------------------------------------------------------------------- what is planned
+
+
+def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
+    """Return what systemd is about to do with this process's unit: "stop", "restart", ...
+
+    Empty if nothing, or if that is not to be known: this process is no service, systemd does not
+    answer within `ASK_TIMEOUT_S`. Blocks for as long.
+    """
+    try:
+        unit, of_user = unit_of(cgroups.read_text(errors="replace"))
+    except OSError:
+        return ""
+    if not unit or not os.environ.get("NOTIFY_SOCKET"):
+        return ""
+    command = ["systemctl", *(["--user"] if of_user else []), "list-jobs"]
+    command += ["--full", "--plain", "--no-legend", "--no-pager"]
+    try:
+        said = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ASK_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(getattr(error, "stderr", "") or error).strip()
+        log.warning("systemd does not say what it is about to do with %s: %s", unit, reason)
+        return ""
+    return job_of(unit, said.stdout.splitlines())
+
+
+def unit_of(cgroups: str) -> tuple[str, bool]:
+    """Return the service that a process is of, by its /proc/PID/cgroup; and whether a user's own.
+
+    >>> unit_of("0::/system.slice/rdzv-agent.service/sub")
+    ('rdzv-agent.service', False)
+    >>> unit_of("0::/user.slice/user-1.slice/user@1.service/app.slice/mine.service")
+    ('mine.service', True)
+    >>> unit_of("0::/user.slice/user-1.slice/session-2.scope")
+    ('', False)
+    """
+    for line in cgroups.splitlines():
+        if re.match("0::|[0-9]+:name=systemd:", line):
+            services = [part for part in line.split("/") if part.endswith(".service")]
+            if services:
+                return services[-1], len(services) > 1 and services[-2].startswith("user@")
+    return "", False
+
+
+def job_of(unit: str, lines: Iterable[str]) -> str:
+    """Return the type of the job that is queued for a unit, in what `list-jobs` says.
+
+    >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"])
+    'restart'
+    >>> job_of("b.service", ["No jobs running."])
+    ''
+    """
+    for line in lines:
+        words = line.split()
+        if len(words) == 4 and words[1] == unit:
+            return words[2]
+    return ""

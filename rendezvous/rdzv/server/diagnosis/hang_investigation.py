@@ -1,0 +1,234 @@
+"""Looks into hangs: waits a moment, takes the stacks of all workers, keeps them, ends the round.
+
+A node says that some of its workers hang (`Hung`), and says it again now and then. The first such
+word of a round begins an *episode*. Since one worker that hangs stalls all others, their nodes are
+about to say it too; then stacks are taken while everything is still as it is. The end is an
+ordinary worker failure, by the one that the others wait for. Nothing is decided twice: what the
+rendezvous core makes of it is all that remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rdzv.core.commands import Command, Fail, FailureReport
+from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
+from rdzv.core.hangs import HungWorker, describe_hung, verdict
+from rdzv.core.model import Round, State
+from rdzv.core.stacks import Report
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, Timer, sleep_ms
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.diagnosis.stack_archive import Shelf
+from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.server.messages import Hung
+
+log = logging.getLogger("rdzv.hangs")
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    """A round in which workers hang."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
+    """By node_id: those that do now."""
+    all_told: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no other node is waited for."""
+
+
+class Hangs:
+    """The hangs of one server's jobs."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        tasks: Tasks,
+        stacks: StackRelay,
+        shelf: Shelf,
+        *,
+        peek: Callable[[str], State | None],
+        submit: Callable[[str, Command], Awaitable[State]],
+        tell: Callable[[str, tuple[Event, ...]], None],
+        gather_ms: int,
+        retry_ms: int,
+    ) -> None:
+        """`tell` writes events that no step of a job has led to."""
+        self._clock = clock
+        self._tasks = tasks
+        self._stacks = stacks
+        self._shelf = shelf
+        self._peek = peek
+        self._submit = submit
+        self._tell = tell
+        self._gather_ms = gather_ms
+        self._retry_ms = retry_ms
+        self._episodes: dict[str, _Episode] = {}
+
+    def note(self, node_id: str, incarnation: int, said: Hung) -> None:
+        """Take note of what a node says; of a round that is not the live one, it comes too late.
+
+        Raises:
+            InvalidRequestError: it speaks of a worker that is not its own.
+
+        """
+        state = self._peek(said.rdzv_id)
+        round_ = _live_round(state, said.run, said.round)
+        if state is None or round_ is None:
+            return
+        seat = state.seats.get(node_id)
+        if seat is None or seat.incarnation != incarnation:
+            return
+        _check_own(round_, node_id, said)
+        episode = self._episodes.get(said.rdzv_id)
+        if episode is None or (episode.run, episode.round) != (said.run, said.round):
+            if not said.workers:
+                return
+            episode = _Episode(said.rdzv_id, said.run, said.round)
+            self._begin(episode, state)
+        self._note_node(episode, node_id, said, len(state.seats))
+
+    def note_state(self, state: State) -> None:
+        """Note that a job has changed: its round may be over, and with it the hang."""
+        episode = self._episodes.get(state.membership.rdzv_id)
+        if episode is not None and _live_round(state, episode.run, episode.round) is None:
+            self._end(episode)
+
+    def shown(self, rdzv_id: str) -> str:
+        """Say who hangs in a job now; empty: nobody."""
+        episode = self._episodes.get(rdzv_id)
+        if episode is None or not episode.hung:
+            return ""
+        return describe_hung(worker for workers in episode.hung.values() for worker in workers)
+
+    def close(self) -> None:
+        """Leave every episode to the server that follows: its nodes tell it again."""
+        for episode in tuple(self._episodes.values()):
+            self._end(episode)
+
+    # ---------------------------------------------------------------- one episode
+
+    def _begin(self, episode: _Episode, state: State) -> None:
+        if (former := self._episodes.get(episode.rdzv_id)) is not None:
+            self._end(former)
+        self._episodes[episode.rdzv_id] = episode
+        self._tasks.start(self._look_into(episode))
+
+    def _end(self, episode: _Episode) -> None:
+        episode.all_told.set()
+        if self._episodes.get(episode.rdzv_id) is episode:
+            del self._episodes[episode.rdzv_id]
+
+    def _note_node(self, episode: _Episode, node_id: str, said: Hung, nodes: int) -> None:
+        known = episode.hung.pop(node_id, ())
+        if said.workers:
+            episode.hung[node_id] = said.workers
+            if {worker.rank for worker in said.workers} - {worker.rank for worker in known}:
+                told = describe_hung(said.workers)
+                self._tell(episode.rdzv_id, (WorkersHang(episode.round, node_id, told),))
+        if len(episode.hung) >= nodes:
+            episode.all_told.set()
+
+    def _present(self, episode: _Episode) -> State | None:
+        """Return the job's state while this episode goes on."""
+        if self._episodes.get(episode.rdzv_id) is not episode:
+            return None
+        state = self._peek(episode.rdzv_id)
+        return state if _live_round(state, episode.run, episode.round) is not None else None
+
+    async def _look_into(self, episode: _Episode) -> None:
+        """See an episode to its end. Raises nothing: it would end the server."""
+        try:
+            await self._gather(episode)
+            report, why = await self._take(episode)
+            await self._end_round(episode, report, why)
+        except Exception:
+            log.exception("the hang in round %d of %s", episode.round, episode.rdzv_id)
+        finally:
+            self._end(episode)
+
+    async def _gather(self, episode: _Episode) -> None:
+        """Wait a moment for the other nodes' word."""
+        timer = Timer(self._clock, lambda _: episode.all_told.set())
+        timer.arm(self._clock.now_ms() + self._gather_ms)
+        try:
+            await episode.all_told.wait()
+        finally:
+            timer.cancel()
+
+    async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
+        """Take the stacks and keep them. Without them the round ends all the same."""
+        state = self._present(episode)
+        if state is None or not episode.hung:
+            return None, ""
+        try:
+            report = await self._stacks.take(state, f"it hung: {self.shown(episode.rdzv_id)}")
+        except RendezvousError as error:
+            log.warning("stacks of %s could not be taken: %s", episode.rdzv_id, error)
+            return None, str(error)
+        self._tell(episode.rdzv_id, (StacksTaken(episode.round, report.summary),))
+        try:
+            await self._shelf.keep(report)
+        except RendezvousError as error:
+            log.warning("stacks of %s could not be stored: %s", episode.rdzv_id, error)
+        return report, ""
+
+    async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
+        """End the round, unless it is over or nobody hangs any more."""
+        while (state := self._present(episode)) is not None:
+            if not episode.hung:
+                self._tell(episode.rdzv_id, (HangOver(episode.round),))
+                return
+            command = _failure(state, episode, report, why)
+            try:
+                await self._submit(episode.rdzv_id, command)
+            except RendezvousConnectionError:
+                # While the store is away nothing is decided, and whoever recovers may go on.
+                await sleep_ms(self._clock, self._retry_ms)
+                continue
+            return
+
+
+def _live_round(state: State | None, run: str, number: int) -> Round | None:
+    """Return the round that is meant, if it is live."""
+    if state is None or state.membership.ended is not None or state.membership.run != run:
+        return None
+    round_ = state.membership.round
+    return round_ if round_ is not None and round_.live and round_.number == number else None
+
+
+def _check_own(round_: Round, node_id: str, said: Hung) -> None:
+    node = next(p for p in round_.participants if p.node_id == node_id)
+    ranks = range(node.rank_first, node.rank_first + node.offer.local_world_size)
+    for worker in said.workers:
+        if worker.rank not in ranks:
+            raise InvalidRequestError(
+                f"RANK {worker.rank} hangs: {node_id} has RANK {ranks[0]}..{ranks[-1]} in round "
+                f"{said.round}; name those"
+            )
+
+
+def _failure(state: State, episode: _Episode, report: Report | None, why: str) -> Fail:
+    """Say that a worker has failed, in its node's place, which has only said that it hangs."""
+    known = verdict(episode.hung, report, why)
+    seats, node_id = state.seats, known.node_id
+    if node_id not in seats:
+        # It is gone meanwhile, and so is what the others waited for; its seat is given up soon.
+        node_id = next(iter(episode.hung))
+    incarnation = seats[node_id].incarnation if node_id in seats else 0
+    failure = FailureReport(
+        local_rank=known.local_rank,
+        rank=known.rank,
+        pid=known.pid,
+        exit_code=None,
+        signal=None,
+        message=known.message,
+        traceback=known.traceback,
+        age_ms=0,
+    )
+    return Fail(node_id, incarnation, episode.run, episode.round, (failure,))

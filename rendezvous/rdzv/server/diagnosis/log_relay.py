@@ -1,0 +1,527 @@
+"""Relays what workers have written from their nodes to whoever reads it, through the one server.
+
+A *reader* asks each node that may have something (`ReadLog`), on the stream that the node has
+opened, and passes on the pieces that come back. Nothing is kept but what is on its way, and that
+is bounded: a node sends no more than it has *credit* for, and gets new credit as the reader takes
+what has come. So a slow reader holds up nobody but itself.
+
+With `follow` a node is asked again where it was, should its stream be replaced by another, and
+nodes are asked as they come into a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rdzv.core.model import Membership, Round, State, is_stand_in
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousClosedError,
+    RendezvousError,
+)
+from rdzv.runtime.clock import Clock, Timer
+from rdzv.server.messages import (
+    LogCredit,
+    LogLines,
+    LogPiece,
+    LogPosition,
+    LogsWanted,
+    ReadLog,
+    Told,
+)
+from rdzv.server.settings.config import Limits
+
+PIECE_COST = 256
+"""What a piece costs of a node's credit beyond its data: many small ones are bounded too."""
+
+Send = Callable[[str, Told], bool]
+"""Say something to a node; false if it has no stream."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """What one node is asked for by one reader."""
+
+    node_id: str
+    request: int | None = None
+    """None while the node is waited for, or when no more comes."""
+    done: bool = False
+    failed: bool = False
+    """It is done, and asking again is of no use."""
+    credit: int = 0
+    taken: int = 0
+    """What was taken and is not granted again yet."""
+    deadline_ms: int | None = None
+    """When it has taken too long."""
+    round: int | None = None
+    """The round that it is in."""
+    offsets: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """How far it is in the files of that round, by LOCAL_RANK and whether it is stderr."""
+
+
+class LogRelay:
+    """The readers of one server, and what they have asked for."""
+
+    def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
+        """Give a node `answer_ms` to answer, or to come back if it is away."""
+        self.clock = clock
+        self.limits = limits
+        self.answer_ms = answer_ms
+        self.expects_until_ms = clock.now_ms() + answer_ms
+        """Until when nodes are on their way to a server that has just started."""
+        self._send = send
+        self._readers: dict[LogReader, None] = {}
+        self._asks: dict[int, tuple[LogReader, _Ask]] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def statistics(self) -> tuple[int, int]:
+        """How many readers there are, and how many requests that nodes answer."""
+        return len(self._readers), len(self._asks)
+
+    def open(self, state: State, wanted: LogsWanted) -> LogReader:
+        """Ask the nodes of a job for what is wanted. The reader is to be closed.
+
+        Raises:
+            InvalidRequestError: the job has had no such round, or nobody with that RANK.
+            RendezvousClosedError: the run that is meant has ended, and another has begun.
+            LimitExceededError: too many read.
+
+        """
+        _check(state.membership, wanted)
+        if len(self._readers) >= self.limits.log_readers:
+            raise LimitExceededError(
+                f"{len(self._readers)} callers read logs here, and no more may; try again later, "
+                "or raise the limit `log_readers`"
+            )
+        reader = LogReader(self, state, wanted)
+        self._readers[reader] = None
+        return reader
+
+    def take(self, node_id: str, piece: LogPiece) -> None:
+        """Take a piece that a node has sent; one that nobody waits for is dropped."""
+        reader, ask = self._asks.get(piece.request, (None, None))
+        if reader is not None and ask is not None and ask.node_id == node_id:
+            reader.take(ask, piece)
+
+    def note_state(self, state: State) -> None:
+        """Note that a job has changed: a round may have completed, or its run ended."""
+        for reader in self._readers:
+            if reader.rdzv_id == state.membership.rdzv_id:
+                reader.note_state(state)
+
+    def note_connected(self, node_id: str) -> None:
+        """Note that a node has opened a stream."""
+        for reader in self._readers:
+            reader.note_connected(node_id)
+
+    def note_gone(self, node_id: str) -> None:
+        """Note that a node's stream has ended."""
+        for reader in self._readers:
+            reader.note_gone(node_id)
+
+    def close(self, error: RendezvousError) -> None:
+        """End every reader with this error."""
+        for reader in self._readers:
+            reader.fail(error)
+
+    # ---------------------------------------------------------------- for readers
+
+    def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
+        """Ask a node; false if it has no stream."""
+        if not self._send(ask.node_id, told):
+            return False
+        ask.request = told.request
+        self._asks[told.request] = reader, ask
+        return True
+
+    def next_number(self) -> int:
+        """Return a number for a request."""
+        return next(self._numbers)
+
+    def grant(self, ask: _Ask, credit: int) -> None:
+        """Let a node send so much more."""
+        if ask.request is not None:
+            self._send(ask.node_id, LogCredit(ask.request, credit))
+
+    def forget(self, ask: _Ask, *, cancel: bool) -> None:
+        """Wait for an answer no more; with `cancel`, tell the node."""
+        if ask.request is None:
+            return
+        del self._asks[ask.request]
+        if cancel:
+            self._send(ask.node_id, LogCredit(ask.request, 0, cancel=True))
+        ask.request = None
+
+    def discard(self, reader: LogReader) -> None:
+        """Forget a reader."""
+        self._readers.pop(reader, None)
+
+
+def _check(membership: Membership, wanted: LogsWanted) -> None:
+    """Refuse what can not be read."""
+    name, last = membership.rdzv_id, membership.round
+    if wanted.run and wanted.run != membership.run:
+        raise RendezvousClosedError(
+            f"run {wanted.run} of {name} has ended, and another has begun: run {membership.run}; "
+            "read that one"
+        )
+    if wanted.follow and membership.ended is None:
+        return
+    if last is None:
+        raise InvalidRequestError(
+            f"{name} has had no round yet, so nothing was written; with --follow, what will be is "
+            "shown"
+        )
+    if wanted.round is not None and wanted.round > last.number:
+        raise InvalidRequestError(
+            f"{name} has had no round {wanted.round}; its last is {last.number}"
+        )
+    of_last = wanted.round in (None, last.number)
+    if of_last and wanted.rank is not None and wanted.rank >= last.world_size:
+        raise InvalidRequestError(_no_rank(name, wanted.rank, last))
+
+
+def _no_rank(name: str, rank: int, round_: Round) -> str:
+    last = round_.world_size - 1
+    ranks = f"its RANKs are 0 to {last}" if last else "its only RANK is 0"
+    return f"{name} has no RANK {rank} in round {round_.number}; {ranks}"
+
+
+class LogReader:
+    """One caller's wait for what some workers have written. Made by `LogRelay.open`."""
+
+    def __init__(self, relay: LogRelay, state: State, wanted: LogsWanted) -> None:
+        membership = state.membership
+        self.rdzv_id = membership.rdzv_id
+        self._relay = relay
+        self._wanted = wanted
+        self._run = membership.run
+        self._over = membership.ended is not None
+        self._asks: dict[str, _Ask] = {}
+        self._open = 0
+        """How many asks are not done."""
+        self._came: deque[tuple[LogLines, _Ask, int]] = deque()
+        self._notes: dict[str, str] = {}
+        """By node: the latest thing to say of it that is not said yet; of the job as a whole, by an
+        empty name."""
+        self._looked_at: int | None = None
+        """The last round of which it is known whether it has what is wanted; below 0: none."""
+        self._anything = False
+        """Whether a node had what is wanted, or there was a note why not."""
+        self._error: RendezvousError | None = None
+        self._news = asyncio.Event()
+        self._timer = Timer(relay.clock, self._tick)
+        last = membership.round
+        self._first = membership.next_round
+        if wanted.round is not None:
+            self._first = wanted.round
+        elif last is not None:
+            self._first = last.number
+        candidates = _candidates(state, self._first, wanted.rank)
+        self._credit = min(
+            relay.limits.log_window,
+            max(relay.limits.log_buffer // max(len(candidates), 1), relay.limits.log_window_least),
+        )
+        positions = _by_node(wanted.positions)
+        for node_id in {**dict.fromkeys(candidates), **positions}:
+            round_, offsets = positions.get(node_id, (None, {}))
+            self._ask(node_id, round_, offsets, expected=wanted.follow or node_id in state.away)
+        self._say_if_absent(state)
+
+    # ---------------------------------------------------------------- the caller's side
+
+    async def next(self) -> LogLines | None:
+        """Return what comes next; None when all has come.
+
+        Raises:
+            InvalidRequestError: no node has what is wanted.
+            RendezvousConnectionError: this server does not serve any more.
+
+        """
+        while True:
+            self._news.clear()
+            if self._error is not None:
+                raise self._error
+            if self._came:
+                lines, ask, cost = self._came.popleft()
+                self._give_back(ask, cost)
+                return lines
+            if self._notes:
+                node_id = next(iter(self._notes))
+                return LogLines(node_id, self._run, note=self._notes.pop(node_id))
+            if self._open == 0 and self._no_more():
+                self._check_anything()
+                return None
+            await self._news.wait()
+
+    def _no_more(self) -> bool:
+        """Whether no node that is yet to come could be of use."""
+        useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
+        return self._over or not self._wanted.follow or useless
+
+    def close(self) -> None:
+        """Read no more; the nodes hear of it."""
+        self._timer.cancel()
+        self._relay.discard(self)
+        for ask in self._asks.values():
+            self._relay.forget(ask, cancel=True)
+
+    def _give_back(self, ask: _Ask, cost: int) -> None:
+        """Let a node send more in place of what was taken, but not for every line."""
+        ask.taken += cost
+        if ask.request is not None and ask.taken >= self._credit // 2:
+            self._relay.grant(ask, ask.taken)
+            ask.credit, ask.taken = ask.credit + ask.taken, 0
+            self._expect(ask)
+
+    def _check_anything(self) -> None:
+        if not self._anything and not self._wanted.follow:
+            who = f"RANK {self._wanted.rank}" if self._wanted.rank is not None else "a worker"
+            raise InvalidRequestError(
+                f"no node that is connected has had {who} in round {self._first} of "
+                f"{self.rdzv_id}; on a node that has gone its files are in "
+                f"{self.rdzv_id}-{self._run}/NODE_ID/round_{self._first} in its --log-dir"
+            )
+
+    # ---------------------------------------------------------------- the relay's side
+
+    def take(self, ask: _Ask, piece: LogPiece) -> None:
+        """Take a piece of a node."""
+        cost = len(piece.data) + PIECE_COST
+        if cost > ask.credit:
+            self._end(ask, "it sends more than it was asked for, and is not listened to")
+            return
+        ask.credit -= cost
+        self._expect(ask)
+        if piece.error:
+            self._pass_on(ask, LogLines(ask.node_id, self._run, note=piece.error), cost)
+        elif piece.data or not piece.last:
+            self._keep(ask, piece, cost)
+        if piece.last:
+            ask.failed = bool(piece.error)
+            self._relay.forget(ask, cancel=False)
+            self._finish(ask)
+
+    def _keep(self, ask: _Ask, piece: LogPiece, cost: int) -> None:
+        if ask.round != piece.round:
+            ask.round, ask.offsets = piece.round, {}
+        if piece.data:
+            ask.offsets[piece.local_rank, piece.stderr] = piece.offset + len(piece.data)
+        lines = LogLines(
+            node_id=ask.node_id,
+            run=self._run,
+            rank=piece.rank,
+            local_rank=piece.local_rank,
+            stderr=piece.stderr,
+            round=piece.round,
+            offset=piece.offset,
+            data=piece.data,
+        )
+        self._pass_on(ask, lines, cost)
+
+    def _pass_on(self, ask: _Ask, lines: LogLines, cost: int) -> None:
+        self._anything = True
+        self._came.append((lines, ask, cost))
+        self._news.set()
+
+    def note_state(self, state: State) -> None:
+        """Ask those who have come into a round; note the run's end."""
+        if not self._wanted.follow or self._over:
+            return
+        membership = state.membership
+        if membership.run != self._run or membership.ended is not None:
+            self._over = True
+            for ask in self._asks.values():
+                if not ask.done and ask.request is None and not self._may_come_back():
+                    self._end(ask, self._absent(ask))
+            self._news.set()
+        elif membership.round is not None and membership.round.number >= self._first:
+            for node_id in _candidates(state, membership.round.number, self._wanted.rank):
+                self._ask_in_round(node_id, membership.round.number)
+            self._say_if_absent(state)
+
+    def _say_if_absent(self, state: State) -> None:
+        """Tell who follows that the round, or the RANK, is not there, once for each round."""
+        round_, wanted = state.membership.round, self._wanted
+        number = -1 if round_ is None else round_.number
+        if not wanted.follow or number == self._looked_at:
+            return
+        self._looked_at = number
+        if round_ is None:
+            text = f"{self.rdzv_id} has had no round yet"
+        elif round_.number < self._first:
+            text = f"{self.rdzv_id} has had no round {self._first} yet; its last is {round_.number}"
+        elif wanted.rank is not None and wanted.rank >= round_.world_size:
+            text = _no_rank(self.rdzv_id, wanted.rank, round_)
+        else:
+            self._notes.pop("", None)
+            return
+        self._notes[""] = f"{text}; what is written is shown when there is one"
+        self._news.set()
+
+    def _ask_in_round(self, node_id: str, number: int) -> None:
+        """Ask a node that has come into a round, for the first time or after it had left."""
+        ask = self._asks.get(node_id)
+        if ask is None:
+            self._ask(node_id, self._first, {}, expected=True)
+        elif ask.done and not ask.failed and (ask.round is None or number > ask.round):
+            self._ask(node_id, number, {}, expected=True)
+
+    def note_connected(self, node_id: str) -> None:
+        """Ask a node again that was waited for."""
+        ask = self._asks.get(node_id)
+        if ask is not None and not ask.done and ask.request is None:
+            self._open -= 1
+            self._ask(node_id, ask.round, ask.offsets, expected=True)
+
+    def note_gone(self, node_id: str) -> None:
+        """Wait for a node whose stream has ended, or go without it."""
+        ask = self._asks.get(node_id)
+        if ask is None or ask.request is None:
+            return
+        self._relay.forget(ask, cancel=False)
+        if self._wanted.follow and not self._over:
+            self._expect(ask)
+        else:
+            self._end(ask, f"its stream has ended before all was read; {self._where(ask)}")
+
+    def fail(self, error: RendezvousError) -> None:
+        """Let the caller hear an error."""
+        self._error = error
+        self._news.set()
+
+    # ---------------------------------------------------------------- one node
+
+    def _ask(
+        self,
+        node_id: str,
+        round_: int | None,
+        offsets: Mapping[tuple[int, bool], int],
+        *,
+        expected: bool,
+    ) -> None:
+        """Ask a node, or wait for it if it is expected to come back."""
+        wanted, fresh = self._wanted, round_ is None
+        ask = self._asks[node_id] = _Ask(
+            node_id, credit=self._credit, round=round_, offsets=dict(offsets)
+        )
+        self._open += 1
+        told = ReadLog(
+            request=self._relay.next_number(),
+            rdzv_id=self.rdzv_id,
+            round=self._first if round_ is None else round_,
+            rank=wanted.rank,
+            stdout=wanted.stdout,
+            stderr=wanted.stderr,
+            follow=wanted.follow,
+            tail_bytes=wanted.tail_bytes if fresh else 0,
+            tail_lines=wanted.tail_lines if fresh else 0,
+            credit=self._credit,
+            positions=tuple(
+                LogPosition("", round_ or 0, local_rank, stderr, offset)
+                for (local_rank, stderr), offset in offsets.items()
+            ),
+        )
+        if self._relay.ask(self, ask, told) or (expected and self._may_come_back()):
+            ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms
+            self._timer.arm_by(ask.deadline_ms)
+        else:
+            self._end(ask, self._absent(ask))
+
+    def _may_come_back(self) -> bool:
+        """Whether a node that is not connected is to be waited for."""
+        return not self._over or self._relay.clock.now_ms() < self._relay.expects_until_ms
+
+    def _expect(self, ask: _Ask) -> None:
+        """Give a node time for what it owes: an answer, to come back, or without `follow` more."""
+        owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
+        ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms if owes else None
+        if ask.deadline_ms is not None:
+            self._timer.arm_by(ask.deadline_ms)
+
+    def _tick(self, _: int) -> None:
+        now_ms = self._relay.clock.now_ms()
+        for ask in tuple(self._asks.values()):
+            if ask.done or ask.deadline_ms is None:
+                continue
+            if ask.deadline_ms > now_ms:
+                self._timer.arm_by(ask.deadline_ms)
+            elif ask.request is not None:
+                seconds = self._relay.answer_ms / 1000
+                self._end(
+                    ask,
+                    f"it has sent nothing for {seconds:g} s: its agent may be held up, or too old "
+                    f"to read logs; {self._where(ask)}",
+                )
+            elif self._wanted.follow and not self._over:
+                # It is read on should it come back.
+                ask.deadline_ms = None
+                self._note(ask, self._absent(ask))
+            else:
+                self._end(ask, self._absent(ask))
+
+    def _end(self, ask: _Ask, note: str) -> None:
+        ask.failed = True
+        self._relay.forget(ask, cancel=True)
+        self._note(ask, note)
+        self._finish(ask)
+
+    def _finish(self, ask: _Ask) -> None:
+        if not ask.done:
+            ask.done, ask.deadline_ms = True, None
+            self._open -= 1
+        self._news.set()
+
+    def _note(self, ask: _Ask, text: str) -> None:
+        self._anything = True
+        self._notes[ask.node_id] = text
+        self._news.set()
+
+    def _absent(self, ask: _Ask) -> str:
+        return f"its agent is not connected; {self._where(ask)}"
+
+    def _where(self, ask: _Ask) -> str:
+        number = self._first if ask.round is None else ask.round
+        folder = f"{self.rdzv_id}-{self._run}/{ask.node_id}/round_{number}"
+        return f"what its workers have written is on that node, in {folder} in its --log-dir"
+
+
+def _candidates(state: State, number: int, rank: int | None) -> list[str]:
+    """Return the nodes that may have what is wanted of a round, without stand-ins.
+
+    Of an earlier round than the last nobody here knows who took part: those who are there know.
+    """
+    last = state.membership.round
+    if last is None or number > last.number:
+        return []
+    if number < last.number:
+        present = (*state.seats, *state.waiting, *state.stuck)
+        found = dict.fromkeys((*(p.node_id for p in last.participants), *present))
+        return [node_id for node_id in found if not is_stand_in(node_id)]
+    return [
+        p.node_id
+        for p in last.participants
+        if not is_stand_in(p.node_id)
+        and (rank is None or p.rank_first <= rank < p.rank_first + p.offer.local_world_size)
+    ]
+
+
+def _by_node(
+    positions: Iterable[LogPosition],
+) -> dict[str, tuple[int | None, dict[tuple[int, bool], int]]]:
+    """Sort positions by their nodes; of several rounds of a node, the latest counts."""
+    found: dict[str, tuple[int | None, dict[tuple[int, bool], int]]] = {}
+    for at in positions:
+        round_, offsets = found.get(at.node_id, (None, {}))
+        if round_ is None or at.round > round_:
+            round_, offsets = at.round, {}
+        if at.round == round_:
+            offsets[at.local_rank, at.stderr] = at.offset
+        found[at.node_id] = round_, offsets
+    return found

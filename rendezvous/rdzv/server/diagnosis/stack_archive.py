@@ -1,0 +1,155 @@
+"""Keeps the stacks of the latest hangs, over restarts of the server.
+
+Each is a document of its own in the store, in one of a fixed number of places, so that what is
+kept is bounded whatever jobs do. A new one takes the place of the oldest: of the same job's, if
+that has its share already. Nothing depends on them: what can not be read is told of, and written
+over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from rdzv.core.stacks import Report
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import Document
+from rdzv.stores.base import DOCUMENT_BYTES
+from rdzv.structs import replace, struct
+
+log = logging.getLogger("rdzv.stacks")
+
+PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
+"""The documents; each is below `Limits.stack_bytes` and what JSON adds to that."""
+PLACES_OF_JOB = 4
+"""How many of them one job may have."""
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """What is stored in a place; None: nothing any more."""
+
+    report: Report | None = None
+
+
+@struct(frozen=True)
+class _Place:
+    """What is known of a place without its stacks."""
+
+    name: str
+    rdzv_id: str = ""
+    """Empty: it is free."""
+    run: str = ""
+    round: int = 0
+    at_ms: int = 0
+
+
+class Shelf:
+    """The stacks that are kept by one server. Read when they are first asked for."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._documents = {name: _document(jobs, name) for name in PLACES}
+        self._lock = asyncio.Lock()
+
+    async def keep(self, report: Report) -> None:
+        """Store stacks, in place of older ones if need be; of a round the latest are kept.
+
+        Raises:
+            RendezvousError: they are not stored.
+
+        """
+        async with self._lock:
+            place = _place_for(report, await self._known())
+            await self._write(place, report)
+
+    async def rounds(self, rdzv_id: str, run: str) -> tuple[int, ...]:
+        """Return the rounds of a run whose stacks are kept.
+
+        Raises:
+            RendezvousError: the store is away.
+
+        """
+        async with self._lock:
+            known = (await self._known()).values()
+            found = {p.round for p in known if (p.rdzv_id, p.run) == (rdzv_id, run)}
+            return tuple(sorted(found))
+
+    async def find(self, rdzv_id: str, run: str, round_: int) -> Report | None:
+        """Return the stacks that are kept of a round.
+
+        Raises:
+            RendezvousError: the store is away.
+
+        """
+        async with self._lock:
+            for place in (await self._known()).values():
+                if (place.rdzv_id, place.run, place.round) == (rdzv_id, run, round_):
+                    stored = await self._jobs.load_document(place.name)
+                    return None if stored is None else _decoded(place.name, stored[0])
+        return None
+
+    async def forget(self, rdzv_id: str) -> None:
+        """Delete what is kept of a job.
+
+        Raises:
+            RendezvousError: some of it may be there still.
+
+        """
+        async with self._lock:
+            for place in tuple((await self._known()).values()):
+                if place.rdzv_id == rdzv_id:
+                    await self._write(place, None)
+
+    async def _known(self) -> dict[str, _Place]:
+        """Return what is in all places."""
+        return {name: await document.known() for name, document in self._documents.items()}
+
+    async def _write(self, place: _Place, report: Report | None) -> None:
+        document = self._documents[place.name]
+        await document.swap(_described(place.name, report), _encoded(report))
+
+
+def _document(jobs: Jobs, name: str) -> Document[_Place]:
+    return Document(jobs, name, lambda data: _described(name, _decoded(name, data)))
+
+
+def _described(name: str, report: Report | None) -> _Place:
+    if report is None:
+        return _Place(name)
+    return _Place(name, report.rdzv_id, report.run, report.round, report.at_ms)
+
+
+def _encoded(report: Report | None) -> bytes:
+    """Write what is to be stored; of what is too much for a document only the first stacks."""
+    while True:
+        data = msgspec.json.encode(_Document(report))
+        if len(data) <= DOCUMENT_BYTES or report is None or not report.stacks:
+            return data
+        kept = report.stacks[: len(report.stacks) // 2]
+        left_out = report.left_out + len(report.stacks) - len(kept)
+        report = replace(report, stacks=kept, left_out=left_out)
+
+
+def _decoded(name: str, data: bytes) -> Report | None:
+    try:
+        return msgspec.json.decode(data, type=_Document).report
+    except msgspec.DecodeError as error:
+        log.warning("the document %s can not be read (%s); it will be written over", name, error)
+        return None
+
+
+def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
+    """Choose a place for stacks.
+
+    That of the same round; else the job's oldest, if it has enough; else a free one; else the
+    oldest of all.
+    """
+    own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
+    same = [p for p in own if (p.run, p.round) == (report.run, report.round)]
+    if same:
+        return same[0]
+    if len(own) >= PLACES_OF_JOB:
+        return min(own, key=lambda place: place.at_ms)
+    return min(places.values(), key=lambda place: (bool(place.rdzv_id), place.at_ms))

@@ -1,0 +1,201 @@
+"""Takes the stacks of all workers of a round, from their nodes, and puts them together.
+
+Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
+have 100,000 workers: they are grouped as they come, and of each group one stack is kept for sure,
+of the others as many as there is room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rdzv.core.model import Participant, State, is_stand_in
+from rdzv.core.stacks import (
+    Frame,
+    Key,
+    Report,
+    SilentNode,
+    Thread,
+    WorkerStack,
+    groups,
+    key_of,
+)
+from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
+from rdzv.runtime.clock import Clock, Timer
+from rdzv.server.messages import Stacks, TakeStacks, Told
+from rdzv.server.settings.config import Limits
+
+Send = Callable[[str, Told], bool]
+"""Say something to a node; false if it has no stream."""
+
+
+@dataclass(eq=False, slots=True)
+class _Taking:
+    """One moment of one round: what has come of it."""
+
+    waits_for: dict[str, Participant]
+    """By node_id: who has not said everything."""
+    room: int
+    """Bytes of stacks that may still be kept."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    ranks: dict[Key, list[int]] = field(default_factory=dict)
+    one_of: dict[Key, WorkerStack] = field(default_factory=dict)
+    kept: dict[int, WorkerStack] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    silent: dict[str, SilentNode] = field(default_factory=dict)
+
+    def add(self, stack: WorkerStack, most_groups: int) -> None:
+        """Take note of what a worker does; of one that comes twice, the first counts."""
+        if stack.rank in self.told:
+            return
+        key = key_of(stack)
+        if key not in self.ranks and len(self.ranks) >= most_groups:
+            # So many places at once say nothing any more.
+            key = (stack.state, (("elsewhere", "", 0),), ())
+            stack = _elsewhere(stack)
+        self.told.add(stack.rank)
+        self.ranks.setdefault(key, []).append(stack.rank)
+        first = key not in self.one_of
+        if first:
+            self.one_of[key] = stack
+        size = _size(stack)
+        if first or size <= self.room:
+            self.room -= size
+            self.kept[stack.rank] = stack
+
+    def end(self, node_id: str, why: str = "") -> None:
+        """Wait for a node no more; say why nothing is known of it, unless it has said all."""
+        node = self.waits_for.pop(node_id, None)
+        if node is not None and why:
+            size = node.offer.local_world_size
+            self.silent[node_id] = SilentNode(node_id, node.rank_first, size, why)
+        if not self.waits_for:
+            self.done.set()
+
+
+def _elsewhere(stack: WorkerStack) -> WorkerStack:
+    frames = (Frame("one of very many places", "elsewhere", 0),)
+    main = Thread("MainThread", True, frames)
+    return WorkerStack(
+        stack.rank, stack.local_rank, stack.pid, stack.state, (main,), node_id=stack.node_id
+    )
+
+
+def _size(stack: WorkerStack) -> int:
+    """Estimate what a stack takes, as it is stored."""
+    frames = (frame for thread in stack.threads for frame in thread.frames)
+    return 200 + len(stack.note) + sum(len(f.name) + len(f.file) + 40 for f in frames)
+
+
+class StackRelay:
+    """Whose stacks are being taken by one server."""
+
+    def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
+        """Give nodes `answer_ms` for their answers."""
+        self._clock = clock
+        self._limits = limits
+        self._answer_ms = answer_ms
+        self._send = send
+        self._takings: dict[int, _Taking] = {}
+        """By the number of the request, which is the same for all nodes."""
+        self._numbers = itertools.count(1)
+        self._closed = False
+
+    async def take(self, state: State, reason: str) -> Report:
+        """Have all nodes of the live round say what their workers do; wait a bounded time.
+
+        Raises:
+            InvalidRequestError: no round is live.
+            LimitExceededError: too many are being taken.
+            RendezvousConnectionError: this server does not serve any more.
+
+        """
+        membership, round_ = state.membership, state.membership.round
+        if membership.ended is not None or round_ is None or not round_.live:
+            raise InvalidRequestError(f"{membership.rdzv_id} has no workers now: no round is live")
+        if len(self._takings) >= self._limits.stack_takings:
+            raise LimitExceededError(
+                f"stacks of {len(self._takings)} rounds are being taken here, and no more may be; "
+                "try again in some seconds"
+            )
+        nodes = {p.node_id: p for p in round_.participants}
+        taking = _Taking(dict(nodes), self._limits.stack_bytes)
+        number = next(self._numbers)
+        self._takings[number] = taking
+        timer = Timer(self._clock, lambda _: taking.done.set())
+        timer.arm(self._clock.now_ms() + self._answer_ms)
+        at_ms = self._clock.now_ms()
+        told = TakeStacks(
+            number, membership.rdzv_id, membership.run, round_.number, self._answer_ms
+        )
+        try:
+            for node_id in nodes:
+                if is_stand_in(node_id) or not self._send(node_id, told):
+                    taking.end(node_id, "its agent is not connected")
+            await taking.done.wait()
+        finally:
+            timer.cancel()
+            del self._takings[number]
+        if self._closed:
+            raise RendezvousConnectionError("this server does not serve any more; ask again")
+        seconds = self._answer_ms / 1000
+        for node_id in tuple(taking.waits_for):
+            why = f"no answer within {seconds:g} s: its agent is held up, or too old to take stacks"
+            taking.end(node_id, why)
+        return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
+
+    def take_in(self, node_id: str, said: Stacks) -> None:
+        """Take stacks that a node has sent; those that nobody waits for are dropped."""
+        taking = self._takings.get(said.request)
+        node = taking.waits_for.get(node_id) if taking is not None else None
+        if taking is None or node is None:
+            return
+        ranks = range(node.rank_first, node.rank_first + node.offer.local_world_size)
+        for stack in said.workers:
+            if stack.rank in ranks:
+                taking.add(_of_node(stack, node_id), self._limits.stack_groups)
+        if said.last:
+            taking.end(node_id, said.error)
+
+    def note_gone(self, node_id: str) -> None:
+        """Note that a node's stream has ended."""
+        for taking in self._takings.values():
+            taking.end(node_id, "its stream ended before it had answered")
+
+    def close(self) -> None:
+        """End every wait with an error."""
+        self._closed = True
+        for taking in self._takings.values():
+            taking.done.set()
+
+
+def _of_node(stack: WorkerStack, node_id: str) -> WorkerStack:
+    return WorkerStack(
+        rank=stack.rank,
+        local_rank=stack.local_rank,
+        pid=stack.pid,
+        state=stack.state,
+        threads=stack.threads,
+        note=stack.note,
+        kernel=stack.kernel,
+        node_id=node_id,
+    )
+
+
+def _report(
+    taking: _Taking, rdzv_id: str, run: str, round_: int, at_ms: int, reason: str
+) -> Report:
+    return Report(
+        rdzv_id=rdzv_id,
+        run=run,
+        round=round_,
+        at_ms=at_ms,
+        reason=reason,
+        groups=tuple(groups(taking.ranks, taking.one_of)),
+        stacks=tuple(stack for _, stack in sorted(taking.kept.items())),
+        left_out=len(taking.told) - len(taking.kept),
+        silent=tuple(taking.silent.values()),
+    )

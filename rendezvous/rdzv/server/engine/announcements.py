@@ -1,0 +1,304 @@
+"""Who is to hear what: pure functions from states and events to messages.
+
+`news` is for those who were there when something happened; `owed` is for a node that comes back
+and may have missed it. A node that hears the same thing from both is not harmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+
+from rdzv.core.adopt import adoptable, tally_of
+from rdzv.core.commands import Join
+from rdzv.core.events import (
+    Event,
+    LastCallBegan,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodesPlaced,
+    NodesWithdrawn,
+    RoundAdopted,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunBegan,
+    RunEnded,
+)
+from rdzv.core.explain import waiting_reason
+from rdzv.core.model import (
+    Cause,
+    Membership,
+    Participant,
+    Round,
+    RoundEnd,
+    State,
+    Tally,
+    is_stand_in,
+)
+from rdzv.core.rendezvous import ended_run
+from rdzv.core.submissions import awaited
+from rdzv.server.messages import (
+    Belief,
+    Closed,
+    Joined,
+    Line,
+    Placed,
+    RoundOver,
+    Told,
+    Waiting,
+    Withdrawn,
+)
+
+_NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
+"""Only after these do all who wait hear the reason anew: n joins must not cost n * n messages."""
+
+
+def news(
+    before: State, after: State, events: Sequence[Event], now_ms: int
+) -> Iterator[tuple[str, Told]]:
+    """Yield what one transition announces, and to whom, in the order in which it happened."""
+    membership = after.membership
+    ends = any(isinstance(event, RunEnded) for event in events)
+    # Only an end is told to everybody; a step must not cost a look at every node.
+    present = {*before.seats, *before.waiting, *before.stuck} if ends else set()
+    for event in events:
+        match event:
+            case NodeJoined():
+                present.add(event.node_id)
+            case RunBegan():
+                # Who waited for a first round goes on in a run that was adopted, seated or not.
+                for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
+                    yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
+            case RoundCompleted():
+                yield from lines(membership, event.round, now_ms)
+            case RoundAdopted():
+                yield from _superseded(before, event.round)
+            case RoundEnded():
+                over = RoundOver(membership.rdzv_id, membership.run, event.round, event.end)
+                for node_id in {**before.seats, **after.seats}:
+                    yield node_id, over
+            case RunEnded():
+                closed = Closed(membership.rdzv_id, event.run, event.ended)
+                for node_id in present:
+                    yield node_id, closed
+                over_for = Withdrawn(
+                    membership.rdzv_id, event.run, f"the job has {event.ended.result}"
+                )
+                for node_id in awaited(before):
+                    yield node_id, over_for
+                # Who joins after this, in the same transition, is in the next run.
+                present = set()
+            case NodeLeft() | NodeLost():
+                # Also who has taken it up again meanwhile is to know that it is not placed.
+                gone = event.node_id in before.placed and event.node_id not in after.placed
+                if gone and membership.ended is None:
+                    yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
+            case NodesPlaced():
+                for node_id in event.node_ids:
+                    yield node_id, placed(membership)
+            case NodesWithdrawn():
+                withdrawn = Withdrawn(membership.rdzv_id, membership.run, event.reason)
+                for node_id in event.node_ids:
+                    yield node_id, withdrawn
+    if any(isinstance(event, _NEW_PHASE) for event in events):
+        for node_id in after.waiting:
+            yield node_id, waiting(after, node_id, now_ms)
+
+
+def placed(membership: Membership) -> Placed:
+    """Tell a node what it is to run."""
+    submission = membership.submission
+    assert submission is not None, "only who was submitted is placed"
+    return Placed(membership.rdzv_id, membership.run, submission.spec)
+
+
+def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Told]:
+    """Yield what a node must hear that comes back, of a submitted job that it holds or should.
+
+    `held` are the runs that it holds. Where it is present its `Belief` has told, and it has heard
+    what it is `owed`.
+    """
+    membership = state.membership
+    chosen = node_id in state.placed and membership.ended is None
+    if chosen and membership.run not in held:
+        yield placed(membership)
+    for run in held:
+        if run == membership.run and (chosen or state.present(node_id)):
+            continue
+        ended = ended_run(state, run)
+        # What a server without memory does not know it lets alone.
+        if ended is not None or (membership.submission and run == membership.run):
+            reason = (
+                f"the job has {ended.result}"
+                if ended
+                else "its place was given away while it was not heard"
+            )
+            yield Withdrawn(membership.rdzv_id, run, reason)
+
+
+def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
+    """Tell those who hold seats of an older round that a later one was known elsewhere."""
+    membership, old = before.membership, before.membership.round
+    if old is None:
+        return
+    reason = f"round {adopted.number} has followed it"
+    end = old.end or RoundEnd(Cause.NODE_LEFT, reason, adopted.at_ms, broken=True)
+    for node_id in before.seats:
+        if not is_stand_in(node_id):
+            yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
+
+
+def concerns(state: State, node_id: str, incarnation: int, message: Told) -> bool:
+    """Whether a message is for this incarnation: a line is only for the one that has the seat.
+
+    Another that has just connected would start workers in the place of its former self, and then
+    be given a place of its own.
+    """
+    return not isinstance(message, Line) or state.incarnation(node_id) == incarnation
+
+
+def unheard_line(before: State, command: Join, now_ms: int) -> Line | RoundOver | None:
+    """Return what a seated node has not taken in that asks for a seat: its line, or its end."""
+    seat, round_ = before.seats.get(command.node_id), before.membership.round
+    if seat is None or seat.incarnation != command.incarnation or round_ is None:
+        return None
+    if round_.live and command.left_round is None:
+        return None
+    if command.left_round is not None and command.left_round >= round_.number:
+        return None
+    return _about_its_seat(before.membership, command.node_id, now_ms)
+
+
+def lines(membership: Membership, round_: Round, now_ms: int) -> Iterator[tuple[str, Line]]:
+    """Yield each participant's own line of a round."""
+    tally = tally_of(membership, now_ms)
+    for group_rank, participant in enumerate(round_.participants):
+        yield participant.node_id, _line(membership, round_, group_rank, tally)
+
+
+def _line(membership: Membership, round_: Round, group_rank: int, tally: Tally | None) -> Line:
+    participant, last = round_.participants[group_rank], round_.participants[-1]
+    return Line(
+        rdzv_id=membership.rdzv_id,
+        run=membership.run,
+        round=round_.number,
+        group_rank=group_rank,
+        group_world_size=len(round_.participants),
+        rank_first=participant.rank_first,
+        # Not the sum over all nodes, which would be taken once for each of them.
+        world_size=last.rank_first + last.offer.local_world_size,
+        role_rank_first=participant.role_rank_first,
+        role_world_size=participant.role_world_size,
+        master_addr=round_.master_addr,
+        master_port=round_.master_port,
+        use_agent_store=round_.use_agent_store,
+        restarts=round_.restarts,
+        max_restarts=membership.settings.max_restarts,
+        tally=tally,
+    )
+
+
+def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
+    """Say why a waiting node has no workers."""
+    return Waiting(state.membership.rdzv_id, waiting_reason(state, node_id, now_ms))
+
+
+def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told, ...]:
+    """Return what a node must hear of a job, given what it believes after it came back.
+
+    Running workers are stopped only on a positive statement, so a node that knows of a run or a
+    round that the server does not know is told nothing.
+    """
+    ended = ended_run(state, belief.run)
+    if ended is not None:
+        return (Closed(state.membership.rdzv_id, belief.run, ended),)
+    if unknown(state, belief):
+        return ()
+    round_, seated = state.membership.round, node_id in state.seats
+    current = seated and round_ is not None and round_.number == belief.round
+    told: list[Told] = []
+    if belief.has_workers and belief.round is not None and not current:
+        # Also where the seat is another instance's: these workers are of a round that is over.
+        told.append(_seat_given_up(state.membership, node_id, belief.round))
+    if seated:
+        told.append(_about_its_seat(state.membership, node_id, now_ms, _claimed_rank(belief)))
+    if node_id in state.waiting:
+        told.append(waiting(state, node_id, now_ms))
+    return tuple(told)
+
+
+def _claimed_rank(belief: Belief) -> int | None:
+    claims = (getattr(command, "claim", None) for command in belief.commands)
+    return next((claim.group_rank for claim in claims if claim is not None), None)
+
+
+def may_be_adopted(state: State, belief: Belief) -> bool:
+    """Whether what the node says of its round may be news to this server."""
+    return belief.round is not None and adoptable(state, belief.run, belief.round)
+
+
+def unknown(state: State, belief: Belief) -> bool:
+    """Whether the node runs workers of a job or round that this server has never heard of."""
+    membership = state.membership
+    if not belief.has_workers:
+        return False
+    return not membership.run or (
+        belief.round is not None and belief.round >= membership.next_round
+    )
+
+
+def _about_its_seat(
+    membership: Membership, node_id: str, now_ms: int, claimed_rank: int | None = None
+) -> Line | RoundOver:
+    """Tell a seated node its line while the round is live, and then that it has ended."""
+    round_ = membership.round
+    assert round_ is not None, "a seat is always one of a round"
+    if round_.end is not None:
+        return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
+    group_rank = _group_rank(round_.participants, node_id, claimed_rank)
+    return _line(membership, round_, group_rank, tally_of(membership, now_ms))
+
+
+def _group_rank(
+    participants: tuple[Participant, ...], node_id: str, claimed_rank: int | None
+) -> int:
+    # While a round is adopted its participants change with each claim, which says where it is.
+    if claimed_rank is not None and claimed_rank < len(participants):
+        claimed = participants[claimed_rank]
+        if claimed.node_id == node_id:
+            return claimed_rank
+    return _group_ranks(_Participants(participants))[node_id]
+
+
+class _Participants:
+    """The participants of a round, as a key: told apart by identity, not compared one by one."""
+
+    __slots__ = ("these",)
+
+    def __init__(self, these: tuple[Participant, ...]) -> None:
+        self.these = these
+
+    def __hash__(self) -> int:
+        return id(self.these)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Participants) and self.these is other.these
+
+
+@lru_cache(maxsize=16)
+def _group_ranks(of: _Participants) -> dict[str, int]:
+    """Return the GROUP_RANK of each; kept, for after a restart all nodes of a round ask at once."""
+    return {participant.node_id: rank for rank, participant in enumerate(of.these)}
+
+
+def _seat_given_up(membership: Membership, node_id: str, number: int) -> RoundOver:
+    round_ = membership.round
+    if round_ is not None and round_.number == number and round_.end is not None:
+        end = round_.end
+    else:
+        reason = f"round {number} is over, and the seat of {node_id} in it was given up"
+        at_ms = round_.at_ms if round_ else membership.began_at_ms
+        end = RoundEnd(Cause.NODE_LOST, reason, at_ms, broken=True)
+    return RoundOver(membership.rdzv_id, membership.run, number, end)

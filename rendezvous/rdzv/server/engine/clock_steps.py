@@ -1,0 +1,70 @@
+"""When servers of a store were last seen, so that a clock which was stepped deletes nothing.
+
+How long ago a job has ended is told by the clock alone, which may be a month ahead at a start.
+So servers write down from time to time what their clocks say. Where nothing was written for long
+no server ran, or the clock was stepped. Nobody can tell which, so that *gap* does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv.core.words import duration
+from rdzv.server.settings.config import DAY_MS
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.jobs")
+
+GAP_MS = DAY_MS
+"""Far above the time between two notes."""
+
+STEP_MS = 60_000
+"""A clock that is further behind than this is worth a line in the log."""
+
+MOST_GAPS = 16
+
+
+@struct(frozen=True)
+class TimeSeen:
+    """What is stored: the latest note, and the gaps before it, oldest first."""
+
+    seen_ms: int = 0
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
+        """Note the present time; a gap before a start is kept, and told to the log.
+
+        While a server runs no clock is stepped for it: its own is monotonic.
+
+        >>> TimeSeen(1_000).noted(2_000), TimeSeen(1_000).noted(1_000 + 3 * DAY_MS).gaps
+        (TimeSeen(seen_ms=2000, gaps=()), ((1000, 259201000),))
+        """
+        ahead_ms = now_ms - self.seen_ms
+        if not at_start or not self.seen_ms or -STEP_MS <= ahead_ms <= GAP_MS:
+            return TimeSeen(now_ms, self.gaps)
+        if ahead_ms < 0:
+            log.warning(
+                "the clock is %s behind what a server of this store had last: it was stepped; "
+                "times that lie ahead count as now",
+                duration(-ahead_ms),
+            )
+            return TimeSeen(now_ms, self.gaps)
+        log.warning(
+            "the clock is %s ahead of what a server of this store had last: none has run since, or "
+            "the clock was stepped; no ended job is forgotten for that time",
+            duration(ahead_ms),
+        )
+        return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
+
+    def counted_since(self, at_ms: int, now_ms: int) -> int:
+        """Return how long ago something was, without the gaps.
+
+        >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
+        40
+        """
+        counted_ms, reached_ms = 0, at_ms
+        # They overlap where a clock was set back and stepped again.
+        for begin_ms, end_ms in sorted(self.gaps):
+            counted_ms += max(min(begin_ms, now_ms) - reached_ms, 0)
+            reached_ms = max(reached_ms, end_ms)
+        return counted_ms + max(now_ms - reached_ms, 0)

@@ -1,0 +1,190 @@
+"""Whether the store takes what is decided; while it does not: since when, why, and what waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rdzv.core.commands import (
+    Command,
+    Decline,
+    Fail,
+    Join,
+    Leave,
+    MarkAway,
+    MarkBack,
+    MarkLost,
+    Place,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Succeed,
+    Tick,
+    Withdraw,
+)
+from rdzv.core.words import counted, duration
+from rdzv.errors import RendezvousError
+from rdzv.runtime.clock import Clock, Timer
+
+log = logging.getLogger("rdzv.jobs")
+
+MOST_NAMED = 4
+"""Waiting commands that one sentence names."""
+FRESH_RETRIES = 3
+"""A command that was not retried for so many retries waits no longer: its node has gone."""
+
+
+class StoreState:
+    """What is known of the store, from how its calls end."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        retry_ms: int,
+        on_change: Callable[[str | None], None],
+        probe: Callable[[], object],
+    ) -> None:
+        """Call `on_change` with the job of which there is something else to say, None for all.
+
+        `probe` is called from time to time while the store is away and nobody writes to it: it
+        has to try a write.
+        """
+        self._clock = clock
+        self._fresh_ms = FRESH_RETRIES * retry_ms
+        self._retry_ms = retry_ms
+        self._on_change = on_change
+        self._probe = probe
+        self._timer = Timer(clock, lambda _: self._look())
+        self._since_ms: int | None = None
+        self._why = ""
+        self.unwritable = False
+        """A write has failed, and none has succeeded since: that reads succeed says nothing."""
+        self._waiting: dict[str, dict[str, int]] = {}
+        """By rdzv_id, in words: the commands that wait, and when each was tried last."""
+
+    def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
+        """Note that a call which began at `began_ms` has failed; say so once."""
+        self.unwritable |= writes
+        known, self._why = self._why, str(error)
+        if self._since_ms is None:
+            self._since_ms = began_ms
+            log.error("the store is away: %s; workers run on, nothing new is decided", error)
+            self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+        if known != self._why:
+            self._on_change(None)
+
+    def answered(self, *, writes: bool) -> None:
+        """Note that a call has succeeded; a store that refused a write has to take one first."""
+        self.unwritable &= not writes
+        if self._since_ms is None or self.unwritable:
+            return
+        log.warning("the store is back after %.1f s", self.away_ms / 1000)
+        self._since_ms, self._why = None, ""
+        self._waiting.clear()
+        self._timer.cancel()
+        self._on_change(None)
+
+    def waits(self, rdzv_id: str, command: Command) -> None:
+        """Note that a command could not be stored, and is tried again."""
+        if words := _words(command):
+            waiting = self._waiting.setdefault(rdzv_id, {})
+            known = words in waiting
+            waiting[words] = self._clock.now_ms()
+            if not known:
+                self._on_change(rdzv_id)
+
+    def decided(self, rdzv_id: str, command: Command) -> None:
+        """Note that a command waits no longer."""
+        if (waiting := self._waiting.get(rdzv_id)) is not None:
+            waiting.pop(_words(command), None)
+            if not waiting:
+                del self._waiting[rdzv_id]
+
+    def waiting(self, rdzv_id: str) -> tuple[str, ...]:
+        """Say what waits for the store of one job."""
+        since_ms = self._clock.now_ms() - self._fresh_ms
+        return tuple(
+            words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
+        )
+
+    @property
+    def away_ms(self) -> int:
+        """For how long the store has been away; 0 while it is there, as far as is known."""
+        return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing new can be stored, since when, and what waits; empty if it can, as is known.
+
+        It is a sentence for people, about all jobs.
+        """
+        waiting = [
+            f"{words} ({rdzv_id})" for rdzv_id in self._waiting for words in self.waiting(rdzv_id)
+        ]
+        return self._sentence(waiting)
+
+    def trouble_of(self, rdzv_id: str) -> str:
+        """Say the same of one job."""
+        return self._sentence(self.waiting(rdzv_id))
+
+    def stop(self) -> None:
+        """Look no more whether it is back."""
+        self._timer.cancel()
+
+    def _sentence(self, waiting: list[str] | tuple[str, ...]) -> str:
+        if self._since_ms is None:
+            return ""
+        text = (
+            f"the store is away for {duration(self.away_ms)} ({self._why}); workers run on, "
+            "nothing new is decided"
+        )
+        if waiting:
+            named = ", ".join(waiting[:MOST_NAMED])
+            more = len(waiting) - MOST_NAMED
+            text += f"; not stored yet: {named}" + (
+                f" and {counted(more, 'more decision')}" if more > 0 else ""
+            )
+        return text
+
+    def _look(self) -> None:
+        """Forget those that wait no longer; if none is left to try a write, try one."""
+        if self._since_ms is None:
+            return
+        self._timer.arm(self._clock.now_ms() + self._retry_ms)
+        for rdzv_id in [name for name in self._waiting if not self.waiting(name)]:
+            del self._waiting[rdzv_id]
+        if not self._waiting:
+            self._probe()
+
+
+def _words(command: Command) -> str:
+    """Say what waits with a command; empty for one whose caller is refused and does not wait."""
+    match command:
+        case Join():
+            return f"{command.node_id} joins"
+        case Resume():
+            return f"{command.node_id} comes back with its workers"
+        case Fail():
+            return f"workers of {command.node_id} have failed"
+        case Succeed():
+            return f"workers of {command.node_id} have succeeded"
+        case Leave():
+            return f"{command.node_id} leaves"
+        case MarkLost():
+            return f"{command.node_id} is lost"
+        case MarkAway():
+            return f"{command.node_id} is away"
+        case MarkBack():
+            return f"{command.node_id} is back"
+        case ReportStuck():
+            return f"workers of {command.node_id} survive SIGKILL"
+        case ReportStoreHost():
+            return f"the store host on {command.node_id} has failed"
+        case Decline():
+            return f"{command.node_id} declines"
+        case Place() | Withdraw():
+            return "the nodes that it is placed on"
+        case Tick():
+            return "what is due by time"
+        case _:
+            return ""

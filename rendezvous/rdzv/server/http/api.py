@@ -1,0 +1,360 @@
+"""The JSON API at /api/v1: what rdzvctl shows, by HTTP. It reads, and changes nothing.
+
+`openapi` says what can be asked for. Each answer is a document of `rdzvctl -o json`; an error is
+one with its code and message, and the status that its kind stands for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from rdzv.ctl.logs_text import Printer, note_of
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    NotLeaderError,
+    RendezvousError,
+)
+from rdzv.server.http.feeds import Feeds, frame
+from rdzv.server.http.openapi import PREFIX, Operation, document, operations
+from rdzv.server.http.views import Shown
+from rdzv.server.messages import LogsWanted
+from rdzv.server.settings.config import Config
+from rdzv.view import as_json
+from rdzv.view.answers import LogLines
+
+log = logging.getLogger("rdzv.api")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "FAILED_PRECONDITION": 409,
+    "ABORTED": 409,
+    "ALREADY_EXISTS": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+"""HTTP's word for that of gRPC in the error table; all else is 500."""
+
+BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}))
+
+
+class Api:
+    """The handlers, over one server's answers."""
+
+    def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
+        self._answers = answers
+        self._feeds = feeds
+        self._limits = config.limits
+        self._timings = config.timings
+        self._operations = operations(config.limits)
+        self._asked = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return a route for each operation."""
+        handlers: Mapping[str, Callable[[web.Request, dict[str, Any]], Awaitable[Any]]] = {
+            "listJobs": self._jobs,
+            "getJob": self._job,
+            "listEvents": self._events,
+            "readLogs": self._logs,
+            "readStacks": self._stacks,
+            "listNodes": self._nodes,
+            "getNode": self._node,
+            "listServers": self._servers,
+            "stream": self._stream,
+            "getOpenApi": self._openapi,
+        }
+        return [
+            web.get(PREFIX + _pattern(one.path), self._handler(one, handlers[one.name]))
+            for one in self._operations
+        ]
+
+    def _handler(
+        self, one: Operation, answer: Callable[[web.Request, dict[str, Any]], Awaitable[Any]]
+    ) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = _parameters(one, request)
+            if one.schema is None:
+                response = await answer(request, given)
+                assert isinstance(response, web.StreamResponse)
+                return response
+            with self._one_more():
+                return _json(await answer(request, given))
+
+        return handle
+
+    @contextmanager
+    def _one_more(self) -> Iterator[None]:
+        if self._asked >= self._limits.http_requests:
+            raise LimitExceededError(
+                f"{self._asked} requests are being answered, and no more may; ask again soon, "
+                "follow the stream, or raise the limit `http_requests`"
+            )
+        self._asked += 1
+        try:
+            yield
+        finally:
+            self._asked -= 1
+
+    # ---------------------------------------------------------------- documents
+
+    async def _jobs(self, request: web.Request, given: dict[str, Any]) -> str:
+        jobs = await self._answers.jobs()
+        return as_json.jobs(jobs, store_away=self._answers.store_away)
+
+    async def _job(self, request: web.Request, given: dict[str, Any]) -> str:
+        return as_json.status(await self._answers.status(_named(request)))
+
+    async def _events(self, request: web.Request, given: dict[str, Any]) -> str:
+        rdzv_id = _named(request)
+        return as_json.events(rdzv_id, await self._answers.events(rdzv_id, given["limit"] or 0))
+
+    async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
+        report = await self._answers.kept_stacks(_named(request), given["round"])
+        # Written in a thread, as it is read: it may be large.
+        return await asyncio.to_thread(as_json.stacks, report)
+
+    async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
+        nodes = await self._answers.nodes()
+        return as_json.nodes(nodes, store_away=self._answers.store_away)
+
+    async def _node(self, request: web.Request, given: dict[str, Any]) -> str:
+        return as_json.node(await self._answers.node(_named(request)))
+
+    async def _servers(self, request: web.Request, given: dict[str, Any]) -> str:
+        return as_json.servers(await self._answers.servers())
+
+    async def _openapi(self, request: web.Request, given: dict[str, Any]) -> str:
+        return json.dumps(document(self._limits), indent=2)
+
+    # ---------------------------------------------------------------- logs
+
+    async def _logs(self, request: web.Request, given: dict[str, Any]) -> web.StreamResponse:
+        follow = given["follow"]
+        wanted = LogsWanted(
+            rank=given["rank"],
+            round=given["round"],
+            follow=follow,
+            tail_lines=given["tail"],
+            tail_bytes=self._limits.http_log_bytes,
+        )
+        pieces = self._answers.logs(_named(request), wanted)
+        async with (
+            aclosing(pieces) as found,
+            aclosing(_texts(found, one_rank=given["rank"] is not None)) as texts,
+        ):
+            if follow:
+                return await self._log_stream(request, texts)
+            return web.Response(text=await self._whole(texts))
+
+    async def _whole(self, texts: AsyncIterator[str]) -> str:
+        """Return what comes, within bounds of size and time."""
+        parts, size, most = list[str](), 0, self._limits.http_log_bytes
+        try:
+            async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
+                async for text in texts:
+                    parts.append(text)
+                    size += len(text)
+                    if size > most:
+                        parts.append(
+                            f"rdzv: more than {most} bytes were written; ask for one RANK, or for "
+                            "a shorter tail\n"
+                        )
+                        break
+        except TimeoutError:
+            parts.append("rdzv: not everything has come in time; ask again\n")
+        return "".join(parts)
+
+    async def _log_stream(
+        self, request: web.Request, texts: AsyncIterator[str]
+    ) -> web.StreamResponse:
+        # A refusal comes at once, and is told as such; the first words may take hours.
+        coming = asyncio.ensure_future(anext(texts, None))
+        try:
+            done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
+            if done and coming.exception() is not None:
+                await coming
+            response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
+            await response.prepare(request)
+            try:
+                while (text := await coming) is not None:
+                    await self._write(request, response, text.encode())
+                    coming = asyncio.ensure_future(anext(texts, None))
+            except RendezvousError as error:
+                await self._write(request, response, f"rdzv: {error}\n".encode())
+            return response
+        finally:
+            coming.cancel()
+            # What it runs can be closed only when it runs no more; how it ends concerns nobody.
+            await asyncio.wait([coming])
+            if not coming.cancelled():
+                coming.exception()
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """Write, or give up on a reader that takes nothing."""
+        try:
+            async with asyncio.timeout(self._timings.stream_write_ms / 1000):
+                await response.write(data)
+        except TimeoutError:
+            log.info("%s reads nothing, and is dropped", request.remote)
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the reader takes nothing") from None
+
+    # ---------------------------------------------------------------- the stream
+
+    async def _stream(self, request: web.Request, given: dict[str, Any]) -> web.StreamResponse:
+        async with self._feeds.followed(given["job"]) as reader:
+            response = web.StreamResponse(
+                headers={
+                    "Content-Type": "text/event-stream; charset=utf-8",
+                    # nginx would keep events back otherwise.
+                    "X-Accel-Buffering": "no",
+                }
+            )
+            await response.prepare(request)
+            beat_s = self._timings.stream_beat_ms / 1000
+            while True:
+                try:
+                    async with asyncio.timeout(beat_s):
+                        data = await reader.next()
+                except TimeoutError:
+                    data = BEAT
+                if data is None:
+                    break
+                await self._write(request, response, data)
+            assert reader.ended is not None, "without an end, something comes"
+            log.info("the stream of %s ends: %s", request.remote, reader.ended)
+            end = frame("end", json.dumps(_error_fields(reader.ended)))
+            await self._write(request, response, end)
+            return response
+
+
+def _pattern(path: str) -> str:
+    """Return a path as aiohttp wants it; a name may have braces, too."""
+    return path.replace("}", ":[^/]+}")
+
+
+def _named(request: web.Request) -> str:
+    """Return the name in the path; it may have any characters, percent-encoded."""
+    (name,) = request.match_info.values()
+    return name
+
+
+def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
+    """Read what is given beside the path; refuse what nobody would look at."""
+    known = {parameter.name: parameter for parameter in one.query}
+    for name in request.query:
+        if name not in known:
+            shown = ", ".join(known) or "none"
+            raise InvalidRequestError(
+                f"there is no parameter {name[:40]!r} here; those that are: {shown}"
+            )
+        if len(request.query.getall(name)) > 1:
+            raise InvalidRequestError(f"{name} is given more than once; give it once")
+    return {name: parameter.read(request.query.get(name)) for name, parameter in known.items()}
+
+
+async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGenerator[str, None]:
+    """Put pieces of logs into whole lines, as rdzvctl does; a note is a line of its own."""
+    out = io.BytesIO()
+    printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
+
+    def taken() -> str:
+        text = out.getvalue().decode(errors="replace")
+        out.seek(0)
+        out.truncate()
+        return text
+
+    async for piece in pieces:
+        if piece.note is None:
+            printer.take(piece)
+        else:
+            out.write(f"rdzv: {note_of(piece)}\n".encode())
+        if text := taken():
+            yield text
+    printer.end()
+    if text := taken():
+        yield text
+
+
+# ------------------------------------------------------------------------------------ answers
+
+
+def _json(text: str, status: int = 200) -> web.Response:
+    # Any size of it is compressed in a thread: the event loop does not wait.
+    response = web.Response(
+        text=text, status=status, content_type="application/json", zlib_executor_size=1024
+    )
+    if len(text) > 1024:
+        response.enable_compression()
+    return response
+
+
+def _error_fields(error: RendezvousError) -> dict[str, object]:
+    leader = error.leader if isinstance(error, NotLeaderError) else None
+    return _fields(error.code, str(error), leader or None)
+
+
+def _fields(code: str, message: str, leader: str | None = None) -> dict[str, object]:
+    return {"version": as_json.VERSION, "code": code, "message": message, "leader": leader}
+
+
+def error_response(error: RendezvousError) -> web.Response:
+    """Answer with an error of the table."""
+    status = STATUSES.get(error.grpc_status, 500)
+    response = _json(json.dumps(_error_fields(error), indent=2), status)
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if status in (429, 503):
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+@web.middleware
+async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error below /api as a document, whoever has made it."""
+    try:
+        return await handler(request)
+    except RendezvousError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        if not request.path.startswith("/api/"):
+            raise
+        response = _json(json.dumps(_fields("HttpError", _in_words(request, error)), indent=2))
+        response.set_status(error.status)
+        if allow := error.headers.get("Allow"):
+            response.headers["Allow"] = allow
+        return response
+    except ConnectionError:
+        raise
+    except Exception:
+        if not request.path.startswith("/api/"):
+            raise
+        log.exception("a bug of rdzvd, please report it: %s", request.path)
+        fields = _fields(RendezvousError.code, "a bug of rdzvd; its log says more")
+        return _json(json.dumps(fields, indent=2), 500)
+
+
+def _in_words(request: web.Request, error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{request.method} is not possible here: this API reads; use GET"
+    if isinstance(error, web.HTTPNotFound):
+        shown = unquote(request.path)[:200]
+        return f"there is nothing at {shown!r}; {PREFIX}/openapi.json says what there is"
+    return error.reason

@@ -1,0 +1,187 @@
+"""The door of an HTTP server: how many are let in, and how long they may take to say a first word.
+
+aiohttp lets everybody in, and waits for the first request of a connection for ever. Who is one too
+many is told so and shown out; so is who does not say in time what it wants. Nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import web
+
+from rdzv.server.settings.config import Limits, Listen, Timings
+
+_END_OF_HEADERS = b"\r\n\r\n"
+_MAX_HEADER_BYTES = 32 * 1024
+"""More than aiohttp takes, which then says so in its own words."""
+
+
+class Door:
+    """Makes the protocol of each connection of one server."""
+
+    def __init__(
+        self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
+    ) -> None:
+        """Hand who has said what it wants to one of `handlers`."""
+        self.handlers = handlers
+        self.first_request_s = timings.first_request_ms / 1000
+        self._limits = limits
+        self._inside: Counter[str] = Counter()
+        self.waiting: set[_Visitor] = set()
+        """Those who have not said yet what they want."""
+
+    def __call__(self) -> asyncio.Protocol:
+        """Return the protocol of a connection that was just accepted."""
+        return _Visitor(self)
+
+    def enter(self, peer: str) -> str:
+        """Count one in, or return why not."""
+        most, most_of_peer = self._limits.http_connections, self._limits.http_connections_per_peer
+        if self._inside.total() >= most:
+            return f"this server has {most} connections; try again later"
+        if self._inside[peer] >= most_of_peer:
+            return f"{peer} has {most_of_peer} connections here; close some"
+        self._inside[peer] += 1
+        return ""
+
+    def leave(self, peer: str) -> None:
+        """Count one out."""
+        self._inside[peer] -= 1
+        if not self._inside[peer]:
+            del self._inside[peer]
+
+    def close(self) -> None:
+        """Show everybody out who has not said yet what it wants."""
+        for visitor in tuple(self.waiting):
+            visitor.show_out(503, "this server ends")
+
+
+class _Visitor(asyncio.Protocol):
+    """One connection: its first words are gathered here, and then all goes to a handler."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._peer: str | None = None
+        """Under which it was counted in; None: it was not."""
+        self._transport: asyncio.Transport | None = None
+        self._said = bytearray()
+        self._handler: asyncio.Protocol | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer = str((transport.get_extra_info("peername") or ("?",))[0])
+        if why := self._door.enter(peer):
+            self.show_out(503, why)
+            return
+        self._peer = peer
+        self._door.waiting.add(self)
+        seconds = self._door.first_request_s
+        self._timer = asyncio.get_running_loop().call_later(
+            seconds, self.show_out, 408, f"no request within {seconds:g} s"
+        )
+
+    def data_received(self, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.data_received(data)
+            return
+        if self._peer is None:
+            return
+        self._said += data
+        if _END_OF_HEADERS in self._said or len(self._said) > _MAX_HEADER_BYTES:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        assert self._transport is not None
+        self._wait_no_more()
+        self._handler = self._door.handlers()
+        self._handler.connection_made(self._transport)
+        self._handler.data_received(bytes(self._said))
+        self._said.clear()
+
+    def show_out(self, status: int, why: str) -> None:
+        """Say why this connection ends, and end it."""
+        assert self._transport is not None
+        self._wait_no_more()
+        text = f"{why}\n".encode()
+        head = (
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: text/plain\r\n"
+            f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        )
+        self._transport.write(head.encode() + text)
+        self._transport.close()
+
+    def _wait_no_more(self) -> None:
+        self._door.waiting.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def eof_received(self) -> bool | None:
+        return None if self._handler is None else self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        if self._peer is not None:
+            self._door.leave(self._peer)
+            self._peer = None
+        if self._handler is not None:
+            self._handler.connection_lost(exc)
+
+
+_PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
+
+
+class GuardedSite(web.BaseSite):
+    """A place where an application listens, with a door."""
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        listen: Listen,
+        limits: Limits,
+        timings: Timings,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """Listen there, once started."""
+        super().__init__(runner, ssl_context=tls)
+        assert runner.server is not None
+        self._door = Door(runner.server, limits, timings)
+        self._listen = listen
+        self._handshake_s = timings.handshake_ms / 1000
+
+    @property
+    def name(self) -> str:
+        """Return where that is."""
+        scheme = "http" if self._ssl_context is None else "https"
+        return f"{scheme}://{self._listen}"
+
+    async def start(self) -> None:
+        """Begin to listen; `OSError` if that can not be."""
+        await super().start()
+        self._server = await asyncio.get_running_loop().create_server(
+            self._door,
+            self._listen.host,
+            self._listen.port,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=None if self._ssl_context is None else self._handshake_s,
+            backlog=self._backlog,
+        )
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        await super().stop()
+        self._door.close()

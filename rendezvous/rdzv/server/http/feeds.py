@@ -1,0 +1,482 @@
+"""What the HTTP API pushes: the fleet, or one job, to everyone who follows it.
+
+All who follow the same share one *feed*, which looks at what has changed and writes it down once.
+A feed runs while somebody follows it. It begins with everything, between `begin` and `ready`, and
+goes on with what changes: whoever joins later makes it begin anew for that *reader* alone.
+
+A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
+takes more than a tenth of the event loop, however much changes. A reader has a bounded queue. One
+that does not keep up is dropped, and hears why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+from rdzv.core.explain import JobView
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    UnknownJobError,
+)
+from rdzv.runtime.clock import sleep_ms
+from rdzv.runtime.concurrency import single_error
+from rdzv.server.http.views import Shown
+from rdzv.server.messages import NodeSummary
+from rdzv.server.rpc.queries import SLICE
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Limits, Timings
+from rdzv.structs import replace
+from rdzv.view import answers, as_json
+
+log = logging.getLogger("rdzv.feeds")
+
+T = TypeVar("T")
+
+ROWS = 200
+"""Jobs or nodes in one event: writing them down takes a few milliseconds."""
+
+REST = 9
+"""A feed rests so many times as long as it has worked."""
+
+EVENTS = 200
+"""Rows of a job's history that its feed shows."""
+
+WATCHED_EVERY_MS = 2_000
+"""How often a feed looks at jobs that are only watched: they are looked at, not told."""
+
+
+def frame(event: str, document: str) -> bytes:
+    """Write one event of the stream. The document is one line, as JSON without indent is."""
+    return f"event: {event}\ndata: {document}\n\n".encode()
+
+
+def _marker(event: str) -> bytes:
+    return frame(event, json.dumps({"version": as_json.VERSION}))
+
+
+BEGIN, READY = _marker("begin"), _marker("ready")
+
+
+class Reader:
+    """One who follows a feed. What waits for it is bounded."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._frames: deque[bytes] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self._end: RendezvousError | None = None
+
+    @property
+    def ended(self) -> RendezvousError | None:
+        """Why nothing more comes; None while something may."""
+        return self._end
+
+    def put(self, frames: Iterable[bytes]) -> None:
+        """Let it have these next; one that has too many waiting is dropped. Waits for nothing."""
+        if self._end is not None:
+            return
+        for one in frames:
+            self._frames.append(one)
+            self._bytes += len(one)
+        many = len(self._frames) > self._limits.stream_frames
+        if many or self._bytes > self._limits.stream_bytes:
+            self.end(
+                LimitExceededError(
+                    f"{len(self._frames)} events of {self._bytes} bytes wait to be read, more than "
+                    "are kept for one reader; connect again, and read faster"
+                )
+            )
+        self._news.set()
+
+    def end(self, error: RendezvousError) -> None:
+        """Let it hear why it is told no more, and nothing else."""
+        if self._end is None:
+            self._end = error
+            self._frames.clear()
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """Return what comes next; None when nothing more does."""
+        while not self._frames:
+            if self._end is not None:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        one = self._frames.popleft()
+        self._bytes -= len(one)
+        return one
+
+
+class Feed:
+    """What is told to all who follow one thing. Made by `Feeds`."""
+
+    def __init__(self, answers: Shown, timings: Timings) -> None:
+        self._answers = answers
+        self._timings = timings
+        self._readers: set[Reader] = set()
+        self._fresh: set[Reader] = set()
+        """Those who have seen nothing yet."""
+        self._woken = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def add(self, reader: Reader) -> None:
+        """Let somebody follow, from the beginning."""
+        self._fresh.add(reader)
+        self._woken.set()
+
+    def discard(self, reader: Reader) -> bool:
+        """Let somebody go; say whether nobody is left."""
+        self._fresh.discard(reader)
+        self._readers.discard(reader)
+        return not self._fresh and not self._readers
+
+    def fail(self, error: RendezvousError) -> None:
+        """Let everyone hear why nothing more comes."""
+        for reader in (*self._fresh, *self._readers):
+            reader.end(error)
+
+    async def run(self) -> None:
+        """Tell those who follow, until cancelled or there is nothing more to tell."""
+        try:
+            driver = self._answers.replica.driver
+            with driver.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
+                while True:
+                    self._check(driver)
+                    self._woken.clear()
+                    began_ms = self._answers.clock.now_ms()
+                    fresh, self._fresh = self._fresh, set()
+                    self._readers |= fresh
+                    await self._look(fresh)
+                    await self._rest(self._answers.clock.now_ms() - began_ms)
+        except RendezvousError as error:
+            self.fail(error)
+        except Exception:
+            # Whoever follows connects again; nobody else is to suffer.
+            log.exception("a bug of rdzvd, please report it: a stream of the HTTP API ends")
+            self.fail(RendezvousConnectionError("a bug of rdzvd, see its log; connect again"))
+
+    def _check(self, driver: Driver) -> None:
+        if self._answers.replica.driver is not driver:
+            raise RendezvousConnectionError("this server has lost the lead meanwhile; ask again")
+
+    def _heard(self, driver: Driver, rdzv_id: str | None) -> None:
+        try:
+            self._check(driver)
+        except RendezvousConnectionError:
+            # That was its last word.
+            self._woken.set()
+        self._note(rdzv_id)
+
+    async def _rest(self, worked_ms: int) -> None:
+        """Rest in proportion, and then until there is something to tell."""
+        rest_ms = max(self._timings.stream_rest_ms, REST * worked_ms)
+        await sleep_ms(self._answers.clock, rest_ms)
+        waits = asyncio.ensure_future(self._woken.wait())
+        looks_again = asyncio.ensure_future(sleep_ms(self._answers.clock, WATCHED_EVERY_MS))
+        try:
+            waiting = {waits} if not self._looks_again() else {waits, looks_again}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waits.cancel()
+            looks_again.cancel()
+
+    def _looks_again(self) -> bool:
+        """Whether something may change without a word."""
+        return self._answers.watches
+
+    def _note(self, rdzv_id: str | None) -> None:
+        raise NotImplementedError
+
+    async def _look(self, fresh: Collection[Reader]) -> None:
+        """Tell `fresh` everything, and all others what has changed."""
+        raise NotImplementedError
+
+
+def _ageless_job(summary: answers.JobSummary) -> object:
+    return replace(summary, state_age_ms=0)
+
+
+class FleetFeed(Feed):
+    """All jobs and all nodes, one line each."""
+
+    def __init__(self, answers: Shown, timings: Timings) -> None:
+        super().__init__(answers, timings)
+        self._jobs: dict[str, object] = {}
+        """What was told of each job, but for its age."""
+        self._nodes: dict[str, object] = {}
+        self._watched: set[str] = set()
+        self._changed: set[str] = set()
+        self._nodes_changed = False
+
+    def _note(self, rdzv_id: str | None) -> None:
+        if rdzv_id is not None:
+            self._changed.add(rdzv_id)
+        # A job's nodes change their states within it.
+        self._nodes_changed = True
+        self._woken.set()
+
+    async def _look(self, fresh: Collection[Reader]) -> None:
+        old = self._readers.difference(fresh)
+        for reader in fresh:
+            reader.put([BEGIN])
+        changed, self._changed = self._changed, set()
+        if fresh:
+            await self._tell_all_jobs(fresh, old)
+        else:
+            await self._tell_jobs(changed, old)
+        if fresh or self._nodes_changed:
+            self._nodes_changed = False
+            await self._tell_nodes(fresh, old)
+        for reader in fresh:
+            reader.put([READY])
+
+    async def _tell_all_jobs(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
+        self._watched = {view.rdzv_id for view in self._answers.all_watched()}
+        rows, seen = list[answers.JobSummary](), set[str]()
+        async for view in self._answers.views():
+            if view.rdzv_id not in seen:
+                seen.add(view.rdzv_id)
+                rows.append(self._answers.summary_of(view))
+        news = [row for row in rows if self._is_news(row)]
+        await self._put(fresh, "jobs", as_json.jobs, rows)
+        await self._put(old, "jobs", as_json.jobs, news)
+        self._tell_gone(old, "jobs", self._jobs, seen)
+
+    async def _tell_jobs(self, changed: set[str], old: Collection[Reader]) -> None:
+        watched = {view.rdzv_id: view for view in self._answers.all_watched()}
+        changed |= self._watched - watched.keys()
+        self._watched = set(watched)
+        rows = [self._answers.summary_of(view) for view in watched.values()]
+        gone = set[str]()
+        for number, rdzv_id in enumerate(changed, 1):
+            try:
+                rows.append(self._answers.summary_of(await self._answers.view(rdzv_id)))
+            except (UnknownJobError, InvalidRequestError):
+                gone.add(rdzv_id)
+            except RendezvousStateError as error:
+                log.error("job %s is not shown: %s", rdzv_id, error)
+            except RendezvousConnectionError:
+                # The store is away, or this server leads no more, which is found out soon.
+                self._changed.add(rdzv_id)
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+        await self._put(old, "jobs", as_json.jobs, [row for row in rows if self._is_news(row)])
+        self._tell_gone(old, "jobs", self._jobs, self._jobs.keys() - gone)
+
+    def _is_news(self, row: answers.JobSummary) -> bool:
+        content = _ageless_job(row)
+        if self._jobs.get(row.rdzv_id) == content:
+            return False
+        self._jobs[row.rdzv_id] = content
+        return True
+
+    async def _tell_nodes(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
+        now_ms, summaries = self._answers.clock.now_ms(), self._answers.summaries()
+        contents = {s.node_id: _content(s, now_ms) for s in summaries}
+        news = [s for s in summaries if self._nodes.get(s.node_id) != contents[s.node_id]]
+        if fresh:
+            await self._put(fresh, "nodes", as_json.nodes, await self._shown(summaries))
+        await self._put(old, "nodes", as_json.nodes, await self._shown(news))
+        self._tell_gone(old, "nodes", self._nodes, contents.keys())
+        self._nodes = contents
+
+    async def _shown(self, summaries: Sequence[NodeSummary]) -> list[answers.Node]:
+        found = []
+        for part in _parts(summaries, SLICE):
+            found += [self._answers.node_of(summary) for summary in part]
+            await asyncio.sleep(0)
+        return found
+
+    def _tell_gone(
+        self,
+        old: Collection[Reader],
+        kind: str,
+        known: dict[str, object],
+        there: Collection[str],
+    ) -> None:
+        gone = sorted(known.keys() - set(there))
+        for name in gone:
+            del known[name]
+        if gone:
+            document = {"version": as_json.VERSION, "jobs": [], "nodes": [], kind: gone}
+            _put_all(old, [frame("gone", json.dumps(document))])
+
+    async def _put(
+        self,
+        readers: Collection[Reader],
+        event: str,
+        write: Callable[..., str],
+        rows: Sequence[T],
+    ) -> None:
+        if not readers:
+            return
+        for part in _parts(rows, ROWS):
+            document = write(part, indent=None, store_away=self._answers.store_away)
+            _put_all(readers, [frame(event, document)])
+            await asyncio.sleep(0)
+
+
+def _content(summary: NodeSummary, now_ms: int) -> object:
+    """Return what is said of a node, with the times at which ages began in their place."""
+    return replace(
+        summary,
+        state_age_ms=now_ms - summary.state_age_ms,
+        cordon_age_ms=now_ms - summary.cordon_age_ms if summary.cordoned else 0,
+        quarantine_age_ms=now_ms - summary.quarantine_age_ms if summary.quarantine else 0,
+        quarantine_left_ms=now_ms + summary.quarantine_left_ms if summary.quarantine else 0,
+    )
+
+
+class JobFeed(Feed):
+    """One job, with all that `status` shows, and its history."""
+
+    def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
+        super().__init__(answers, timings)
+        self._rdzv_id = rdzv_id
+        self._turn: object = None
+        self._events = b""
+        self._last = b""
+
+    def _looks_again(self) -> bool:
+        return self._answers.watched(self._rdzv_id) is not None
+
+    def _note(self, rdzv_id: str | None) -> None:
+        # What a node's coming and going means for the job is noted with its name.
+        if rdzv_id == self._rdzv_id:
+            self._woken.set()
+
+    async def _look(self, fresh: Collection[Reader]) -> None:
+        old = self._readers.difference(fresh)
+        view = await self._answers.view(self._rdzv_id)
+        status = self._answers.status_of(view)
+        told = frame("job", as_json.status(status, indent=None))
+        if told != self._last:
+            _put_all(old, [told])
+            self._last = told
+        turn = (self._answers.replica.driver.noted(self._rdzv_id), _turn_of(view))
+        if turn != self._turn or not self._events:
+            events = await self._answers.events(self._rdzv_id, EVENTS)
+            written = frame("events", as_json.events(self._rdzv_id, events, indent=None))
+            self._turn = turn
+            if written != self._events:
+                _put_all(old, [written])
+                self._events = written
+        _put_all(fresh, [BEGIN, told, self._events, READY])
+
+
+def _turn_of(view: JobView) -> object:
+    """Return what changes whenever a step happens that history tells of."""
+    nodes = tuple((node.node_id, node.state) for node in view.nodes)
+    submission = view.submission
+    placed = submission.placed if submission is not None else ()
+    turn = (view.run, view.round, view.state, view.last_end, view.min_nodes, view.max_nodes)
+    return (*turn, view.restarts, placed, nodes)
+
+
+def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:
+    for reader in readers:
+        reader.put(frames)
+
+
+def _parts(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
+class Feeds:
+    """All feeds of one server. Made by `running`."""
+
+    def __init__(
+        self, answers: Shown, limits: Limits, timings: Timings, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._answers = answers
+        self._tasks = tasks
+        self._limits = limits
+        self._timings = timings
+        self._feeds: dict[str | None, Feed] = {}
+        """By rdzv_id; None: the fleet."""
+        self._readers = 0
+        self._closed = False
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls, answers: Shown, limits: Limits, timings: Timings
+    ) -> AsyncIterator[Feeds]:
+        """Let feeds be followed until the body ends."""
+        with single_error():
+            async with asyncio.TaskGroup() as tasks:
+                feeds = cls(answers, limits, timings, tasks)
+                try:
+                    yield feeds
+                finally:
+                    feeds.close()
+                    for feed in feeds._feeds.values():
+                        if feed.task is not None:
+                            feed.task.cancel()
+
+    @asynccontextmanager
+    async def followed(self, rdzv_id: str | None) -> AsyncIterator[Reader]:
+        """Follow one job, or with None the fleet, until the body ends.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            LimitExceededError: too many follow.
+            RendezvousConnectionError: this server does not lead, or is stopping.
+
+        """
+        if self._closed:
+            raise RendezvousConnectionError("this server is stopping; connect again")
+        if self._readers >= self._limits.http_streams:
+            raise LimitExceededError(
+                f"{self._readers} readers follow the stream here, and no more may; close a page, "
+                "or raise the limit `http_streams`"
+            )
+        self._readers += 1
+        try:
+            if rdzv_id is not None:
+                await self._answers.view(rdzv_id)
+            else:
+                _ = self._answers.replica.driver
+            with self._joined(rdzv_id) as reader:
+                yield reader
+        finally:
+            self._readers -= 1
+
+    @contextmanager
+    def _joined(self, rdzv_id: str | None) -> Iterator[Reader]:
+        feed = self._feeds.get(rdzv_id)
+        if feed is None or feed.task is None or feed.task.done():
+            feed = self._feeds[rdzv_id] = self._new(rdzv_id)
+            feed.task = self._tasks.create_task(feed.run())
+        reader = Reader(self._limits)
+        feed.add(reader)
+        try:
+            yield reader
+        finally:
+            if feed.discard(reader):
+                feed.task.cancel()
+                if self._feeds.get(rdzv_id) is feed:
+                    del self._feeds[rdzv_id]
+
+    def _new(self, rdzv_id: str | None) -> Feed:
+        if rdzv_id is None:
+            return FleetFeed(self._answers, self._timings)
+        return JobFeed(self._answers, self._timings, rdzv_id)
+
+    def close(self) -> None:
+        """Let all readers hear that this server stops, and take no more."""
+        self._closed = True
+        for feed in self._feeds.values():
+            feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

@@ -1,0 +1,161 @@
+"""What is asked by HTTP: the probes (/healthz, /readyz), /metrics, and /sd, which says where it is.
+
+Beside them the JSON API (`api`), and the page that shows what it says (`page`). /sd answers as
+Prometheus' HTTP service discovery expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.runtime.clock import Clock
+from rdzv.runtime.exposition import CONTENT_TYPE
+from rdzv.runtime.http_log import http_log
+from rdzv.server.http.api import Api, answering_errors
+from rdzv.server.http.connection_limits import GuardedSite
+from rdzv.server.http.feeds import Feeds
+from rdzv.server.http.page import harmless_headers, page_routes, refusing_strangers
+from rdzv.server.http.views import Shown
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.access import Gate, checking_roles
+from rdzv.server.settings.config import Config, Listen
+from rdzv.server.telemetry.metrics import Metrics
+from rdzv.structs import struct
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
+    from rdzv.server.security.tls import Tls
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+_log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --http")
+
+
+@struct(frozen=True)
+class Serving:
+    """What is served."""
+
+    bound: Listen
+    """Where, with the port that was given for port 0."""
+    feeds: Feeds
+    """What is told to those who follow."""
+
+
+@asynccontextmanager
+async def serving_http(
+    replica: Replica,
+    metrics: Metrics,
+    config: Config,
+    listen: Listen,
+    clock: Clock,
+    facade: Facade | None = None,
+    tls: Tls | None = None,
+    gate: Gate | None = None,
+) -> AsyncIterator[Serving]:
+    """Serve until the body ends.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    gate = gate or Gate(replica, clock, config, metrics)
+    app = web.Application(
+        middlewares=[answering_errors, refusing_strangers(listen), checking_roles(gate)]
+    )
+    app.add_routes(
+        [
+            web.get("/healthz", _healthz),
+            web.get("/readyz", _readyz_of(replica)),
+            web.get("/metrics", _metrics_of(metrics)),
+            web.get("/sd", _sd_of(replica, config, listen)),
+        ]
+    )
+    app.on_response_prepare.append(harmless_headers)
+    answers = Shown(replica, clock, config.limits, facade)
+    async with Feeds.running(answers, config.limits, config.timings) as feeds:
+        app.add_routes(Api(answers, feeds, config).routes())
+        app.add_routes(page_routes())
+        # Who has gone is asked for no more: a handler that waits for news would not notice.
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_log,
+            handler_cancellation=True,
+            shutdown_timeout=config.timings.stop_grace_ms / 1000,
+        )
+        await runner.setup()
+        try:
+            context = None if tls is None else tls.http
+            site = GuardedSite(runner, listen, config.limits, config.timings, context)
+            try:
+                await site.start()
+            except OSError as error:
+                raise InvalidRequestError(
+                    f"can not listen on {listen}: {error.strerror}; give another address with "
+                    "--http"
+                ) from error
+            yield Serving(Listen(listen.host, runner.addresses[0][1]), feeds)
+        finally:
+            feeds.close()
+            await runner.cleanup()
+
+
+async def _healthz(request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+def _readyz_of(replica: Replica) -> Handler:
+    async def _readyz(request: web.Request) -> web.Response:
+        if trouble := replica.trouble:
+            return web.Response(status=503, text=f"{trouble}\n")
+        return web.Response(text=f"leads (leadership {replica.driver.leadership})\n")
+
+    return _readyz
+
+
+def _metrics_of(metrics: Metrics) -> Handler:
+    async def _metrics(request: web.Request) -> web.Response:
+        try:
+            text = await metrics.text()
+        except LimitExceededError as error:
+            return web.Response(status=503, text=f"{error}\n")
+        # Any size of it is compressed in a thread: the event loop does not wait.
+        response = web.Response(
+            body=text, headers={"Content-Type": CONTENT_TYPE}, zlib_executor_size=1024
+        )
+        response.enable_compression()
+        return response
+
+    return _metrics
+
+
+def _target(address: str, **labels: str) -> dict[str, object]:
+    return {"targets": [address], "labels": labels}
+
+
+def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
+    """Name this server, and, where it leads, the agents that answer /metrics themselves.
+
+    Each server names itself, so that one that dies stays on Prometheus' list, and is missed.
+    """
+
+    async def _sd(request: web.Request) -> web.Response:
+        assert request.transport is not None, "who has asked is connected"
+        # Not `listen`: its port may be 0, and its host no address to connect to.
+        host, port = request.transport.get_extra_info("sockname")[:2]
+        if listen.unspecified and config.advertise is not None:
+            host = config.advertise.host
+        elif not listen.unspecified:
+            host = listen.host
+        groups = [_target(str(Listen(host, port)), __meta_rdzv_kind="server")]
+        for node_id, address in sorted(replica.agents().items()):
+            groups.append(_target(address, __meta_rdzv_kind="agent", __meta_rdzv_node_id=node_id))
+        return web.json_response(groups)
+
+    return _sd

@@ -1,0 +1,125 @@
+"""The live page: the files of `rdzv/web`, and what keeps what nodes say from doing harm in it.
+
+The page asks the API for everything; here are only its files, the same for everybody. Their policy
+lets a browser load nothing from elsewhere, run no script but the page's own, and, by trusted types,
+make no script of any text: a job's name or a log line stays a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from yarl import URL
+
+from rdzv.errors import InvalidRequestError
+from rdzv.server.settings.config import Listen
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+FOLDER = Path(__file__).parents[2] / "web"
+
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+
+def page_routes() -> list[web.RouteDef]:
+    """Return a route for each file of the page; `/` is its document."""
+    routes = []
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in TYPES:
+            where = "/" if path.name == "index.html" else f"/web/{path.name}"
+            routes.append(web.get(where, _file(path.read_bytes(), TYPES[path.suffix])))
+    return routes
+
+
+def _file(data: bytes, content_type: str) -> Handler:
+    """Serve what was read at the start: a new version comes with a new process."""
+    tag = hashlib.sha256(data).hexdigest()[:16]
+
+    async def serve(request: web.Request) -> web.Response:
+        # Asked again each time, and answered without it where it is the same.
+        known = any(one.value == tag for one in request.if_none_match or ())
+        response = web.Response(
+            status=304 if known else 200,
+            body=None if known else data,
+            content_type=content_type,
+            charset="utf-8",
+            zlib_executor_size=1024,
+        )
+        response.etag = tag
+        response.headers["Cache-Control"] = "no-cache"
+        response.headers["Content-Security-Policy"] = POLICY
+        if not known:
+            response.enable_compression()
+        return response
+
+    return serve
+
+
+async def harmless_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Let no browser take an answer for what it is not, keep it, or show it in a stranger's page.
+
+    What is read here may be secret, and is never the same twice.
+    """
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["X-Frame-Options"] = "DENY"
+    response.headers["Referrer-Policy"] = "no-referrer"
+    response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+    response.headers.setdefault("Cache-Control", "no-store")
+
+
+def refusing_strangers(listen: Listen) -> Middleware:
+    """Refuse, on loopback, who asks for another machine by name.
+
+    A browser on this machine would let a stranger's page read this server if the stranger's name
+    were made to mean 127.0.0.1. Such a request still carries that name. Probes and metrics are for
+    programs, and say little.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        told = request.path not in ("/healthz", "/readyz", "/metrics", "/sd")
+        if told and listen.loopback and not _means_an_address(request.host):
+            raise InvalidRequestError(
+                f"this server listens on loopback, and was asked for by the name "
+                f"{request.host[:80]!r}; ask for 127.0.0.1, [::1] or localhost, or have the proxy "
+                "that stands before it do so in its Host header"
+            )
+        return await handler(request)
+
+    return check
+
+
+def _means_an_address(host: str) -> bool:
+    try:
+        name = URL(f"http://{host}").host or ""
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""What is asked by HTTP of jobs, nodes and servers, answered as rdzvctl has it.
+
+The values are those of `rdzv.view.answers`, by way of the messages that rdzvctl gets: so what is
+answered by HTTP can not differ from what rdzvctl shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rdzv.core.explain import JobView
+from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
+from rdzv.server.messages import LogsWanted, NodeSummary
+from rdzv.server.rpc.queries import SLICE, Answers
+from rdzv.server.wire import conversion
+from rdzv.view import answers
+
+
+class Shown(Answers):
+    """Answers for one server, as values of the client."""
+
+    @property
+    def store_away(self) -> str | None:
+        """Why this server can store nothing at present; None: it can."""
+        return self.replica.driver.trouble or None
+
+    async def status(self, asked: str) -> answers.JobStatus:
+        """Show one job; raises as `view`."""
+        return self.status_of(await self.view(asked))
+
+    def status_of(self, view: JobView) -> answers.JobStatus:
+        """Show a job of which the server has this view."""
+        progress = self.replica.driver.progress(view.rdzv_id)
+        stragglers = self.replica.driver.stragglers(view.rdzv_id)
+        status = conversion.job_status(view, self.clock.now_ms(), progress, stragglers)
+        return answers.job_status_of(status)
+
+    def summary_of(self, view: JobView) -> answers.JobSummary:
+        """Show a job as one line."""
+        hangs = self.replica.driver.hangs(view.rdzv_id)
+        return answers.job_summary_of(conversion.job_summary(view, hangs))
+
+    async def jobs(self) -> list[answers.JobSummary]:
+        """Show every job as one line, by name."""
+        async with aclosing(self.views()) as views:
+            found = [self.summary_of(view) async for view in views]
+        return sorted(found, key=lambda job: job.rdzv_id)
+
+    async def events(self, asked: str, limit: int) -> list[answers.Event]:
+        """Show a job's newest events, oldest first; 0: as many as the server sees fit."""
+        rows = await self.history(asked, conversion.history_limit(limit, self.limits))
+        return [answers.event_of(conversion.event_row(row)) for row in rows]
+
+    async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
+        """Show what a job's workers did when a round of it hung, the last one or this one.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: none are kept.
+
+        """
+        rdzv_id = conversion.rdzv_id_of(asked, self.limits)
+        report = await self.replica.driver.kept_stacks(rdzv_id, number)
+        now_ms = self.clock.now_ms()
+        # It may be a megabyte, for which no node is to wait.
+        return await asyncio.to_thread(
+            lambda: answers.stack_report_of(conversion.stack_report(report, now_ms))
+        )
+
+    def summaries(self) -> list[NodeSummary]:
+        """Show every node, in the server's own words."""
+        return list(self.replica.driver.nodes())
+
+    @staticmethod
+    def node_of(summary: NodeSummary) -> answers.Node:
+        """Show a node of which the server has this summary."""
+        return answers.node_of(conversion.node_summary(summary))
+
+    async def nodes(self) -> list[answers.Node]:
+        """Show every node."""
+        found = []
+        for number, summary in enumerate(self.summaries(), 1):
+            found.append(self.node_of(summary))
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+        return found
+
+    async def node(self, asked: str) -> answers.Node:
+        """Show one node.
+
+        Raises:
+            UnknownNodeError: it is not connected, away or cordoned.
+            InvalidRequestError: no node can have this name.
+
+        """
+        node_id = conversion.node_id_of(asked, self.limits)
+        for summary in self.summaries():
+            if summary.node_id == node_id:
+                return self.node_of(summary)
+        raise UnknownNodeError(
+            f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
+        )
+
+    async def servers(self) -> list[answers.Server]:
+        """Show every rdzvd that shares this one's store; also one that stands by answers."""
+        return [answers.server_of(conversion.server(view)) for view in await self.replica.servers()]
+
+    async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
+        """Yield what a job's workers have written; raises as `Driver.read_logs`."""
+        try:
+            rdzv_id = conversion.rdzv_id_of(asked, self.limits)
+            async with aclosing(self.replica.driver.read_logs(rdzv_id, wanted)) as found:
+                async for lines in found:
+                    yield answers.log_lines_of(conversion.log_lines(lines))
+        except (UnknownJobError, InvalidRequestError) as error:
+            raise self.why_no_logs(asked, error) from error

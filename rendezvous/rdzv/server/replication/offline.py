@@ -1,0 +1,223 @@
+"""What rdzvd does to its store without serving: look whether all is in order, and restore."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+from rdzv.core import rendezvous
+from rdzv.core.invariants import violations
+from rdzv.core.model import Membership
+from rdzv.errors import InvalidRequestError, RendezvousStateError
+from rdzv.server.settings.config import Config
+from rdzv.stores import backup
+from rdzv.stores.base import Store, StoreRefusedError
+from rdzv.stores.election import Election, Fence
+from rdzv.stores.etcd import EtcdStore
+from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.stores.sqlite import SqliteStore, Survey
+from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
+from rdzv.structs import struct
+
+ELECTION_TIMEOUT_S = 15.0
+"""How long a restore waits to lead: longer than a leader that has died is kept by default."""
+
+
+@struct(frozen=True)
+class Found:
+    """What a check has found: what is there, and what is wrong with it, for people."""
+
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+async def check(config: Config) -> Found:
+    """Look at the store that a configuration means, and change nothing.
+
+    Raises:
+        RendezvousError: it can not be looked at, or holds no data that this rdzvd can read.
+
+    """
+    lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
+    problems = list(_without_room(config.data_dir)) if config.store == "sqlite" else []
+    if config.store == "memory":
+        lines.append("store: in memory, empty at every start")
+    elif config.store == "sqlite" and not _has_data(config.data_dir):
+        lines.append(f"store: {config.data_dir} holds no data yet; rdzvd will create it")
+    else:
+        try:
+            await _check_data(config, lines, problems)
+        except StoreRefusedError as error:
+            # SQLite takes notes to read, and without room says no more than "disk I/O error".
+            if not problems:
+                raise
+            lines.append(f"store: {config.data_dir} can not be looked at: {error}")
+    lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
+    return Found(tuple(lines), tuple(problems))
+
+
+async def _check_data(config: Config, lines: list[str], problems: list[str]) -> None:
+    async with _to_read(config) as store:
+        if isinstance(store, SqliteStore):
+            survey = await store.survey()
+            lines += _described(survey)
+            problems += [f"{survey.path} {what}" for what in survey.problems]
+        else:
+            lines.append(f"store: {store.place}")
+        await _check_jobs(store, config, lines, problems)
+        if documents := await store.list_documents():
+            lines.append(f"documents: {', '.join(documents)}")
+
+
+def _has_data(directory: Path) -> bool:
+    try:
+        return has_data(directory / "rdzv.db")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"data directory {directory} can not be read: {error.strerror or error}; look at it as "
+            "the user that runs rdzvd"
+        ) from error
+
+
+def _described(survey: Survey) -> Iterator[str]:
+    yield (
+        f"store: {survey.path}, schema version {survey.schema_version}, "
+        f"{survey.size_bytes / 1024:.0f} KiB"
+    )
+    if survey.schema_version < SCHEMA_VERSION:
+        yield (
+            f"schema: an older one; the next start brings it to version {SCHEMA_VERSION} and keeps "
+            "a copy"
+        )
+    if survey.used_by:
+        yield f"in use by: {survey.used_by}; it was looked at beside that"
+    yield f"leadership: {survey.leadership}"
+    yield f"events: {survey.events}"
+
+
+def _without_room(directory: Path) -> Iterator[str]:
+    """Say that nothing can be stored in a data directory, if so."""
+    try:
+        try_room(directory)
+    except (FileNotFoundError, PermissionError):
+        # The directory is yet to be made, or somebody else looks: nothing is known.
+        return
+    except OSError as error:
+        yield f"{directory} can not be written to: {error.strerror or error}; nothing can be stored"
+
+
+async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:
+    jobs = open_runs = 0
+    async with aclosing(store.pages()) as pages:
+        async for page in pages:
+            jobs += len(page)
+            for rdzv_id, stored in page:
+                if isinstance(stored, RendezvousStateError):
+                    problems.append(str(stored))
+                    continue
+                membership = stored.membership
+                open_runs += bool(membership.run) and membership.ended is None
+                flaws = _flaws(rdzv_id, membership, config)
+                problems += [f"job {rdzv_id}: {what}" for what in flaws]
+    lines.append(f"jobs: {jobs}, of them {open_runs} with an open run")
+
+
+def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
+    """Name the guarantees that a stored job breaks by itself."""
+    if membership.rdzv_id != rdzv_id:
+        yield f"calls itself {membership.rdzv_id}"
+    now_ms = round(time.time() * 1000)
+    restored = rendezvous.restore(membership, config.tuning, now_ms)
+    yield from violations(rendezvous.vacant(rdzv_id, config.tuning), restored)
+    if membership.round is not None and membership.round.number >= membership.next_round:
+        yield f"round {membership.round.number} is not below the next one, {membership.next_round}"
+
+
+async def restore(config: Config, file: Path) -> str:
+    """Fill an empty store from a backup; return a line that says what was restored.
+
+    The file is verified as a whole before anything is written.
+
+    Raises:
+        RendezvousStateError: the file was cut or changed, or is no backup of this rdzvd.
+        InvalidRequestError: there is no such file, or the store is not empty.
+
+    """
+    if config.store == "memory":
+        raise InvalidRequestError(
+            "the memory store forgets what is restored into it at once; restore into another"
+        )
+    try:
+        with file.open("rb") as opened:
+            # Before the store is opened, which would make one.
+            backup.verify(opened, str(file))
+            opened.seek(0)
+            async with _to_write(config) as store:
+                done = await backup.restore(store, opened, str(file))
+                place = store.place
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{file} can not be read: {error.strerror or error}; give a file that `rdzvctl backup` "
+            "has written"
+        ) from error
+    more = f", with {done.documents} document(s)" if done.documents else ""
+    return (
+        f"restored {done.jobs} job(s) and {done.events} event(s) into {place}; they were saved "
+        f"from {done.header.source} at {backup.made_at(done)}{more}"
+    )
+
+
+@asynccontextmanager
+async def _to_read(config: Config) -> AsyncIterator[Store]:
+    async with AsyncExitStack() as stack:
+        store: Store
+        if config.etcd is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+            store = EtcdStore(client, history_rows=config.limits.history_rows)
+        else:
+            store = await SqliteStore.look(config.data_dir, config.limits.history_rows)
+        stack.push_async_callback(store.close)
+        yield store
+
+
+@asynccontextmanager
+async def _to_write(config: Config) -> AsyncIterator[Store]:
+    async with AsyncExitStack() as stack:
+        store: Store
+        if config.etcd is not None:
+            client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
+            # No address: nobody is to connect to who leads for this moment.
+            name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
+            election = await stack.enter_async_context(Election.running(client, name))
+            fence = await _elected(election, config.etcd)
+            store = EtcdStore(client, fence, config.limits.history_rows)
+        else:
+            store = await SqliteStore.open(config.data_dir, config.limits.history_rows)
+        stack.push_async_callback(store.close)
+        yield store
+
+
+async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
+    """Wait to lead; a leader that has died is waited for, one that lives is not."""
+    try:
+        async with asyncio.timeout(ELECTION_TIMEOUT_S):
+            return await election.campaign()
+    except TimeoutError:
+        raise InvalidRequestError(_why_not_elected(election, etcd)) from None
+
+
+def _why_not_elected(election: Election, etcd: EtcdConfig) -> str:
+    if leader := election.leader:
+        return (
+            f"{etcd.place} is served by {leader.address}; stop every rdzvd that shares it, "
+            "restore, and start them again"
+        )
+    return (
+        f"{etcd.place} did not answer within {ELECTION_TIMEOUT_S:g} s; see that a majority of its "
+        "members runs, and that the options --etcd-* fit"
+    )

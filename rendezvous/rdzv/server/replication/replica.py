@@ -1,0 +1,217 @@
+"""This rdzvd among those that share a store: whether it leads, and its driver while it does.
+
+Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they
+answer who leads, and refuse all else with its address. A leader that can not prove itself any more
+closes its streams at once, before another can lead, and stands by again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, sleep_ms
+from rdzv.server.messages import ServerView
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config
+from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+
+if TYPE_CHECKING:
+    from rdzv.stores.election import Election
+    from rdzv.stores.etcd_client import EtcdClient
+
+log = logging.getLogger("rdzv.replica")
+
+
+class Replica:
+    """What the services ask for the driver. It stands by until something makes it lead."""
+
+    def __init__(self, clock: Clock, store: str, version: str) -> None:
+        self._clock = clock
+        self._store = store
+        self._version = version
+        self._driver: Driver | None = None
+        self._election: Election | None = None
+        self._address = ""
+        self._exposed = ""
+        self._since_ms = clock.now_ms()
+        self._changed = asyncio.Event()
+        """Set, and replaced by another, when somebody leads or nobody does any more."""
+        self._tell: Callable[[bool], None] = lambda leads: None
+
+    @property
+    def driver(self) -> Driver:
+        """The driver, while this server leads.
+
+        Raises:
+            NotLeaderError: it does not; names the one that does, if there is one.
+
+        """
+        if self._driver is None or not self.proven:
+            raise self._not_leader()
+        return self._driver
+
+    async def settled_driver(self, timeout_s: float) -> Driver:
+        """Return the driver; while nobody leads, wait so long for someone to.
+
+        So nodes that have lost a leader hear of the next at once, and need not ask again and again.
+
+        Raises:
+            NotLeaderError: this server does not lead.
+
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.proven and not self._not_leader().leader:
+                    await self._changed.wait()
+        return self.driver
+
+    @property
+    def proven(self) -> bool:
+        """Whether this server leads beyond doubt at this moment."""
+        leads = self._driver is not None
+        return leads and (self._election is None or self._election.proven)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing new is decided here at present; empty if it is."""
+        if self._driver is None or not self.proven:
+            return str(self._not_leader())
+        return self._driver.trouble
+
+    def figures(self) -> Figures | None:
+        """Show what this server holds, for those who scrape it; None while it does not lead."""
+        return self._driver.figures() if self._driver is not None and self.proven else None
+
+    def agents(self) -> Mapping[str, str]:
+        """Return by node_id where agents answer /metrics; none while this server does not lead."""
+        return self._driver.agents() if self._driver is not None and self.proven else {}
+
+    def _not_leader(self) -> NotLeaderError:
+        leader = self._election.leader if self._election else None
+        if leader is None or leader.address == self._address:
+            return NotLeaderError("this rdzvd stands by and no other leads yet; try again")
+        return NotLeaderError(
+            f"this rdzvd stands by; the one at {leader.address} leads", leader.address
+        )
+
+    async def servers(self) -> tuple[ServerView, ...]:
+        """Show every rdzvd that shares this one's store.
+
+        Raises:
+            RendezvousConnectionError: etcd is away.
+
+        """
+        age_ms = self._clock.now_ms() - self._since_ms
+        store_away = self._driver.trouble if self._driver is not None else ""
+        if self._election is None:
+            leadership = self._driver.leadership if self._driver else 0
+            leads = self._driver is not None
+            return (
+                ServerView(
+                    *(self._address, leads, leadership, self._store, self._version, age_ms),
+                    insecure=self._exposed,
+                    store_away=store_away,
+                ),
+            )
+        leader = self._election.leader
+        views = []
+        for other in await self._election.replicas():
+            leads = leader is not None and leader.address == other.address
+            since_ms = leader.since_unix_ms if leader and leads else other.started_unix_ms
+            views.append(
+                ServerView(
+                    address=other.address,
+                    leads=leads,
+                    leadership=leader.leadership if leader and leads else 0,
+                    store=self._store,
+                    version=other.version,
+                    state_age_ms=max(self._clock.now_ms() - since_ms, 0),
+                    insecure=self._exposed if other.address == self._address else "",
+                    store_away=store_away if other.address == self._address else "",
+                )
+            )
+        return tuple(views)
+
+    # ---------------------------------------------------------------- leading
+
+    def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
+        """Note where this server is reached, and whom to tell when it leads and when not.
+
+        `exposed` is why everyone who reaches it may do everything, if so.
+        """
+        self._address, self._tell, self._exposed = address, tell, exposed
+        tell(self._driver is not None)
+
+    def lead(self, driver: Driver) -> None:
+        """Lead, with this driver, from now on."""
+        self._driver, self._since_ms = driver, self._clock.now_ms()
+        self._tell(True)
+        self._note_change()
+
+    def stand_by(self, error: RendezvousError) -> None:
+        """Lead no more: every stream ends with this error, and nothing new is decided."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            self._since_ms = self._clock.now_ms()
+            self._tell(False)
+            driver.close_streams(error)
+
+    async def wait_alone(self, timeout_s: float) -> None:
+        """If this server leads, wait until every node has gone, or for so long."""
+        if self._driver is not None:
+            await self._driver.wait_alone(timeout_s)
+
+    async def campaign(
+        self,
+        client: EtcdClient,
+        election: Election,
+        config: Config,
+        meter: Meter | None = None,
+    ) -> None:
+        """Lead whenever elected, until cancelled; `meter` counts, through all terms."""
+        self._election = election
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(election))
+                while True:
+                    await self._serve_a_term(client, election, config, meter)
+        finally:
+            self.stand_by(
+                RendezvousConnectionError("this server is stopping; workers run on, connect again")
+            )
+
+    async def _follow(self, election: Election) -> None:
+        leader = election.leader
+        while True:
+            self._note_change()
+            leader = await election.changed(leader)
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _serve_a_term(
+        self, client: EtcdClient, election: Election, config: Config, meter: Meter | None
+    ) -> None:
+        from rdzv.stores.etcd import EtcdStore
+
+        fence = await election.campaign()
+        store = EtcdStore(client, fence, config.limits.history_rows)
+        try:
+            async with Driver.running(store, self._clock, config, meter=meter) as driver:
+                log.warning("this server leads (leadership %d)", driver.leadership)
+                self.lead(driver)
+                reason = await election.lost()
+                log.warning("this server leads no more: %s", reason)
+                self.stand_by(self._not_leader())
+        except RendezvousError as error:
+            log.error("this server could not lead: %s", error)
+            await election.resign()
+            await sleep_ms(self._clock, config.timings.store_retry_ms)
+        finally:
+            await store.close()

@@ -1,0 +1,102 @@
+"""What is asked of jobs, in the server's own words, whoever asks: the Control service, or by HTTP.
+
+A job that is only watched (torchrun's own, at `--c10d`) gives way to one of its name, but in lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from rdzv.core.explain import JobView
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousError,
+    UnknownJobError,
+)
+from rdzv.runtime.clock import Clock
+from rdzv.server.replication.replica import Replica
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import conversion
+from rdzv.stores.base import Record
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
+
+SLICE = 50
+"""Jobs or nodes that are shown before others get their turn: a few milliseconds."""
+
+
+class Answers:
+    """Answers for one server. Each call raises `NotLeaderError` while it does not lead."""
+
+    def __init__(
+        self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
+    ) -> None:
+        self.replica = replica
+        self.clock = clock
+        self.limits = limits
+        self._facade = facade
+
+    async def view(self, asked: str) -> JobView:
+        """Show one job.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: no job can have this name.
+
+        """
+        try:
+            return await self.replica.driver.status(conversion.rdzv_id_of(asked, self.limits))
+        except (UnknownJobError, InvalidRequestError):
+            # Not before: a name that is none here may be one for torchrun's own rendezvous.
+            if (watched := self.watched(asked)) is None:
+                raise
+            return watched
+
+    def watched(self, asked: str) -> JobView | None:
+        """Show a job that is only watched; None if there is none of this name."""
+        return self._facade.view(asked) if self._facade is not None else None
+
+    @property
+    def watches(self) -> bool:
+        """Whether jobs may be there that are only watched."""
+        return self._facade is not None
+
+    def all_watched(self) -> tuple[JobView, ...]:
+        """Show every job that is only watched."""
+        return self._facade.views() if self._facade is not None else ()
+
+    async def views(self) -> AsyncGenerator[JobView, None]:
+        """Show every job, one after the other; now and then others have their turn."""
+        async with aclosing(self.replica.driver.each()) as found:
+            number = 0
+            async for view in found:
+                yield view
+                number += 1
+                if number % SLICE == 0:
+                    await asyncio.sleep(0)
+        for watched in self.all_watched():
+            yield watched
+
+    async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
+        """Return a job's newest events, oldest first; of one that is only watched, none."""
+        try:
+            return await self.replica.driver.history(
+                conversion.rdzv_id_of(asked, self.limits), limit
+            )
+        except (UnknownJobError, InvalidRequestError):
+            if self.watched(asked) is None:
+                raise
+            return ()
+
+    def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
+        """Say why a job that is not known has no logs here: if it is only watched, that is why."""
+        if self.watched(asked) is None:
+            return error
+        return InvalidRequestError(
+            f"{asked} forms its group with torchrun's own c10d rendezvous, which is only watched "
+            "here: its nodes have no agent that sends logs; read them on the nodes, in --log-dir"
+        )

@@ -1,0 +1,5 @@
+"""Which nodes submitted jobs get: the queue, placement, drains, cordons and quarantine.
+
+In: jobs, nodes and what they hold. Out: placements as commands to the engine. The rules are pure
+and stand in `rdzv.core.placement` and `rdzv.core.quarantine`.
+"""

@@ -1,0 +1,181 @@
+"""Remembers which nodes are quarantined: asks `core/quarantine`, and stores what it decides.
+
+A strike is judged when a step has been decided and before it is stored, under the lock of its job.
+So the job lets go of a node in the very step in which its round is settled, and no round is formed
+with a node that has just been quarantined. What is judged is stored first: a step that fails after
+that is taken again, and its strike is known by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+
+from rdzv.core.commands import Bar
+from rdzv.core.model import State
+from rdzv.core.quarantine import (
+    Quarantined,
+    QuarantineTuning,
+    Record,
+    Strike,
+    Verdict,
+    judge,
+    lift,
+    strikes_in,
+)
+from rdzv.core.rendezvous import Transition
+from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, Timer
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import Document
+from rdzv.stores.base import Record as Row
+
+log = logging.getLogger("rdzv.quarantine")
+
+QUARANTINE = "quarantine"
+"""The document that remembers which nodes are quarantined, and what counts against others."""
+
+
+def _read(data: bytes) -> Record:
+    return msgspec.json.decode(data, type=Record)
+
+
+class Quarantine:
+    """The quarantined nodes of one server, and the strikes of all others."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        tuning: QuarantineTuning,
+        daemons: Callable[[], Collection[str]],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`daemons` names the nodes known now that take submitted jobs.
+
+        `on_change` is called when a node is quarantined, or is not any more.
+        """
+        self._clock = clock
+        self._tuning = tuning
+        self._daemons = daemons
+        self._on_change = on_change
+        self._document = Document(jobs, QUARANTINE, _read)
+        self._lock = asyncio.Lock()
+        self._timer = Timer(clock, self._expire)
+
+    async def load(self) -> None:
+        """Learn what is stored.
+
+        Raises:
+            RendezvousConnectionError: the store is away.
+            RendezvousStateError: what is stored can not be read.
+
+        """
+        await self._document.load()
+        self._changed()
+
+    @property
+    def _record(self) -> Record:
+        return self._document.value
+
+    def stop(self) -> None:
+        """Let no quarantine run out any more."""
+        self._timer.cancel()
+
+    @property
+    def nodes(self) -> Mapping[str, Quarantined]:
+        """The nodes that are quarantined now, by name."""
+        return self._record.quarantined(self._clock.now_ms())
+
+    @property
+    def bar(self) -> Bar:
+        """What every submitted job must know."""
+        return Bar(
+            tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
+        )
+
+    async def judge(
+        self, before: State, transition: Transition
+    ) -> tuple[Bar | None, tuple[Row, ...]]:
+        """Hear of a step that is decided and not stored yet.
+
+        Return what the job has to be told first if it is to let go of a node now, and what is
+        written into its history.
+
+        Raises:
+            RendezvousConnectionError: it could not be stored; the step is to be taken again.
+
+        """
+        after, now_ms = transition.state.membership, self._clock.now_ms()
+        strikes = strikes_in(after.rdzv_id, after.run, transition.events, now_ms)
+        if not strikes:
+            return None, ()
+        rows = []
+        for strike in strikes:
+            verdict = await self._judge(strike)
+            if verdict.text:
+                name = "NodeQuarantined" if verdict.quarantined else "NodeNotQuarantined"
+                rows.append(Row(strike.at_ms, strike.rdzv_id, strike.run, name, verdict.text))
+        concerned = {strike.node_id for strike in strikes} & self.nodes.keys()
+        submitted = after.submission is not None and after.ended is None
+        bar = self.bar if concerned and submitted else None
+        if bar is not None and dict(bar.barred) == before.barred:
+            bar = None
+        return bar, tuple(rows)
+
+    async def _judge(self, strike: Strike) -> Verdict:
+        async with self._lock:
+            now_ms = self._clock.now_ms()
+            verdict = judge(self._record, strike, self._tuning, self._daemons(), now_ms)
+            if verdict.record is not self._record:
+                await self._write(verdict.record)
+        if verdict.text:
+            extra = {"rdzv_id": strike.rdzv_id, "run": strike.run}
+            log.warning("%s", verdict.text, extra=extra)
+        if verdict.quarantined:
+            self._changed()
+        return verdict
+
+    async def lift(self, node_id: str) -> bool:
+        """Let a node be used again; return whether it was quarantined.
+
+        Raises:
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        async with self._lock:
+            held = node_id in self.nodes
+            lifted = lift(self._record, node_id)
+            if lifted != self._record:
+                await self._write(lifted)
+        if held:
+            log.warning("node %s is not quarantined any more: an operator has lifted it", node_id)
+            self._changed()
+        return held
+
+    async def _write(self, record: Record) -> None:
+        """Store what is decided, before anything follows from it."""
+        try:
+            await self._document.swap(record, msgspec.json.encode(record))
+        except RendezvousConnectionError:
+            # It was read anew.
+            self._changed()
+            raise
+        except RendezvousError as error:
+            # Training goes on all the same; what is remembered is only not written down.
+            log.error("the document %s can not be written: %s", QUARANTINE, error)
+            self._document.value = record
+
+    def _changed(self) -> None:
+        until = [held.until_ms for held in self.nodes.values()]
+        self._timer.arm(min(until, default=None))
+        self._on_change()
+
+    def _expire(self, due_ms: int) -> None:
+        over = [n for n, held in self._record.nodes.items() if held.until_ms == due_ms]
+        for node_id in over:
+            log.warning("node %s is not quarantined any more: its time is over", node_id)
+        self._changed()

@@ -1,0 +1,163 @@
+"""Who calls: by the client's certificate, or by the token that it shows.
+
+The name of a caller is its certificate's common name (CN), and its roles are the organizations (O)
+that are names of roles; or both are those of its token. A token says more than the certificate that
+it comes with: the machine's, say. Where nobody has to prove anything, everyone is `ANYBODY`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from contextvars import ContextVar
+from enum import StrEnum
+
+from rdzv.errors import InvalidRequestError, UnauthenticatedError
+from rdzv.structs import struct
+from rdzv.transport.certificates import read_certificate
+
+
+class Role(StrEnum):
+    """What a caller may do; `roles` says it call by call."""
+
+    READ = "read"
+    SUBMIT = "submit"
+    NODE = "node"
+    ADMIN = "admin"
+
+
+IMPLIED = {
+    Role.READ: frozenset({Role.READ}),
+    Role.SUBMIT: frozenset({Role.SUBMIT, Role.READ}),
+    Role.NODE: frozenset({Role.NODE}),
+    Role.ADMIN: frozenset(Role),
+}
+"""By role: what may be done with it. A node's key lies on a machine that runs users' code, and so
+opens nothing but the node's own stream."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
+"""Names appear in logs, in events, and as names of accounts."""
+
+
+@struct(frozen=True)
+class Caller:
+    """One caller, with all that its roles imply."""
+
+    name: str
+    roles: frozenset[Role]
+    proof: str
+    """How it has proven its name: `certificate`, or `token` with the token's id."""
+    token: str = ""
+    """The id of the token that it has shown."""
+
+    def has(self, roles: Iterable[Role]) -> bool:
+        """Whether it has one of these roles."""
+        return not self.roles.isdisjoint(roles)
+
+    @property
+    def admin(self) -> bool:
+        """Whether it may do anything, to whatever belongs to anybody."""
+        return Role.ADMIN in self.roles
+
+    @property
+    def shown(self) -> str:
+        """Its roles, for people: those that imply others stand for them."""
+        own = [
+            role
+            for role in Role
+            if role in self.roles
+            and not any(role in IMPLIED[other] for other in self.roles - {role})
+        ]
+        return " and ".join(own) or "none"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.proof})" if self.name else self.proof
+
+
+ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
+"""Every caller of a server that wants no proof."""
+
+NOBODY = Caller("", frozenset(), "nobody")
+"""A caller that has shown nothing to a server that wants proof."""
+
+present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+"""Who makes the call that the present task serves."""
+
+
+def name_of(text: str) -> str:
+    """Return the name of a caller.
+
+    Raises:
+        InvalidRequestError: nobody can have it.
+
+    """
+    if not _NAME.fullmatch(text):
+        raise InvalidRequestError(
+            f"{text[:140]!r} is no name of a caller; give at most 128 letters, digits and . _ @ + -"
+        )
+    return text
+
+
+def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
+    """Return roles by their names, each once.
+
+    Raises:
+        InvalidRequestError: there is no such role, or none was given.
+
+    """
+    known = {role.value: role for role in Role}
+    found = dict[Role, None]()
+    for name in names:
+        if name not in known:
+            raise InvalidRequestError(
+                f"{name[:40]!r} is no role; those that are: {', '.join(known)}"
+            )
+        found[known[name]] = None
+    if not found:
+        raise InvalidRequestError(f"no role was given; give one of {', '.join(known)}")
+    return tuple(found)
+
+
+def implied(roles: Iterable[Role]) -> frozenset[Role]:
+    """Return these roles and all that they imply."""
+    return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
+
+
+@functools.lru_cache(maxsize=4096)
+def certified(pem: bytes) -> Caller:
+    """Return the caller that has this certificate, which TLS has verified.
+
+    Raises:
+        UnauthenticatedError: it names nobody.
+
+    """
+    try:
+        certificate = read_certificate(pem, "the certificate that was shown")
+    except InvalidRequestError as error:
+        raise UnauthenticatedError(str(error)) from error
+    name = certificate.common_name
+    if not _NAME.fullmatch(name):
+        raise UnauthenticatedError(
+            f"the certificate that was shown has the common name {name[:140]!r}; it needs one of "
+            "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
+        )
+    known = {role.value: role for role in Role}
+    # Organizations that are no roles are an organization's own business.
+    roles = [known[other] for other in certificate.organizations if other in known]
+    return Caller(name, implied(roles), "certificate")
+
+
+def bearer(header: str) -> str:
+    """Return the token in an `authorization` header.
+
+    Raises:
+        UnauthenticatedError: there is none in it.
+
+    """
+    kind, _, text = header.strip().partition(" ")
+    if kind.lower() != "bearer" or not text.strip():
+        raise UnauthenticatedError(
+            "the authorization header carries no token; send `authorization: Bearer TOKEN`"
+        )
+    return text.strip()

@@ -1,0 +1,202 @@
+"""Who may do what: one row for every call of the two services, and for every path of HTTP.
+
+`Gate` in `access` holds callers to it, for gRPC and HTTP alike. A call without a row is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from rdzv.core.model import State
+from rdzv.errors import DeniedError
+from rdzv.server.security.callers import Caller, Role
+from rdzv.structs import struct
+
+
+class Whose(StrEnum):
+    """What a caller may do it to, unless it is an admin."""
+
+    ANY = "any"
+    OWN_JOB = "own job"
+    """A job that the caller has begun, or that nobody knows yet."""
+    OWN_NODE = "own node"
+    """The node of the caller's name; for `submit`, an rdzvrun of its own."""
+
+
+@struct(frozen=True)
+class Row:
+    """Which roles open a call (any of them), and to whose things."""
+
+    roles: frozenset[Role]
+    whose: Whose = Whose.ANY
+    changes: bool = False
+    """Whether it changes anything, and so is audited."""
+
+    @property
+    def needed(self) -> str:
+        """The roles, for people."""
+        return " or ".join(role for role in Role if role in self.roles)
+
+
+OPEN = None
+"""The row of what everybody may ask for, also who has proven nothing."""
+
+_READ = Row(frozenset({Role.READ}))
+_LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
+_CHANGE_JOB = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB, changes=True)
+_ADMIN = Row(frozenset({Role.ADMIN}))
+_ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
+
+CALLS: dict[str, Row | None] = {
+    "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
+    "/rdzv.v1.Control/GetStatus": _READ,
+    "/rdzv.v1.Control/WatchJob": _READ,
+    "/rdzv.v1.Control/ListJobs": _READ,
+    "/rdzv.v1.Control/ListEvents": _READ,
+    "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
+    # What workers print and do is their user's: data, paths, now and then a password.
+    "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
+    "/rdzv.v1.Control/TakeStacks": _LOOK_INSIDE,
+    "/rdzv.v1.Control/ListServers": _READ,
+    "/rdzv.v1.Control/StopJob": _CHANGE_JOB,
+    "/rdzv.v1.Control/RestartJob": _CHANGE_JOB,
+    "/rdzv.v1.Control/ScaleJob": _CHANGE_JOB,
+    "/rdzv.v1.Control/SubmitJob": _CHANGE_JOB,
+    "/rdzv.v1.Control/ListNodes": _READ,
+    "/rdzv.v1.Control/CordonNode": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/UncordonNode": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/DrainNode": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/UndrainNode": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/Backup": _ADMIN,
+    "/rdzv.v1.Control/CreateToken": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/ListTokens": _ADMIN,
+    "/rdzv.v1.Control/RevokeTokens": _ADMIN_CHANGES,
+    "/rdzv.v1.Control/ListAudit": _ADMIN,
+    # Probes of kubelets and load balancers have no way to prove anything.
+    "/grpc.health.v1.Health/Check": OPEN,
+    "/grpc.health.v1.Health/Watch": OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
+}
+"""By the full name of a gRPC method."""
+
+PATHS: dict[str, Row | None] = {
+    "/healthz": OPEN,
+    "/readyz": OPEN,
+    "/metrics": _READ,
+    "/sd": _READ,
+    # The page's files are the same for everybody, and say nothing: what it shows, it asks /api for.
+    "/": OPEN,
+    "/web/": OPEN,
+    "/api/v1/jobs": _READ,
+    "/api/v1/jobs/{rdzv_id}": _READ,
+    "/api/v1/jobs/{rdzv_id}/events": _READ,
+    "/api/v1/jobs/{rdzv_id}/logs": _LOOK_INSIDE,
+    "/api/v1/jobs/{rdzv_id}/stacks": _LOOK_INSIDE,
+    "/api/v1/nodes": _READ,
+    "/api/v1/nodes/{node_id}": _READ,
+    "/api/v1/servers": _READ,
+    "/api/v1/stream": _READ,
+    "/api/v1/openapi.json": _READ,
+}
+"""By the path as it is routed; `/web/` stands for all files below it."""
+
+
+def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
+    """Refuse a caller that has none of the roles that open a call.
+
+    Raises:
+        DeniedError: it has not.
+
+    """
+    if not caller.has(row.roles):
+        raise DeniedError(
+            f"{caller} may not {what}: that needs the role {row.needed}, and it has "
+            f"{caller.shown}; ask an admin for a token or certificate with it"
+        )
+
+
+def refuse_others_job(caller: Caller, state: State, what: str) -> None:
+    """Refuse a caller that is neither the owner of a job nor an admin.
+
+    A job that has ended and never belonged to anybody is free to be begun by anyone.
+
+    Raises:
+        DeniedError: it is neither.
+
+    """
+    membership = state.membership
+    owner = membership.owner
+    free = not membership.run or (not owner and membership.ended is not None)
+    if caller.admin or free or (owner and owner == caller.name):
+        return
+    whose = f"it belongs to {owner}" if owner else "it belongs to nobody, and so to the admins"
+    raise DeniedError(
+        f"{caller} may not {what} {membership.rdzv_id}: {whose}; choose another name, or ask "
+        f"{owner or 'an admin'} to do it"
+    )
+
+
+def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
+    """Refuse a node that the caller may not bring into a job.
+
+    A node's own agent goes where the server has placed it, and where only other nodes' agents are;
+    who may submit brings foreground nodes to jobs that are its own.
+
+    Raises:
+        DeniedError: it may not.
+
+    """
+    membership = state.membership
+    own = Role.NODE in caller.roles and caller.name == node_id
+    if caller.admin or (own and (node_id in state.placed or state.present(node_id))):
+        return
+    if Role.SUBMIT in caller.roles:
+        refuse_others_job(caller, state, f"bring {node_id} into")
+    elif membership.run and (membership.owner or membership.submission is not None):
+        owner = membership.owner or "somebody who submitted it"
+        raise DeniedError(
+            f"{node_id} may not join {membership.rdzv_id}: it belongs to {owner}, and the server "
+            "has not placed it there"
+        )
+
+
+def owner_by(caller: Caller) -> str:
+    """Return to whom a job belongs that the caller begins; empty: to nobody.
+
+    What nodes begin by themselves is the work of whoever has configured them.
+    """
+    return caller.name if Role.SUBMIT in caller.roles else ""
+
+
+def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
+    """Refuse a hello by which a caller would speak for what is not its own.
+
+    A node is its name, and each rdzvrun on it that name with a process id, as rdzvrun makes it.
+    `bound_to` is the name of the caller that speaks for this node_id already; None: nobody does.
+
+    Raises:
+        DeniedError: it would.
+
+    """
+    own = node_id == caller.name or (
+        foreground and re.fullmatch(rf"{re.escape(caller.name)}-[0-9]+", node_id) is not None
+    )
+    if caller.admin or (own and Role.NODE in caller.roles):
+        return
+    if Role.SUBMIT not in caller.roles:
+        raise DeniedError(
+            f"{caller} may not speak for node {node_id}: a caller with the role node speaks for "
+            f"the node of its own name alone; start the agent with --node-id={caller.name}, or "
+            f"give it a certificate or token for {node_id}"
+        )
+    if not foreground:
+        raise DeniedError(
+            f"{caller} may not bring rdzv-agent as node {node_id}: that needs the role node, and a "
+            f"certificate or token for {node_id}; with the role submit, use rdzvrun"
+        )
+    if bound_to not in (None, caller.name):
+        raise DeniedError(
+            f"{caller} may not speak for node {node_id}: {bound_to or 'somebody else'} does; give "
+            "another --node-id"
+        )

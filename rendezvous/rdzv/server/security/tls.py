@@ -1,0 +1,189 @@
+"""The server's certificate and key, and whom it asks for one: read anew whenever they change.
+
+The files are looked at when somebody connects, and at SIGHUP: whoever connects next meets the new
+ones, and open connections stay as they are. Files that can not be used are not: those from before
+stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context, of gRPC by
+`rdzv.server.__main__`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import ssl
+import stat
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+
+import grpc
+
+from rdzv.errors import InvalidRequestError
+from rdzv.server.settings.config import TlsFiles
+from rdzv.structs import struct
+from rdzv.transport.certificates import Certificate, Stamp, stamp_of
+
+EXPIRY_WARNING = timedelta(days=14)
+
+READS = 3
+"""How often files are read that change at that very moment; then it is left to who connects next.
+"""
+
+log = logging.getLogger("rdzv.server")
+
+
+@struct(frozen=True)
+class _Loaded:
+    """One state of the files, as it is shown to whoever connects."""
+
+    stamp: Stamp
+    shown: Certificate
+    key: os.stat_result
+    grpc: grpc.ServerCertificateConfiguration
+    context: ssl.SSLContext
+
+
+class Tls:
+    """What the server shows to those who connect, and what it asks of them.
+
+    Used by the event loop and by gRPC's own threads.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Read the files.
+
+        Raises:
+            InvalidRequestError: they can not be used; the message names file, reason and remedy.
+
+        """
+        self._files = files
+        self._lock = threading.Lock()
+        self._now = self._load()
+        self._tried = self._now.stamp
+        """The files as they were when they were read last, whether they could be used or not."""
+        self._warn()
+        self.http = _context(files)
+        """For who connects by HTTP: each handshake goes on with the files as they then are."""
+        self.http.sni_callback = self._choose
+        quiet_handshakes()
+
+    @property
+    def shown(self) -> Certificate:
+        """The certificate that is shown now."""
+        return self._now.shown
+
+    def expires(self) -> datetime:
+        """Say when the certificate expires that who connects now would be shown."""
+        self.refresh()
+        return self.shown.not_after
+
+    def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
+        """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
+        told = self._now
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Say, at a handshake, what has changed since this was called last."""
+            nonlocal told
+            with self._lock:
+                self._refresh()
+                if self._now is told:
+                    return None
+                told = self._now
+                return told.grpc
+
+        # None is allowed: nothing has changed.
+        return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
+
+    def refresh(self) -> None:
+        """Read the files anew if they have changed; if they can not be used, those before stay."""
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        stamp = stamp_of(self._files.paths)
+        if stamp == self._tried:
+            return
+        self._tried = stamp
+        try:
+            self._now = self._load()
+        except InvalidRequestError as error:
+            log.error(
+                "%s; the TLS files have changed, and new connections go on with those from before",
+                error,
+            )
+            return
+        log.info("TLS files read anew: %s", self._now.shown.in_words)
+        self._warn()
+
+    def _choose(
+        self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
+    ) -> None:
+        """Let one handshake by HTTP go on with the files as they are now."""
+        self.refresh()
+        connection.context = self._now.context
+
+    # ------------------------------------------------------------------ the files
+
+    def _load(self) -> _Loaded:
+        for _ in range(READS):
+            stamp = stamp_of(self._files.paths)
+            try:
+                loaded = self._read(stamp)
+            except OSError as error:
+                # Of the TLS library, too: they have changed since they were checked.
+                raise InvalidRequestError(
+                    f"{error.filename or self._files.cert} can not be read: {error.strerror}"
+                ) from error
+            # Else what was checked may not be what was read.
+            if stamp_of(self._files.paths) == stamp:
+                return loaded
+        raise InvalidRequestError(
+            f"certificate {self._files.cert}: it and what belongs to it change all the time"
+        )
+
+    def _read(self, stamp: Stamp) -> _Loaded:
+        files = self._files
+        shown = files.check()
+        context = _context(files)
+        context.load_cert_chain(files.cert, files.key)
+        authorities = files.client_ca.read_bytes() if files.client_ca else None
+        pair = (files.key.read_bytes(), files.cert.read_bytes())
+        config = grpc.ssl_server_certificate_configuration([pair], authorities)
+        return _Loaded(stamp, shown, files.key.stat(), config, context)
+
+    def _warn(self) -> None:
+        key = self._now.key
+        # A key of another account's, as in a secret of Kubernetes, is read by way of its group.
+        if key.st_mode & (0o077 if key.st_uid == os.geteuid() else 0o007):
+            log.warning(
+                "TLS key %s can be read by others than its owner (mode %04o); chmod 600 it",
+                *(self._files.key, stat.S_IMODE(key.st_mode)),
+            )
+        if self._now.shown.not_after - datetime.now(UTC) < EXPIRY_WARNING:
+            log.warning("certificate %s: %s", self._files.cert, self._now.shown.in_words)
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if files.client_ca is not None:
+        context.load_verify_locations(cafile=files.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED if files.http_requires else ssl.CERT_OPTIONAL
+    return context
+
+
+@functools.cache
+def quiet_handshakes() -> None:
+    """Have Python write no traceback of a hello whose name is no text; the handshake fails anyway.
+
+    With `sni_callback` it decodes the name itself, and nobody but this hook hears what came of it.
+    """
+    former = sys.unraisablehook
+
+    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+        damaged = isinstance(unraisable.exc_value, UnicodeDecodeError)
+        if not (damaged and isinstance(unraisable.object, bytes)):
+            former(unraisable)
+
+    sys.unraisablehook = hear

@@ -1,0 +1,302 @@
+"""Tokens: what callers without a certificate show. A server keeps hashes of them, and no text.
+
+A token's text is `rdzv_ID_SECRET`. The id is no secret: tokens are listed and revoked by it. The
+secret has 256 random bits, so a plain hash of it can not be turned round, and none can be guessed.
+Several tokens may be good for one name: make the new one, hand it out, revoke the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousError,
+    RendezvousStateError,
+    UnauthenticatedError,
+    UnknownTokenError,
+)
+from rdzv.runtime.clock import Clock
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import Document, unreadable
+from rdzv.server.security.callers import Caller, Role, implied
+from rdzv.server.settings.config import DAY_MS, MINUTE_MS
+from rdzv.structs import replace, struct
+
+log = logging.getLogger("rdzv.tokens")
+
+TOKENS = "tokens"
+"""The document that has them."""
+
+USE_STORED_EVERY_MS = 60 * MINUTE_MS
+"""How exactly it is remembered when a token was last used: no call waits for a commit."""
+
+EXPIRED_KEPT_MS = 30 * DAY_MS
+"""How long an expired token is listed, so that people see why it does not work any more."""
+
+_TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
+
+
+@struct(frozen=True)
+class Token:
+    """A token as it is stored."""
+
+    id: str
+    name: str
+    roles: tuple[Role, ...]
+    sha256: str
+    created_ms: int
+    expires_ms: int | None = None
+    used_ms: int | None = None
+
+    def valid(self, now_ms: int) -> bool:
+        """Whether it is good for anything."""
+        return self.expires_ms is None or now_ms < self.expires_ms
+
+
+@struct(frozen=True)
+class _Document:
+    format: int = 1
+    tokens: tuple[Token, ...] = ()
+
+
+def new_text() -> str:
+    """Return the text of a new token."""
+    return f"rdzv_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
+
+
+def _hash(text: str) -> str:
+    # What HTTP has carried may be no text; no token is written so.
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def text_in(file: Path) -> str:
+    """Return the token in a file; if there is no such file, make it, with a new one.
+
+    Only who runs rdzvd can read it.
+
+    Raises:
+        InvalidRequestError: the file can not be read or made, or has something else in it.
+
+    """
+    try:
+        try:
+            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            text = file.read_text().strip()
+        else:
+            text = new_text()
+            with os.fdopen(made, "w") as out:
+                out.write(text + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"the first admin's token can not be written to {file}: {error}; give another file "
+            "with --init-admin-token"
+        ) from error
+    if not _TEXT.fullmatch(text):
+        raise InvalidRequestError(
+            f"{file} holds no token; remove it, and rdzvd makes it with one, or give another file "
+            "with --init-admin-token"
+        )
+    return text
+
+
+class Tokens:
+    """The tokens of one server that leads."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        tasks: Tasks,
+        most: int,
+        on_revoke: Callable[[frozenset[str]], None],
+    ) -> None:
+        """`most` may be there at once; `on_revoke` hears the ids of those that are revoked."""
+        self._clock = clock
+        self._tasks = tasks
+        self._most = most
+        self._on_revoke = on_revoke
+        self._document = Document(jobs, TOKENS, lambda data: {t.id: t for t in decode(data)})
+        self._lock = asyncio.Lock()
+        self._storing_use = False
+
+    async def load(self) -> None:
+        """Learn what is stored.
+
+        Raises:
+            RendezvousConnectionError: the store is away.
+            RendezvousStateError: what is stored can not be read.
+
+        """
+        await self._document.load()
+
+    @property
+    def _tokens(self) -> dict[str, Token]:
+        return self._document.value
+
+    @property
+    def any(self) -> bool:
+        """Whether there ever was one."""
+        return self._document.revision > 0
+
+    def listed(self) -> tuple[Token, ...]:
+        """Return those that are remembered, the oldest first."""
+        return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
+
+    def caller(self, text: str) -> Caller:
+        """Return who shows this token.
+
+        Raises:
+            UnauthenticatedError: it is none of ours, was revoked, or has expired.
+
+        """
+        now_ms = self._clock.now_ms()
+        caller = caller_by(self._tokens, text, now_ms)
+        token = self._tokens[caller.token]
+        if token.used_ms is None or now_ms - token.used_ms > USE_STORED_EVERY_MS:
+            self._tokens[token.id] = replace(token, used_ms=now_ms)
+            if not self._storing_use:
+                self._storing_use = True
+                self._tasks.start(self._store_use())
+        return caller
+
+    async def create(
+        self, name: str, roles: Sequence[Role], expires_in_ms: int
+    ) -> tuple[Token, str]:
+        """Make a token, and return it with its text. `expires_in_ms` 0: it does not expire.
+
+        Raises:
+            LimitExceededError: there are too many.
+            RendezvousError: it was not stored; to be asked for again.
+
+        """
+        text = new_text()
+        token = await self._add(text, name, roles, expires_in_ms)
+        return token, text
+
+    async def ensure_admin(self, file: Path) -> None:
+        """See to it that somebody can administer: if nobody can, who has the file's token can.
+
+        Raises:
+            InvalidRequestError: the file can not be used.
+            RendezvousError: it was not stored.
+
+        """
+        now_ms = self._clock.now_ms()
+        if any(Role.ADMIN in one.roles and one.valid(now_ms) for one in self._tokens.values()):
+            return
+        token = await self._add(text_in(file), "admin", (Role.ADMIN,), 0)
+        log.warning("token %s in %s is an admin's: there was no other", token.id, file)
+
+    async def revoke(self, id_or_name: str) -> tuple[Token, ...]:
+        """Revoke a token by its id, or all of one name; return them.
+
+        Raises:
+            UnknownTokenError: there is none.
+            RendezvousError: they may not be revoked; to be repeated.
+
+        """
+        async with self._lock:
+            gone = tuple(t for t in self.listed() if id_or_name in (t.id, t.name))
+            if not gone:
+                raise UnknownTokenError(
+                    f"there is no token {id_or_name}, nor any of that name; `rdzvctl tokens list` "
+                    "shows those that are"
+                )
+            ids = frozenset(token.id for token in gone)
+            await self._write({i: t for i, t in self._tokens.items() if i not in ids})
+        self._on_revoke(ids)
+        return gone
+
+    async def _add(self, text: str, name: str, roles: Sequence[Role], expires_in_ms: int) -> Token:
+        async with self._lock:
+            now_ms = self._clock.now_ms()
+            kept = {i: t for i, t in self._tokens.items() if t.valid(now_ms - EXPIRED_KEPT_MS)}
+            if len(kept) >= self._most:
+                raise LimitExceededError(
+                    f"there are {len(kept)} tokens, and no more may be; revoke some, with "
+                    "`rdzvctl tokens revoke`, or raise the limit `tokens`"
+                )
+            expires_ms = now_ms + expires_in_ms if expires_in_ms else None
+            token_id = text.split("_")[1]
+            token = Token(token_id, name, tuple(roles), _hash(text), now_ms, expires_ms)
+            await self._write({**kept, token_id: token})
+        return token
+
+    async def _store_use(self) -> None:
+        try:
+            async with self._lock:
+                await self._write(self._tokens)
+        except RendezvousError as error:
+            log.debug("when tokens were last used is not stored: %s", error)
+        finally:
+            self._storing_use = False
+
+    async def _write(self, tokens: dict[str, Token]) -> None:
+        """Store tokens, and only then go by them. If that fails, what is stored holds."""
+        data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
+        known = self._tokens
+        await self._document.swap(tokens, data)
+        # What was used meanwhile is known here alone.
+        self._document.value = {
+            i: replace(token, used_ms=known[i].used_ms) if i in known else token
+            for i, token in tokens.items()
+        }
+
+
+def decode(data: bytes) -> tuple[Token, ...]:
+    """Read the document.
+
+    Raises:
+        RendezvousStateError: it can not be read.
+
+    """
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except msgspec.DecodeError as error:
+        raise unreadable(TOKENS, error) from error
+    if document.format != 1:
+        raise RendezvousStateError(
+            f"the document {TOKENS} has format {document.format}, and this rdzvd reads format 1; "
+            "start the rdzvd version that wrote it"
+        )
+    return document.tokens
+
+
+def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
+    """Return who shows this text. What was shown is in no error: it may be nearly right.
+
+    Raises:
+        UnauthenticatedError: nobody does.
+
+    """
+    found = _TEXT.fullmatch(text)
+    token = tokens.get(found.group(1)) if found else None
+    # Compared in any case, and to the end, so that no time tells how much of it is right.
+    same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
+    if token is None or not same:
+        raise UnauthenticatedError(
+            "the token that was shown is not known here, or was revoked; ask an admin for another "
+            "(`rdzvctl tokens create`)"
+        )
+    if not token.valid(now_ms):
+        raise UnauthenticatedError(
+            f"token {token.id} of {token.name} has expired; ask an admin for another "
+            f"(`rdzvctl tokens create {token.name}`)"
+        )
+    return Caller(token.name, implied(token.roles), f"token {token.id}", token.id)

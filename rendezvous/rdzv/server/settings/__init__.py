@@ -1,0 +1,1 @@
+"""Every limit and timing of rdzvd, and rdzvd.toml, which sets them."""

@@ -1,0 +1,498 @@
+"""What Prometheus reads at /metrics; `docs/metrics.md` lists it.
+
+Counters and histograms are fed by the events that make log and history, so they can not disagree.
+They count what this process has seen since it started, and so begin anew in the server that takes
+over; gauges are computed from the present state when they are asked for.
+
+The server's own metrics are prometheus-client's. Those of the jobs are `job_metrics`, a slice of
+jobs at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections import Counter as Tally
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rdzv.core.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    RoundAdopted,
+    RoundCompleted,
+    RoundEnded,
+    RoundSettled,
+    RunBegan,
+    RunEnded,
+    WorkerFailed,
+)
+from rdzv.core.explain import JobView, job_state
+from rdzv.core.model import Cause, JobState, Result, Round, State
+from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
+from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expiry
+from rdzv.server.settings.config import Config
+from rdzv.server.telemetry.c10d_metrics import c10d_metrics
+from rdzv.server.telemetry.job_metrics import (
+    CHANGES,
+    FORM,
+    STOP,
+    JobPage,
+    JobTally,
+)
+from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+
+SLICE_JOBS = 50
+"""Jobs that are written before others get their turn: two or three milliseconds."""
+
+ENDED_JOBS = 1_000
+"""Jobs that have ended and are shown for a while."""
+
+FIRST, AGAIN = "first", "again"
+"""Kinds of formation: of a run's first round, and of any later one."""
+
+_LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
+_RESULT_STATE = {result: JobState(result.value) for result in Result}
+
+_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1_800)
+_COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
+"""What is computed when it is asked for, and may fail by itself."""
+
+
+class Metrics(Meter, Collector):
+    """Counts what happens in one server, over all its terms, and writes it for Prometheus."""
+
+    def __init__(
+        self,
+        look: Callable[[], Figures | None],
+        config: Config,
+        version: str,
+        now_s: Callable[[], float] = time.perf_counter,
+        c10d: Callable[[], Iterable[JobView]] | None = None,
+        expires: Callable[[], datetime] | None = None,
+    ) -> None:
+        """Take `look`, which returns the server's present figures; None while it does not lead.
+
+        `c10d` returns the jobs in torch's own store; None: this server serves none. `expires` says
+        when its certificate does; None: it has none.
+        """
+        self._look = look
+        self._c10d = c10d
+        self._expires = expires
+        self._parts = Parts("rdzv_collector_success", "rdzvd")
+        self._now_s = now_s
+        self._scrapes_limit = config.limits.scrapes
+        self._scrapes = 0
+        self._ended_ms = config.timings.ended_job_ms
+        self._tallies: dict[str, JobTally] = {}
+        self._ended: dict[str, JobTally] = {}
+        """Jobs that have ended, in the order in which they did."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._count_events(self._registry)
+        self._count_server(self._registry)
+        about = Gauge(
+            "rdzv_build_info",
+            "1; what this server is, in its labels.",
+            ("version", "python", "store"),
+            registry=self._registry,
+        )
+        about.labels(version, platform.python_version(), config.store).set(1)
+
+    def add_process(self) -> None:
+        """Tell of this process and its interpreter, too."""
+        add_process(self._registry)
+
+    def _count_events(self, registry: CollectorRegistry) -> None:
+        self._runs_ended = Counter(
+            "rdzv_runs_ended_total", "Runs that ended, by result.", ("result",), registry=registry
+        )
+        self._rounds_ended = Counter(
+            "rdzv_rounds_ended_total",
+            "Rounds that ended, by what that is charged to.",
+            ("cause",),
+            registry=registry,
+        )
+        self._changes = Counter(
+            "rdzv_membership_changes_total",
+            "Nodes that joined, left or were lost, and seats that another node took over.",
+            ("kind",),
+            registry=registry,
+        )
+        self._failures = Counter(
+            "rdzv_worker_failures_total", "Workers that failed.", registry=registry
+        )
+        self._restarts = Counter(
+            "rdzv_restarts_total", "Restarts spent on worker failures.", registry=registry
+        )
+        self._formation = Histogram(
+            "rdzv_formation_seconds",
+            "Time from the first join, or the end of a round, to the next complete round.",
+            ("kind",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._recovery = Histogram(
+            "rdzv_recovery_seconds",
+            "Time after a round's end: until all have stopped, and from then to the next round.",
+            ("phase",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        # Each from zero on, for the first increase of a series that appears is not seen.
+        for counter, values in (
+            (self._runs_ended, Result),
+            (self._rounds_ended, Cause),
+            (self._changes, CHANGES),
+            (self._formation, (FIRST, AGAIN)),
+            (self._recovery, (STOP, FORM)),
+        ):
+            _begin(counter, values)
+
+    def _count_server(self, registry: CollectorRegistry) -> None:
+        self._commits = Histogram(
+            "rdzv_commit_seconds",
+            "Time that the store took to commit a decision.",
+            buckets=_COMMIT_SECONDS,
+            registry=registry,
+        )
+        self._store_errors = Counter(
+            "rdzv_store_errors_total",
+            "Times that the store could not be read or written.",
+            ("operation",),
+            registry=registry,
+        )
+        _begin(self._store_errors, ("read", "write"))
+        self._lag = Histogram(
+            "rdzv_loop_lag_seconds",
+            "Time by which the event loop was late, looked at four times a second while it leads.",
+            buckets=_LAG_SECONDS,
+            registry=registry,
+        )
+        self._streams_opened = Counter(
+            "rdzv_streams_opened_total", "Streams that nodes have opened.", registry=registry
+        )
+        self._nodes_lost = Counter(
+            "rdzv_nodes_lost_total",
+            "Nodes that were given up, whatever jobs they were in.",
+            registry=registry,
+        )
+        self._calls_refused = Counter(
+            "rdzv_refused_calls_total",
+            "Calls of those who have not proven who they are, or may not do that.",
+            ("reason",),
+            registry=registry,
+        )
+        for error in (DeniedError, UnauthenticatedError):
+            self._calls_refused.labels(error.code)
+        self._received = Counter(
+            "rdzv_messages_received_total", "Messages of nodes.", registry=registry
+        )
+        self._sent = Counter(
+            "rdzv_messages_sent_total", "Messages put on the streams of nodes.", registry=registry
+        )
+
+    # ---------------------------------------------------------------- what happens
+
+    def loaded(self, state: State, now_ms: int) -> None:
+        """Note a job that was read from the store; what was counted of it stands."""
+        membership = state.membership
+        if not membership.run or membership.ended is not None:
+            self._tallies.pop(membership.rdzv_id, None)
+            return
+        tally = self._tallies.setdefault(membership.rdzv_id, JobTally.of(state, now_ms))
+        tally.follow(state, now_ms)
+
+    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
+        """Note a step of a job that is stored, with what happened in it."""
+        if not events:
+            return
+        rdzv_id = after.membership.rdzv_id
+        round_ = before.membership.round
+        restarts = len(after.membership.restarts) - len(before.membership.restarts)
+        for event in events:
+            if isinstance(event, RunBegan):
+                self._tallies[rdzv_id] = JobTally(now_ms)
+                self._ended.pop(rdzv_id, None)
+            tally = self._tallies.get(rdzv_id) or self._ended.get(rdzv_id)
+            if tally is None:
+                tally = self._tallies[rdzv_id] = JobTally.of(before, now_ms)
+            match event:
+                case RoundCompleted():
+                    self._complete(tally, after, round_, event.round, now_ms)
+                    round_ = event.round
+                case RoundAdopted():
+                    tally.round_ended_ms = tally.settled_ms = None
+                    round_ = event.round
+                case RoundEnded():
+                    tally.round_ended_ms, tally.settled_ms = event.end.at_ms, None
+                case RoundSettled():
+                    self._settle(tally, event, restarts, now_ms)
+                case RunEnded():
+                    self._end(rdzv_id, tally, event, now_ms)
+                case WorkerFailed():
+                    tally.failures += 1
+                    self._failures.inc()
+                case NodeJoined():
+                    self._change(tally, "joined")
+                case NodeLeft():
+                    self._change(tally, "left")
+                case NodeLost():
+                    self._change(tally, "lost")
+        if after.membership.ended is not None:
+            self._tallies.pop(rdzv_id, None)
+        elif (present := self._tallies.get(rdzv_id)) is not None:
+            present.follow(after, now_ms)
+
+    def _change(self, tally: JobTally, kind: str, times: int = 1) -> None:
+        tally.changes[kind] += times
+        self._changes.labels(kind).inc(times)
+
+    def _complete(
+        self, tally: JobTally, after: State, last: Round | None, round_: Round, now_ms: int
+    ) -> None:
+        tally.completed += 1
+        since_ms, kind = tally.round_ended_ms, AGAIN
+        if since_ms is None:
+            since_ms, kind = after.membership.began_at_ms, FIRST
+        formation_ms = max(round_.at_ms - since_ms, 0)
+        tally.formation.add(formation_ms)
+        self._formation.labels(kind).observe(formation_ms / 1000)
+        if tally.settled_ms is not None:
+            self._recover(tally, FORM, now_ms - tally.settled_ms)
+        tally.round_ended_ms = tally.settled_ms = None
+        if last is not None and kind == AGAIN:
+            self._change(tally, "replaced", _replaced(last, round_))
+
+    def _settle(self, tally: JobTally, event: RoundSettled, restarts: int, now_ms: int) -> None:
+        tally.ended[event.cause] += 1
+        self._rounds_ended.labels(event.cause).inc()
+        if event.cause is Cause.WORKER_FAILURE and restarts > 0:
+            tally.restarts += 1
+            self._restarts.inc()
+        if tally.round_ended_ms is not None:
+            self._recover(tally, STOP, now_ms - tally.round_ended_ms)
+        tally.settled_ms = now_ms
+
+    def _recover(self, tally: JobTally, phase: str, for_ms: int) -> None:
+        tally.recovery[phase].add(max(for_ms, 0))
+        self._recovery.labels(phase).observe(max(for_ms, 0) / 1000)
+
+    def _end(self, rdzv_id: str, tally: JobTally, event: RunEnded, now_ms: int) -> None:
+        self._runs_ended.labels(event.ended.result).inc()
+        tally.running_ms, tally.running_since_ms = tally.running_until(now_ms), None
+        tally.ended_ms, tally.final = now_ms, _RESULT_STATE[event.ended.result]
+        self._tallies.pop(rdzv_id, None)
+        self._ended.pop(rdzv_id, None)
+        self._ended[rdzv_id] = tally
+        self._forget_ended(now_ms)
+
+    def _forget_ended(self, now_ms: int) -> None:
+        """Forget those that ended long ago, and the oldest of too many."""
+        while self._ended:
+            rdzv_id, oldest = next(iter(self._ended.items()))
+            long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= self._ended_ms
+            if not long_ago and len(self._ended) <= ENDED_JOBS:
+                return
+            del self._ended[rdzv_id]
+
+    def forget_jobs(self) -> None:
+        """Note that this server leads no more, so that its jobs are another's."""
+        self._tallies.clear()
+        self._ended.clear()
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Time the commit in the body; one that raises is none."""
+        began_s = self._now_s()
+        yield
+        self._commits.observe(self._now_s() - began_s)
+
+    def store_failed(self, *, writes: bool) -> None:
+        """Note that the store could not be asked, or not be written to."""
+        self._store_errors.labels("write" if writes else "read").inc()
+
+    def call_refused(self, code: str) -> None:
+        """Note a call that its caller may not make, with the code of the refusal."""
+        self._calls_refused.labels(code).inc()
+
+    def loop_late(self, late_ms: int) -> None:
+        """Note by how much the event loop was late for a timer."""
+        self._lag.observe(max(late_ms, 0) / 1000)
+
+    def stream_opened(self) -> None:
+        """Note that a node has opened a stream."""
+        self._streams_opened.inc()
+
+    def node_lost(self) -> None:
+        """Note that a node was given up, whatever jobs it is in."""
+        self._nodes_lost.inc()
+
+    def received(self) -> None:
+        """Note a message of a node."""
+        self._received.inc()
+
+    def sent(self) -> None:
+        """Note a message to a node, put on its stream."""
+        self._sent.inc()
+
+    # ---------------------------------------------------------------- what is read
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges of the server itself; prometheus-client asks for them.
+
+        What fails leaves its own out, and says so by a metric.
+        """
+        asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
+        if (views := self._c10d) is not None:
+            asked[C10D] = lambda: c10d_metrics(views())
+        if (expires := self._expires) is not None:
+            asked[TLS] = lambda: expiry("rdzv_certificate_expiry_timestamp_seconds", expires())
+        yield from self._parts.collect(asked)
+
+    def _collect_server(self) -> Iterator[Metric]:
+        figures = self._look()
+        yield GaugeMetricFamily(
+            "rdzv_leads",
+            "1 if this server leads and can prove it, else 0.",
+            int(figures is not None),
+        )
+        if figures is None:
+            return
+        jobs = Tally(job_state(state) for state in _known(figures.states))
+        yield GaugeMetricFamily(
+            "rdzv_leadership", "Number of this server's take-over.", figures.leadership
+        )
+        yield by_label(
+            "rdzv_jobs",
+            "Jobs that have not ended, by state.",
+            "state",
+            {str(state): jobs[state] for state in _LIVE_STATES},
+        )
+        yield by_label(
+            "rdzv_nodes",
+            "Nodes of all jobs: with a stream, or waited for without one.",
+            "state",
+            {"connected": figures.nodes_connected, "away": figures.nodes_away},
+        )
+        yield GaugeMetricFamily("rdzv_streams", "Open streams of nodes.", figures.streams)
+        yield GaugeMetricFamily("rdzv_watchers", "Callers that watch a job.", figures.watchers)
+        yield GaugeMetricFamily(
+            "rdzv_store_away_seconds",
+            "Time since the store is away; 0 while it is there.",
+            figures.store_away_ms / 1000,
+        )
+        yield GaugeMetricFamily(
+            "rdzv_lease_seconds",
+            "Silence that is tolerated of a node that connects now.",
+            figures.lease_ms / 1000,
+        )
+        yield GaugeMetricFamily(
+            "rdzv_node_silence_seconds",
+            "Time since the node with a stream that is silent for longest was heard.",
+            figures.silence_ms / 1000,
+        )
+
+    def _collect_room(self) -> Iterator[Metric]:
+        """Yield what the nodes have for submitted jobs."""
+        figures = self._look()
+        if figures is None:
+            return
+        room = figures.room()
+        yield by_label(
+            "rdzv_gpus",
+            "GPUs of nodes that take submitted jobs.",
+            "state",
+            room.gpus,
+        )
+        yield by_label(
+            "rdzv_places",
+            "Submitted jobs that the nodes take at once.",
+            "state",
+            room.places,
+        )
+        yield by_label(
+            "rdzv_nodes_barred",
+            "Nodes on which no submitted job is placed until that is taken back.",
+            "by",
+            room.nodes_barred,
+        )
+        yield by_label(
+            "rdzv_node_drains",
+            "Nodes that leave all their jobs: something is left on them, or nothing is.",
+            "state",
+            room.drains,
+        )
+
+    async def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format. The event loop runs on meanwhile.
+
+        Raises:
+            LimitExceededError: too many are reading.
+
+        """
+        if self._scrapes >= self._scrapes_limit:
+            raise LimitExceededError(
+                f"{self._scrapes} callers read metrics here, and no more may; scrape less often, "
+                "or raise the limit `scrapes`"
+            )
+        self._scrapes += 1
+        try:
+            parts = []
+            with self._parts.computing(JOBS):
+                async for part in self._job_parts():
+                    parts.append(part)
+            # After the jobs, for it tells whether these could be written.
+            return b"".join((prometheus_client.generate_latest(self._registry), *parts))
+        finally:
+            self._scrapes -= 1
+
+    async def _job_parts(self) -> AsyncIterator[bytes]:
+        figures = self._look()
+        if figures is None:
+            return
+        now_ms, page = figures.now_ms, JobPage()
+        self._forget_ended(now_ms)
+        for number, state in enumerate(_known(figures.states), 1):
+            tally = self._tallies.get(state.membership.rdzv_id)
+            if tally is not None:
+                page.add_live(state, tally, figures.progress(state), now_ms)
+                page.add_straggling(state, figures.straggling(state))
+            if number % SLICE_JOBS == 0:
+                await asyncio.sleep(0)
+        for number, (rdzv_id, tally) in enumerate(tuple(self._ended.items()), 1):
+            page.add_ended(rdzv_id, tally, now_ms)
+            if number % SLICE_JOBS == 0:
+                await asyncio.sleep(0)
+        for part in page.parts():
+            yield part
+            await asyncio.sleep(0)
+
+
+def _known(states: Iterable[State]) -> Iterator[State]:
+    """Leave out what somebody has asked for and nobody has joined, and what has ended."""
+    return (s for s in states if s.membership.run and s.membership.ended is None)
+
+
+def _replaced(last: Round, round_: Round) -> int:
+    """Count the seats of a round that another node holds in the next."""
+    before = {participant.node_id for participant in last.participants}
+    after = {participant.node_id for participant in round_.participants}
+    return min(len(before - after), len(after - before))
+
+
+def _begin(counter: Counter | Histogram, values: Iterable[str]) -> None:
+    for value in values:
+        counter.labels(value)

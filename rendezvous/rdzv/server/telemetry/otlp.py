@@ -1,0 +1,140 @@
+"""Sends spans to an OpenTelemetry collector, by OTLP over HTTP, from a thread of the SDK's own.
+
+What the configuration does not say, OTEL_* says: headers, certificates, timeouts, sampling, limits,
+names of the resource. Needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import threading
+
+from opentelemetry import trace as api
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
+
+from rdzv.errors import InvalidRequestError
+from rdzv.server.settings.config import OTLP_ENVIRONMENT
+from rdzv.server.telemetry.traces import TraceSpan
+
+log = logging.getLogger("rdzv.traces")
+
+_PATH = "/v1/traces"
+"""Where collectors take traces, below the address that they are named by."""
+
+
+class _Names(IdGenerator):
+    """Gives the ids that the next span's names make, so that no two servers differ."""
+
+    def __init__(self) -> None:
+        self.trace_id = self.span_id = 0
+
+    def take(self, span: TraceSpan) -> None:
+        self.trace_id, self.span_id = trace_id_of(span), span_id_of(span, span.key)
+
+    def generate_trace_id(self) -> int:
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        return self.span_id
+
+
+def trace_id_of(span: TraceSpan) -> int:
+    """Return the id of the trace of a span's run."""
+    return _digest(16, span.rdzv_id, span.run)
+
+
+def span_id_of(span: TraceSpan, key: str) -> int:
+    """Return the id of a span of the same trace."""
+    return _digest(8, span.rdzv_id, span.run, key)
+
+
+def _digest(size: int, *names: str) -> int:
+    digest = hashlib.sha256("\0".join(names).encode()).digest()
+    return int.from_bytes(digest[:size], "big")
+
+
+class OtlpSender:
+    """Queues spans, and has a thread send them; what is too many, or not taken, is dropped."""
+
+    def __init__(self, endpoint: str, version: str) -> None:
+        """Send to `endpoint`, or with `env` to where OTEL_EXPORTER_OTLP_ENDPOINT says.
+
+        Raises:
+            InvalidRequestError: an OTEL_* variable makes no sense.
+
+        """
+        to = None if endpoint == OTLP_ENVIRONMENT else endpoint.rstrip("/")
+        if to is not None and not to.endswith(_PATH):
+            to += _PATH
+        self._to = to or "the collector"
+        self._names = _Names()
+        ours = {"service.name": "rdzvd", "service.version": version}
+        try:
+            resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+            self._provider = TracerProvider(
+                resource=resource, id_generator=self._names, shutdown_on_exit=False
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=to)))
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"OpenTelemetry can not be set up: {error}; look at the variables OTEL_* of "
+                "rdzvd's environment"
+            ) from error
+        self._tracer = self._provider.get_tracer("rdzv", version)
+
+    def send(self, span: TraceSpan) -> None:
+        """Queue a span. Waits for nothing."""
+        self._names.take(span)
+        made = self._tracer.start_span(
+            span.name,
+            context=None if span.parent is None else self._below(span, span.parent),
+            start_time=_ns(span.since_ms),
+            attributes=span.attributes,
+        )
+        for at_ms, name, text in span.happenings:
+            made.add_event(name, {"text": text}, timestamp=_ns(at_ms))
+        if span.wrong:
+            made.set_status(api.Status(api.StatusCode.ERROR, span.wrong))
+        made.end(_ns(span.until_ms))
+
+    def _below(self, span: TraceSpan, key: str) -> Context:
+        """Say which span it is a child of, and whether that is sampled; it is sent later."""
+        trace_id = trace_id_of(span)
+        decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
+        sampled = decision is Decision.RECORD_AND_SAMPLE
+        flags = api.TraceFlags.SAMPLED if sampled else api.TraceFlags.DEFAULT
+        parent = api.SpanContext(
+            trace_id, span_id_of(span, key), is_remote=True, trace_flags=api.TraceFlags(flags)
+        )
+        return api.set_span_in_context(api.NonRecordingSpan(parent))
+
+    async def close(self, within_ms: int) -> None:
+        """Send what is queued, for so long at most; what is left then is dropped."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            # Nobody waits any more if that has taken too long.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set)
+
+        # Not in the executor, whose threads the interpreter waits for.
+        threading.Thread(target=shut_down, name="otlp-close", daemon=True).start()
+        try:
+            async with asyncio.timeout(within_ms / 1000):
+                await done.wait()
+        except TimeoutError:
+            log.warning("the last traces are dropped: %s does not take them", self._to)
+
+
+def _ns(ms: int) -> int:
+    return ms * 1_000_000

@@ -1,0 +1,317 @@
+"""Rounds as traces: a run is a trace, each round a span, and the round's phases are its children.
+
+Made of the same rows that make log and history, by the same mapping as `rdzvctl trace`. A round is
+sent once everyone has stopped after it, and a run when it has ended.
+
+Nothing here holds up a step: rows are put into a bounded queue, and a task takes them out. What it
+keeps of a run is its last round. A run that this server has not seen from its beginning is read
+from history first; ids follow from the names, so what another has sent is of the same trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rdzv.core.words import LISTED
+from rdzv.errors import RendezvousError
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.stores.base import Record
+from rdzv.structs import struct
+from rdzv.view import answers
+from rdzv.view.life import Round, Run, note
+from rdzv.view.spans import Span, about, spans_of, went_wrong
+
+log = logging.getLogger("rdzv.traces")
+
+ROWS = 10_000
+"""Rows that may wait to be taken into their runs: more than the largest job makes in one round."""
+
+PAST = 500
+"""Rows that are read of a run that others have seen begin."""
+
+HAPPENINGS = 100
+"""Rows that one round tells of, the first ones: what has caused an end comes first."""
+
+ENDED = 1_000
+"""Runs that are known to have been sent, so that what is heard of them later opens none anew."""
+
+SLICE = 100
+"""Rows that are taken before others get their turn: less than a millisecond."""
+
+# Each node says these of each round; the spans say how many nodes there were.
+_NOT_TOLD = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
+
+Attribute = str | int | Sequence[str]
+
+
+@struct(frozen=True)
+class TraceSpan:
+    """One span, ready to be sent. Its name is the only one of its kind in its trace."""
+
+    rdzv_id: str
+    run: str
+    key: str
+    """What no other span of the trace has; empty: of the run itself."""
+    parent: str | None
+    name: str
+    since_ms: int
+    until_ms: int
+    attributes: Mapping[str, Attribute]
+    wrong: str = ""
+    """Why it ended badly; empty if it did not."""
+    happenings: tuple[tuple[int, str, str], ...] = ()
+    """When, the event's name, and its line."""
+
+
+Send = Callable[[TraceSpan], None]
+"""Takes a span at once, or drops it; it waits for nothing."""
+
+ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
+
+
+@dataclass(slots=True)
+class _Tale:
+    """What is known of one run."""
+
+    run: Run
+    sent: int = -1
+    """The number of the last round that was sent, by this server or by one before it."""
+
+
+class Traces(Meter):
+    """Makes spans of what happens. Made by `tracing`."""
+
+    def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
+        """Take where a run's past is read, and who sends spans."""
+        self._history = history
+        self._send = send
+        self._most_rows = most_rows
+        self._rows: deque[Record | None] = deque()
+        """None: what is known of all runs is out of date from here on."""
+        self._news = asyncio.Event()
+        self._dropped = 0
+        self._tales: dict[str, _Tale] = {}
+        """By rdzv_id, the run of each job that has not ended."""
+        self._ended: dict[tuple[str, str], None] = {}
+
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Take rows of history. Too many at once are dropped, which the log says."""
+        for row in rows:
+            if not row.run or row.name in _NOT_TOLD:
+                continue
+            if len(self._rows) < self._most_rows:
+                self._rows.append(row)
+            else:
+                self._dropped += 1
+        self._news.set()
+
+    def forget_jobs(self) -> None:
+        """Note that this server leads no more: what happens to its jobs is another's to tell."""
+        self._rows.append(None)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Make spans of what comes in, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self.drain()
+
+    async def drain(self) -> None:
+        """Make spans of all that has come in."""
+        number = 0
+        while self._rows:
+            row = self._rows.popleft()
+            try:
+                await self._take(row)
+            except Exception:
+                # A trace is not worth a server; the next row is another story.
+                log.exception("a bug of rdzvd, please report it: no trace of %s", row)
+            number += 1
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+        if self._dropped:
+            log.warning("%d rows of history are in no trace: too many at once", self._dropped)
+            self._dropped = 0
+
+    async def _take(self, row: Record | None) -> None:
+        if row is None:
+            self._tales.clear()
+            return
+        if (row.rdzv_id, row.run) in self._ended:
+            return
+        tale = self._tales.get(row.rdzv_id)
+        if tale is None or tale.run.run != row.run:
+            tale = self._tales[row.rdzv_id] = await self._begun(row)
+        _note(tale.run, row)
+        if row.name in ("RoundSettled", "RunEnded"):
+            self._tell(row.rdzv_id, tale)
+
+    async def _begun(self, row: Record) -> _Tale:
+        """Return what is known of a run before this row."""
+        tale = _Tale(Run(row.run, row.unix_ms))
+        if row.name == "RunBegan":
+            return tale
+        try:
+            past = [r for r in await self._history(row.rdzv_id, PAST) if r.run == row.run]
+        except RendezvousError as error:
+            log.warning("the trace of %s begins now: %s", row.rdzv_id, error)
+            return tale
+        # What came after `row` is taken when its turn comes.
+        past = past[: past.index(row)] if row in past else past
+        if past:
+            tale.run.began_ms = past[0].unix_ms
+        for one in past:
+            if one.name not in _NOT_TOLD:
+                _note(tale.run, one)
+            if one.name == "RoundSettled":
+                tale.sent = _last(tale.run)
+                _tidy(tale)
+        return tale
+
+    def _tell(self, rdzv_id: str, tale: _Tale) -> None:
+        run = tale.run
+        spans = tuple(trace_spans(rdzv_id, run, tale.sent))
+        # Before they are sent: what fails is not to be tried again with each row that follows.
+        tale.sent = _last(run)
+        _tidy(tale)
+        if run.ended_ms is not None:
+            del self._tales[rdzv_id]
+            self._ended[rdzv_id, run.run] = None
+            if len(self._ended) > ENDED:
+                del self._ended[next(iter(self._ended))]
+        for span in spans:
+            self._send(span)
+
+
+def _note(run: Run, row: Record) -> None:
+    note(run, answers.Event(row.unix_ms, row.run, row.name, row.text))
+    del run.happenings[HAPPENINGS:], run.failures[HAPPENINGS:]
+
+
+def _last(run: Run) -> int:
+    return run.round.number if run.round is not None else -1
+
+
+def _tidy(tale: _Tale) -> None:
+    """Keep of a run what the next round's spans are made of."""
+    run = tale.run
+    del run.rounds[:-1]
+    run.happenings.clear()
+    run.failures.clear()
+    run.nodes.clear()
+
+
+# ---------------------------------------------------------------- spans of a run
+
+
+def trace_spans(rdzv_id: str, run: Run, sent: int = -1) -> Iterator[TraceSpan]:
+    """Yield the spans of all rounds after `sent`, and that of the run if it has ended."""
+    until_ms = _latest_ms(run)
+    spans = list(spans_of(run, until_ms))
+    rounds = [r for r in run.rounds if r.number > sent]
+    happenings = _happenings(run)
+    for round_ in rounds:
+        own = [span for span in spans if span.round is round_]
+        told = happenings if round_ is rounds[-1] else ()
+        yield from _round_spans(rdzv_id, run, round_, own, told)
+    if run.ended_ms is None:
+        return
+    for span in spans:
+        if span.round is None:
+            # Nodes have met, and the run has ended before there was a round.
+            key, name = "forming", "forming"
+            yield TraceSpan(rdzv_id, run.run, key, "", name, span.since_ms, span.until_ms, {})
+    yield TraceSpan(
+        rdzv_id,
+        run.run,
+        key="",
+        parent=None,
+        name=f"run of {rdzv_id}",
+        since_ms=run.began_ms,
+        until_ms=run.ended_ms,
+        attributes=_named(
+            {"rdzv_id": rdzv_id, "run": run.run, "run number": run.number or ""},
+            {"result": run.result, "because": run.reason},
+        ),
+        wrong=run.reason if run.result == "failed" else "",
+        happenings=() if rounds else happenings,
+    )
+
+
+def _round_spans(
+    rdzv_id: str,
+    run: Run,
+    round_: Round,
+    phases: Sequence[Span],
+    happenings: tuple[tuple[int, str, str], ...],
+) -> Iterator[TraceSpan]:
+    name = f"round {round_.number}"
+    wrong = round_.charge_reason or round_.reason if went_wrong(round_) else ""
+    yield TraceSpan(
+        rdzv_id,
+        run.run,
+        key=name,
+        parent="",
+        name=name,
+        since_ms=min(span.since_ms for span in phases),
+        until_ms=max(span.until_ms for span in phases),
+        attributes=_named(
+            {"rdzv_id": rdzv_id, "run": run.run, "round": round_.number},
+            {"cause": round_.charge or round_.cause, **about(round_)},
+            {"nodes": len(round_.nodes) + round_.more, "workers": round_.workers or ""},
+            {"participants": round_.nodes[:LISTED]},
+        ),
+        wrong=wrong,
+        happenings=happenings,
+    )
+    for span in phases:
+        key, times_ms = f"{name}/{span.phase}", (span.since_ms, span.until_ms)
+        yield TraceSpan(
+            rdzv_id, run.run, key, name, span.phase, *times_ms, _named({"round": round_.number})
+        )
+
+
+def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    """Name attributes as OpenTelemetry does; what is not known is left out."""
+    return {
+        f"rdzv.{name.replace(' ', '_')}": value
+        for group in groups
+        for name, value in group.items()
+        if value not in ("", ())
+    }
+
+
+def _happenings(run: Run) -> tuple[tuple[int, str, str], ...]:
+    failures = [(at_ms, "WorkerFailed", text) for at_ms, text in run.failures]
+    return tuple(sorted([*failures, *run.happenings]))
+
+
+def _latest_ms(run: Run) -> int:
+    """Return when the last thing that is known of a run was."""
+    if run.ended_ms is not None:
+        return run.ended_ms
+    times_ms = (run.began_ms, *(r.settled_ms or r.ended_ms or r.at_ms for r in run.rounds))
+    return max(times_ms)
+
+
+# ---------------------------------------------------------------- for a server
+
+
+@asynccontextmanager
+async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
+    """Make spans until the body ends, and of what has come in by then."""
+    traces = Traces(history, send, most_rows)
+    async with asyncio.TaskGroup() as tasks:
+        making = tasks.create_task(traces.run())
+        try:
+            yield traces
+        finally:
+            making.cancel()
+            await asyncio.wait([making])
+            await traces.drain()

@@ -1,0 +1,128 @@
+"""What one handler's node says to the server, from its first join to its final message.
+
+It has no reference to the handler. So a handler that is dropped without `shutdown` is collected,
+and its node leaves then (`abandon`). What torch's agent holds and calls, the round's store,
+refers to this as well.
+
+Everything may be called from any thread; `news` guards it all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from rdzv.torchrun.participation import Part, Phase
+from rdzv.torchrun.signals import watch_signals
+from rdzv.torchrun.sync_stream import NodeStream
+from rdzv.transport import addresses
+from rdzv.v1 import rdzv_pb2 as pb
+
+log = logging.getLogger("rdzv.torchrun")
+
+HANG_UP_TIMEOUT_S = 5.0
+"""How long the server may take to hear the final message of this node."""
+
+
+class Talk:
+    """A node's part in a job, the stream on which it is told, and the socket that it offers."""
+
+    def __init__(self, part: Part, store_socket: addresses.StoreSocket) -> None:
+        self.part = part
+        self.store_socket = store_socket
+        self.news = threading.Condition(threading.RLock())
+        self.stream: NodeStream | None = None
+        self.hung_up = False
+        self.signalled: signal.Signals | None = None
+        """The first signal that came to end this torchrun."""
+        self._stop_watching: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
+
+    def begin(self, stream: NodeStream) -> None:
+        """Open the stream, and leave when a signal or the end of the process comes."""
+        self.stream = stream
+        stream.open()
+        self._stop_watching = watch_signals(self.on_signal)
+        atexit.register(self.at_exit)
+
+    def say(self, message: pb.NodeMessage) -> None:
+        """Send a message; without a stream the next Hello says it."""
+        if self.stream is not None:
+            self.stream.say(message)
+
+    @property
+    def round_is_over(self) -> bool:
+        """Whether the round, or the whole job, is over for this node."""
+        return bool(self.part.over) or self.part.ended or self.signalled is not None
+
+    def why_over(self, line: pb.RoundCompleted) -> str:
+        """Say why a round is over for this node; empty while it is not."""
+        with self.news:
+            part = self.part
+            if part.closed is not None:
+                return part.closed.reason
+            if part.refused is not None:
+                return part.refused.message
+            return part.over if part.line is line else "a newer one has begun"
+
+    def notify(self) -> None:
+        """Wake up everyone who waits on `news`."""
+        with self.news:
+            self.news.notify_all()
+
+    # ------------------------------------------------------------------ the end
+
+    def on_success(self) -> None:
+        """Note that torch's agent waits at its exit barrier: its workers have all exited 0."""
+        with self.news:
+            if self.part.phase is Phase.RUNNING and not self.round_is_over:
+                self.say(self.part.say_succeeded())
+
+    def on_signal(self, signum: signal.Signals) -> None:
+        """Leave at once: torch's agent stops the workers now, and does not come back."""
+        with self.news:
+            self.signalled = self.signalled or signum
+            self.leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
+            self.news.notify_all()
+
+    def end(self, cause: pb.Leave.Cause.ValueType, reason: str) -> None:
+        """Leave without workers, and hang up once the server has heard it."""
+        with self.news:
+            self.leave(cause, reason, workers_gone=True)
+        self.hang_up()
+
+    def at_exit(self) -> None:
+        """Leave as the process ends; its workers are gone by now."""
+        self.end(pb.Leave.SIGNAL, "its torchrun has exited")
+
+    def abandon(self) -> None:
+        """Leave without waiting: the handler is gone, and nobody else has workers of its round."""
+        if os.getpid() != self._pid:
+            # A fork has no part in what its parent says.
+            return
+        with self.news:
+            self.leave(pb.Leave.SIGNAL, "its handler was dropped", workers_gone=True)
+        self.hang_up(wait=False)
+
+    def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
+        """Say that this node leaves, if it is in the job; to be called with `news` held."""
+        if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
+            self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
+
+    def hang_up(self, *, wait: bool = True) -> None:
+        """End the stream once the server has heard everything; only the first call has an effect.
+
+        Not to be called with `news` held, if it is to wait.
+        """
+        with self.news:
+            if self.stream is None or self.hung_up:
+                return
+            self.hung_up = True
+        atexit.unregister(self.at_exit)
+        self._stop_watching()
+        self.stream.close(HANG_UP_TIMEOUT_S, wait=wait)
+        self.store_socket.release()

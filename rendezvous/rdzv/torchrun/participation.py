@@ -1,0 +1,185 @@
+"""One node's part in one job: what it says to the server, and what it has heard.
+
+Without threads, clocks and torch: whoever holds a `Part` guards it, carries its messages, and
+acts on what it has come to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import Enum
+
+from rdzv.core.model import Settings
+from rdzv.transport.node_stream import settings_message
+from rdzv.v1 import rdzv_pb2 as pb
+
+log = logging.getLogger("rdzv.torchrun")
+
+
+class Phase(Enum):
+    """How far this node is."""
+
+    APART = "it has not joined yet, or has left"
+    JOINING = "it has no workers, and wants a place in the next round"
+    RUNNING = "it has a place in a round, and workers of that round or none yet"
+    SUCCEEDED = "its workers have all exited 0"
+    LEAVING = "it has said that it leaves, and its workers are being stopped"
+
+
+_BELIEFS = {
+    Phase.JOINING: pb.Belief.JOINING,
+    Phase.RUNNING: pb.Belief.RUNNING,
+    Phase.SUCCEEDED: pb.Belief.SUCCEEDED,
+    Phase.LEAVING: pb.Belief.LEAVING,
+}
+
+
+class Part:
+    """What is said and heard. Each `say_*` moves on, and returns the message that says so."""
+
+    def __init__(
+        self,
+        rdzv_id: str,
+        settings: Settings,
+        offer: pb.Offer,
+        *,
+        refuse_reuse: bool = False,
+        secret: str = "",
+    ) -> None:
+        self.rdzv_id = rdzv_id
+        self.phase = Phase.APART
+        self.line: pb.RoundCompleted | None = None
+        """This node's line of the last round that it had a place in."""
+        self.over = ""
+        """Why the round of `line` is over; empty while it is not."""
+        self.closed: pb.Closed | None = None
+        self.refused: pb.Refused | None = None
+        self._run = ""
+        self._settings = settings_message(settings)
+        self._offer = offer
+        self._refuse_reuse = refuse_reuse
+        self._secret = secret
+        self._leave: pb.Leave | None = None
+        self._reason = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has said the last word: there is no next round for this node."""
+        return self.closed is not None or self.refused is not None
+
+    # ------------------------------------------------------------------ what is said
+
+    def say_join(self, store_port: int) -> pb.NodeMessage:
+        """Ask for a place in the next round; no workers of the last one are left."""
+        self.phase = Phase.JOINING
+        self._offer.store_port = store_port
+        return pb.NodeMessage(join=self._join())
+
+    def say_succeeded(self) -> pb.NodeMessage:
+        """Say that the workers of the round have all exited 0."""
+        self.phase = Phase.SUCCEEDED
+        line = self._line
+        succeeded = pb.Succeeded(rdzv_id=self.rdzv_id, run=self._run, round=line.round)
+        return pb.NodeMessage(succeeded=succeeded)
+
+    def say_failed(self, failures: Sequence[pb.WorkerFailure]) -> pb.NodeMessage:
+        """Say which workers of the round have failed."""
+        line = self._line
+        failed = pb.Failed(rdzv_id=self.rdzv_id, run=self._run, round=line.round, failures=failures)
+        return pb.NodeMessage(failed=failed)
+
+    def say_leave(
+        self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool
+    ) -> pb.NodeMessage:
+        """Leave the job; to be said again when no workers are left."""
+        left_round = self.line.round if self.line is not None and workers_gone else None
+        leave = pb.Leave(
+            rdzv_id=self.rdzv_id,
+            run=self._run,
+            cause=cause,
+            reason=reason,
+            left_round=left_round,
+        )
+        if self._leave is not None:
+            # The first reason is the one that counts.
+            leave.cause, leave.reason = self._leave.cause, self._leave.reason
+        self.phase, self._leave = Phase.LEAVING, leave
+        return pb.NodeMessage(leave=leave)
+
+    def say_store_failed(self, reason: str) -> pb.NodeMessage:
+        """Say that the store of the round, on this node, can not be used."""
+        failed = pb.StoreHostFailed(
+            rdzv_id=self.rdzv_id, run=self._run, round=self._line.round, reason=reason
+        )
+        return pb.NodeMessage(store_host_failed=failed)
+
+    def beliefs(self) -> list[pb.Belief]:
+        """Say all that this node believes, for a stream that opens."""
+        if self.phase not in _BELIEFS or self.ended:
+            return []
+        belief = pb.Belief(phase=_BELIEFS[self.phase], join=self._join())
+        if self.line is not None:
+            belief.round.CopyFrom(self.line)
+        if self._leave is not None:
+            belief.leave.CopyFrom(self._leave)
+        return [belief]
+
+    @property
+    def _line(self) -> pb.RoundCompleted:
+        assert self.line is not None, "only who had a place in a round has something to say of it"
+        return self.line
+
+    def _join(self) -> pb.Join:
+        joining = self.phase is Phase.JOINING
+        return pb.Join(
+            rdzv_id=self.rdzv_id,
+            run=self._run,
+            settings=self._settings,
+            offer=self._offer,
+            left_round=self.line.round if joining and self.line is not None else None,
+            refuse_reuse=self._refuse_reuse,
+            secret=self._secret,
+        )
+
+    # ------------------------------------------------------------------ what is heard
+
+    def hear(self, message: pb.ServerMessage) -> None:
+        """Take note of what the server says."""
+        match message.WhichOneof("body"):
+            case "joined":
+                self._run = message.joined.run
+            case "round_completed":
+                self._hear_line(message.round_completed)
+            case "round_ended":
+                self._hear_end(message.round_ended)
+            case "closed":
+                self.closed = message.closed
+            case "refused":
+                self.refused = message.refused
+            case "waiting" if message.waiting.reason != self._reason:
+                self._reason = message.waiting.reason
+                log.info("%s: %s", self.rdzv_id, self._reason)
+
+    def _hear_line(self, line: pb.RoundCompleted) -> None:
+        """Take a place in a round, unless it is one that this node has left."""
+        if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
+            return
+        self.phase, self.line, self.over = Phase.RUNNING, line, ""
+        self._run = line.run
+        log.info(
+            "round %d: GROUP_RANK %d of %d, MASTER %s:%d",
+            line.round,
+            line.group_rank,
+            line.group_world_size,
+            line.master_addr,
+            line.master_port,
+        )
+
+    def _hear_end(self, end: pb.RoundEnded) -> None:
+        if self.line is None or end.round != self.line.round or self.over:
+            return
+        cause = pb.Cause.Name(end.cause).lower().replace("_", " ")
+        self.over = f"{cause}: {end.reason}"
+        if self.phase is not Phase.JOINING:
+            log.warning("round %d ended (%s)", end.round, self.over)

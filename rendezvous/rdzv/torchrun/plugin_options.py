@@ -1,0 +1,215 @@
+"""What `torchrun`'s command line means for its node.
+
+Names, defaults and units of `--rdzv-conf` are torchrun's where it has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.errors import InvalidRequestError
+from rdzv.launch_options.job_options import parse_scale_up
+from rdzv.structs import struct
+from rdzv.transport.channels import PLAIN, Credentials
+from rdzv.transport.endpoints import Endpoint, parse_endpoints
+from rdzv.transport.job_secret import read_secret
+
+log = logging.getLogger("rdzv.torchrun")
+
+_handlers = itertools.count(1)
+"""Numbers the handlers of this process, each of which is a node."""
+
+MAX_CONF_S = 30 * 24 * 3600
+
+KNOWN_KEYS = (
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "read_timeout",
+    "scale_up",
+    "reuse",
+    "node_id",
+    "topology",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "token_file",
+)
+
+
+@struct(frozen=True)
+class Options:
+    """One torchrun's part in a job, as launched."""
+
+    rdzv_id: str
+    node_id: str
+    endpoints: tuple[Endpoint, ...]
+    settings: Settings
+    credentials: Credentials = PLAIN
+    local_addr: str = ""
+    local_world_size: int = 1
+    role: str = "default"
+    topology: str = ""
+    refuse_reuse: bool = False
+    secret: str = field(default="", repr=False)
+    """What whoever takes part in the job must know; empty: nothing."""
+    close_timeout_s: float = 30.0
+    """How long the end of a job is waited for by a node whose workers have succeeded."""
+    read_timeout_s: float = 60.0
+    """How long the nodes of a round may take to meet in its store."""
+
+
+def read_options(params: RendezvousParameters) -> Options:
+    """Read what torchrun hands to a rendezvous backend.
+
+    Raises:
+        ValueError: a value makes no sense; the message names it, why, and a remedy.
+
+    """
+    conf = {key: str(value) for key, value in params.config.items() if value is not None}
+    _warn_of_unknown(params.config)
+    if params.run_id in ("", "none"):
+        raise ValueError(
+            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
+            "another; give all nodes of this job the same --rdzv-id=NAME"
+        )
+    config = launch_config()
+    scale_up, scale_up_after_ms = _scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
+    return Options(
+        rdzv_id=params.run_id,
+        node_id=conf.get("node_id") or _own_name(),
+        endpoints=_endpoints(params.endpoint),
+        credentials=_credentials(conf),
+        settings=Settings(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            # torch's agent keeps this count, one for each node.
+            max_restarts=None,
+            join_timeout_ms=round(_seconds(conf, "join_timeout", 600) * 1000) or 1,
+            last_call_timeout_ms=round(_seconds(conf, "last_call_timeout", 30) * 1000),
+            scale_up=scale_up,
+            scale_up_after_ms=scale_up_after_ms,
+        ),
+        local_addr=params.local_addr or "",
+        local_world_size=config.nproc_per_node if config else 1,
+        role=config.role if config else "default",
+        topology=conf.get("topology", ""),
+        refuse_reuse=not _bool(conf, "reuse", default=True),
+        secret=_secret(),
+        close_timeout_s=_seconds(conf, "close_timeout", 30),
+        read_timeout_s=_seconds(conf, "read_timeout", 60),
+    )
+
+
+def _own_name() -> str:
+    """Name a node of this process, unlike every other that it has had."""
+    number = next(_handlers)
+    return f"{socket.gethostname()}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+
+
+def agent_has_run() -> bool:
+    """Whether the launch that this is called from has its agent's `run` behind it."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.launcher.api import launch_agent
+
+    run = inspect.unwrap(SimpleElasticAgent.run).__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not launch_agent.__code__:
+        if frame.f_code is run:
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+def launch_config() -> Any | None:
+    """Return the `LaunchConfig` of the launch that this is called from; None if there is none.
+
+    torch hands a backend no number of workers (`RendezvousParameters`), but the server is to show
+    them. Ranks do not hang on it: torch's agents assign those among themselves.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not launch_agent.__code__:
+        frame = frame.f_back
+    config = frame.f_locals.get("config") if frame is not None else None
+    return config if isinstance(config, LaunchConfig) else None
+
+
+def _warn_of_unknown(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        # `timeout` is always there, as a number: `LaunchConfig.__post_init__` puts it in.
+        if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
+            known = ", ".join(KNOWN_KEYS)
+            log.warning("--rdzv-conf: unknown key %s is ignored; known: %s", key, known)
+
+
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    if not text.strip():
+        raise ValueError(
+            "--rdzv-endpoint is missing: --rdzv-backend=rdzv needs a server; start rdzvd and give "
+            "its address as --rdzv-endpoint=HOST:PORT"
+        )
+    try:
+        return parse_endpoints(text)
+    except InvalidRequestError as error:
+        raise ValueError(f"--rdzv-endpoint: {error}") from error
+
+
+def _secret() -> str:
+    """Read the secret of the job, which the environment alone says."""
+    try:
+        return read_secret(os.environ)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from None
+
+
+def _credentials(conf: Mapping[str, str]) -> Credentials:
+    """Read what this node trusts and shows, which the environment may say as well."""
+    keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
+    given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
+    try:
+        return Credentials.parse(given, os.environ)
+    except InvalidRequestError as error:
+        raise ValueError(f"--rdzv-conf: {error}") from error
+
+
+def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:
+    text = conf.get(key, str(default_s))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_CONF_S:
+        raise ValueError(
+            f"--rdzv-conf: {key}={text} is no number of seconds; give one from 0 to {MAX_CONF_S}"
+        )
+    return seconds
+
+
+def _bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
+    text = conf.get(key, str(default)).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise ValueError(f"--rdzv-conf: {key}={text} is neither true nor false")
+    return text in ("true", "1")
+
+
+def _scale_up(text: str) -> tuple[ScaleUp, int]:
+    try:
+        return parse_scale_up(text)
+    except InvalidRequestError as error:
+        raise ValueError(str(error)) from error

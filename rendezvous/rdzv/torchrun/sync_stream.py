@@ -1,0 +1,242 @@
+"""A node's stream to the server, for a program that is not asynchronous.
+
+One thread keeps it open and opens it again. What is said goes through `say`; what is heard goes
+to a function, in that thread. Each stream begins with a Hello that says all that the node
+believes, so a message that was lost with the stream before is not missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from rdzv.errors import (
+    InvalidRequestError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnauthenticatedError,
+)
+from rdzv.transport.channels import Credentials
+from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.node_stream import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, error_from_status
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
+
+log = logging.getLogger("rdzv.torchrun")
+
+WELCOME_TIMEOUT_S = 10.0
+"""How long an open stream may stay without the server's Welcome."""
+
+_Outbox = queue.SimpleQueue[pb.NodeMessage | None]
+
+
+class NodeStream:
+    """Keeps one stream to one of the servers open until it is closed.
+
+    `lock` guards what `beliefs` says and what `hear` changes: both are called with it held, and
+    so is `say` to be, so that nothing is said twice or not at all when a stream opens. Whoever
+    waits on `lock` wakes up when something was heard, and when the stream was lost.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        credentials: Credentials,
+        hello: pb.Hello,
+        lock: threading.Condition,
+        beliefs: Callable[[], list[pb.Belief]],
+        hear: Callable[[pb.ServerMessage], None],
+    ) -> None:
+        self._attempts = Attempts(endpoints)
+        self._credentials = credentials
+        self._hello = hello
+        self._lock = lock
+        self._beliefs = beliefs
+        self._hear = hear
+        self.apart_since_s: float | None = time.monotonic()
+        """Since when there is no server to talk to; None while there is."""
+        self.trouble = "no attempt was made"
+        """Why there is none."""
+        self._outbox: _Outbox | None = None
+        self._call: grpc.Call | None = None
+        self._heartbeat_interval_s = WELCOME_TIMEOUT_S
+        self._told_lost = False
+        self._closing = threading.Event()
+        self._cut: threading.Timer | None = None
+        """Ends a stream that does not end by itself once it was closed."""
+        self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
+
+    def open(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def say(self, message: pb.NodeMessage) -> None:
+        """Send a message if a stream is open; otherwise the next Hello says it."""
+        if self._outbox is not None:
+            self._outbox.put(message)
+
+    def close(self, within_s: float, *, wait: bool = True) -> None:
+        """End the stream once the server has heard all that was said, or the time is over.
+
+        Not to be called with the lock held, if it is to wait for that.
+        """
+        with self._lock:
+            self._closing.set()
+            if self._outbox is not None:
+                self._outbox.put(None)
+            if self._call is not None:
+                self._cut = _timer(within_s, self._call)
+        # Ctrl-C may have come before the thread was started; it does not start any more then.
+        if wait and self._thread.is_alive():
+            # The cut ends it in time; a little more is for the thread itself.
+            self._thread.join(within_s + 1)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            trouble = self._converse(self._attempts.present)
+            if self._closing.is_set():
+                return
+            wait_s = self._attempts.failed(trouble, time.monotonic())
+            if wait_s is None:
+                continue
+            self._note_lost(str(trouble), again=wait_s > 0)
+            self._closing.wait(wait_s)
+
+    def _note_lost(self, trouble: str, *, again: bool) -> None:
+        """Take note that there is no stream; `again`: the attempt made at once has failed too."""
+        if again and not self._told_lost:
+            self._told_lost = True
+            log.warning("%s; trying again until a server answers, running workers go on", trouble)
+        with self._lock:
+            self.trouble = trouble
+            if self.apart_since_s is None:
+                self.apart_since_s = time.monotonic()
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------ one stream
+
+    def _converse(self, endpoint: Endpoint) -> RendezvousError:
+        """Hold one stream from its Hello to its end; return why it ended."""
+        outbox: _Outbox = queue.SimpleQueue()
+        try:
+            metadata = self._credentials.metadata(endpoint)
+            opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
+        except InvalidRequestError as error:
+            # It may just be about to be renewed.
+            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+        with opened as channel:
+            call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
+            watchdog = _timer(WELCOME_TIMEOUT_S, call)
+            with self._lock:
+                # What is said from here on follows this Hello; what came before is in it.
+                self._hello.ClearField("beliefs")
+                self._hello.beliefs.extend(self._beliefs())
+                outbox.put(pb.NodeMessage(hello=self._hello))
+                self._outbox, self._call = outbox, call
+            try:
+                return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
+            except grpc.RpcError:
+                return self._judge(endpoint, call)
+            finally:
+                watchdog.cancel()
+                with self._lock:
+                    self._outbox = self._call = None
+                    if self._cut is not None:
+                        self._cut.cancel()
+                outbox.put(None)
+                call.cancel()
+
+    def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
+        """Send what is said, and a heartbeat whenever nothing was for an interval."""
+        while True:
+            try:
+                message = outbox.get(timeout=self._heartbeat_interval_s)
+            except queue.Empty:
+                message = pb.NodeMessage(heartbeat=pb.Heartbeat())
+            if message is None:
+                return
+            yield message
+
+    def _listen(
+        self, call: Iterator[pb.ServerMessage], endpoint: Endpoint, watchdog: threading.Timer
+    ) -> str:
+        """Hear everything that the server says; return why it stopped."""
+        for message in call:
+            watchdog.cancel()
+            if message.leadership < self._hello.leadership:
+                return f"a server was deposed (leadership {message.leadership})"
+            self._hello.leadership = message.leadership
+            if message.HasField("welcome"):
+                self._greet(endpoint, message.welcome)
+            elif message.HasField("lease"):
+                self._take_interval(message.lease.heartbeat_interval_ms)
+            elif message.HasField("read_log"):
+                with self._lock:
+                    self.say(_no_logs(message.read_log.request))
+            elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
+                return f"the server can not do it now: {message.refused.message}"
+            else:
+                self._deliver(message)
+        return "the server ended the stream"
+
+    def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
+        self._attempts.welcomed(time.monotonic())
+        self._hello.incarnation = welcome.incarnation
+        self._take_interval(welcome.heartbeat_interval_ms)
+        if self._told_lost:
+            self._told_lost = False
+            log.warning("connected to the server at %s again", endpoint)
+        with self._lock:
+            self.apart_since_s = None
+            # The sender still waits for the interval that held before; this ends its wait.
+            self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
+
+    def _take_interval(self, heartbeat_interval_ms: int) -> None:
+        self._heartbeat_interval_s = max(heartbeat_interval_ms, 100) / 1000
+
+    def _deliver(self, message: pb.ServerMessage) -> None:
+        with self._lock:
+            self._hear(message)
+            self._lock.notify_all()
+
+    def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
+        """Tell a refusal, which is final, from a failure, after which it tries again."""
+        if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
+            return RendezvousConnectionError(
+                f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
+            )
+        failure = error_from_status(
+            call.code(),
+            call.details(),
+            call.trailing_metadata(),
+            endpoint,
+            WELCOME_TIMEOUT_S,
+            self._credentials,
+        )
+        # Who was let in before may be again, with a token or certificate that is renewed.
+        stranger = isinstance(failure, UnauthenticatedError) and not self._hello.incarnation
+        if stranger or failure.code in FINAL_REFUSALS:
+            refused = pb.Refused(code=failure.code, message=str(failure))
+            self._deliver(pb.ServerMessage(refused=refused))
+        return failure
+
+
+def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
+    """Cancel a call after a while, unless the timer is cancelled."""
+    timer = threading.Timer(after_s, call.cancel)
+    timer.name, timer.daemon = "rdzv-timer", True
+    timer.start()
+    return timer
+
+
+def _no_logs(request: int) -> pb.NodeMessage:
+    """Say that torchrun's logs are not sent from here: its agent alone knows where they are."""
+    error = "its workers are torchrun's, which sends no logs; read them there, in its --log-dir"
+    return pb.NodeMessage(log_piece=pb.LogPiece(request=request, last=True, error=error))

@@ -1,0 +1,270 @@
+"""How a program reaches rdzvd: plain or by TLS, what it trusts, and what it shows of itself.
+
+Every channel to rdzvd is made here. Files are read anew for each, so that a certificate or token
+that was renewed on disk is used from the next connection on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+from rdzv.transport.addresses import is_loopback
+from rdzv.transport.certificates import (
+    Stamp,
+    check_authorities,
+    check_pair,
+    read_certificate,
+    stamp_of,
+)
+
+if TYPE_CHECKING:
+    from rdzv.transport.endpoints import Endpoint
+
+VARIABLES = {
+    "ca": "RDZV_TLS_CA",
+    "cert": "RDZV_TLS_CERT",
+    "key": "RDZV_TLS_KEY",
+    "token_file": "RDZV_TOKEN_FILE",
+}
+"""The variables of the environment that say what is not said otherwise."""
+
+TOKEN_VARIABLE = "RDZV_TOKEN"
+
+TOKEN_METADATA_KEY = "authorization"
+"""Call metadata under which a token travels, as `Bearer TOKEN`."""
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,1024}")
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@struct(frozen=True)
+class Credentials:
+    """What a program trusts and shows when it connects. Nothing of it: a plain connection.
+
+    A token goes only over TLS or to loopback, so that nobody on the way can take it.
+    """
+
+    ca: Path | None = None
+    """Whose certificates a server may have; with it, connections are by TLS."""
+    cert: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+    token: str = field(default="", repr=False)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
+        """Take what is given, and what is not from the environment; check it.
+
+        Raises:
+            InvalidRequestError: it does not go together, or a file can not be used.
+
+        """
+        files = {
+            name: given.get(name) or (Path(environ[variable]) if environ.get(variable) else None)
+            for name, variable in VARIABLES.items()
+        }
+        token = "" if files["token_file"] else environ.get(TOKEN_VARIABLE, "")
+        found = cls(**files, token=token)
+        found.check()
+        return found
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.ca is not None
+
+    def check(self) -> None:
+        """Refuse what can not be used.
+
+        Raises:
+            InvalidRequestError: it does not go together, or a file can not be used.
+
+        """
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError(
+                f"client certificate {self.cert} and key {self.key}: one without the other can "
+                "not be used; give --tls-cert and --tls-key, or neither"
+            )
+        if self.cert is not None and self.ca is None:
+            raise InvalidRequestError(
+                f"client certificate {self.cert}: without --tls-ca connections are not encrypted, "
+                "and it is shown to nobody; give --tls-ca, the CA of the server's certificate"
+            )
+        if self.ca is not None:
+            check_authorities(self.ca, "CA")
+        if self.cert is not None and self.key is not None:
+            check_pair(self.cert, self.key, "client certificate")
+        self._read_token()
+
+    def channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+        """Open a channel.
+
+        Raises:
+            InvalidRequestError: a file can not be used.
+
+        """
+        if not self.tls:
+            return grpc.insecure_channel(server.target, options=options)
+        return grpc.secure_channel(server.target, self._credentials(), options=options)
+
+    def aio_channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+        """Open a channel of the running event loop, likewise."""
+        if not self.tls:
+            return grpc.aio.insecure_channel(server.target, options=options)
+        return grpc.aio.secure_channel(server.target, self._credentials(), options=options)
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        self.check()
+
+        def read(path: Path | None) -> bytes | None:
+            return path.read_bytes() if path else None
+
+        try:
+            return grpc.ssl_channel_credentials(read(self.ca), read(self.key), read(self.cert))
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{error.filename} can not be read: {error.strerror}"
+            ) from error
+
+    def metadata(self, server: Endpoint) -> Metadata:
+        """Return what is sent with every call to a server.
+
+        Raises:
+            InvalidRequestError: a token would be sent where others can read it, or is none.
+
+        """
+        token = self._read_token()
+        if not token:
+            return ()
+        if not self.tls and not is_loopback(server.host):
+            raise InvalidRequestError(
+                f"a token is not sent to {server}: without TLS everyone on the way can take it; "
+                "give --tls-ca, the CA of the server's certificate"
+            )
+        return ((TOKEN_METADATA_KEY, f"Bearer {token}"),)
+
+    def _read_token(self) -> str:
+        if self.token_file is None:
+            where, token = TOKEN_VARIABLE, self.token.strip()
+        else:
+            where = f"token file {self.token_file}"
+            try:
+                token = self.token_file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is no text"
+                raise InvalidRequestError(f"{where} can not be read: {reason}") from error
+            if not token:
+                raise InvalidRequestError(f"{where} is empty; put a token into it")
+        if token and not _TOKEN.fullmatch(token):
+            # Not shown: it is a secret, if a damaged one.
+            raise InvalidRequestError(f"{where} holds no token; put into it what made the token")
+        return token
+
+    def stamp(self) -> Stamp:
+        """Say how the files are now that a channel is made of."""
+        paths = (self.ca, self.cert, self.key)
+        return stamp_of(path for path in paths if path is not None)
+
+    def expires(self) -> datetime | None:
+        """Say when the client certificate expires; None: there is none, or it can not be read."""
+        if self.cert is None:
+            return None
+        try:
+            return read_certificate(self.cert.read_bytes(), str(self.cert)).not_after
+        except (OSError, InvalidRequestError):
+            return None
+
+    def shown(self) -> str:
+        """Say whom the client certificate is of, and whether it is valid."""
+        assert self.cert is not None
+        try:
+            found = read_certificate(self.cert.read_bytes(), str(self.cert))
+        except (OSError, InvalidRequestError):
+            return str(self.cert)
+        trouble = found.trouble(datetime.now(UTC))
+        return f"{self.cert} (of {found.common_name}{', which ' + trouble if trouble else ''})"
+
+
+PLAIN = Credentials()
+
+
+# ------------------------------------------------------------------------------------ in words
+
+_NEVER = "failed to connect to all addresses.*"
+"""Begins what gRPC says where there was no connection at any time, not of one that has ended."""
+
+_UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
+_EXPIRED = re.compile("certificate has expired", re.I)
+_EARLY = re.compile("certificate is not yet valid", re.I)
+_OTHER_NAME = re.compile("hostname verification check failed|is not in peer certificate", re.I)
+_PLAIN_ANSWER = re.compile("wrong_version_number", re.I)
+_CLOSED = re.compile(f"{_NEVER}(socket closed|reset by peer)", re.I | re.DOTALL)
+
+
+def handshake_trouble(
+    details: str, server: Endpoint, credentials: Credentials
+) -> tuple[str, str] | None:
+    """Say why a connection was not agreed on, and the remedy; None if that is not what failed.
+
+    `details` is what gRPC says. Of a server that hangs up after the handshake it says nothing
+    more: then it has found something amiss that it was, or was not, shown.
+    """
+    if not credentials.tls:
+        if not _CLOSED.search(details):
+            return None
+        # A server that is killed at this moment ends it likewise.
+        return (
+            "the other side closed the connection before anything was said",
+            "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "
+            "the CA of its certificate; else check the address",
+        )
+    if _UNTRUSTED.search(details):
+        return (
+            f"its certificate is not signed by the CA in {credentials.ca}",
+            "give the CA of this server's certificate as --tls-ca",
+        )
+    if _EXPIRED.search(details):
+        return "its certificate has expired", "renew the server's certificate"
+    if _EARLY.search(details):
+        return (
+            "its certificate is not valid yet",
+            "compare the clock of this machine with the server's",
+        )
+    if _OTHER_NAME.search(details):
+        return (
+            f"its certificate is not for the name {server.host}",
+            "ask for the server by a name that is in its certificate, or add this one to it "
+            "(subjectAltName)",
+        )
+    if _PLAIN_ANSWER.search(details):
+        return (
+            "it does not speak TLS there",
+            "check the address; an rdzvd without TLS is reached without --tls-ca (RDZV_TLS_CA)",
+        )
+    if _CLOSED.search(details):
+        return _not_accepted(credentials)
+    return None
+
+
+def _not_accepted(credentials: Credentials) -> tuple[str, str]:
+    if credentials.cert is None:
+        return (
+            "it ended the handshake, as a server does that wants a client certificate",
+            "give --tls-cert and --tls-key (RDZV_TLS_CERT, RDZV_TLS_KEY)",
+        )
+    return (
+        f"it ended the handshake, as a server does that does not accept the client certificate "
+        f"{credentials.shown()}",
+        "give one that is valid, and signed by the client CA of the server",
+    )

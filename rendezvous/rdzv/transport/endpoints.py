@@ -1,0 +1,99 @@
+"""Where servers listen, as users write it. It needs no gRPC: a command line is read before that."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from urllib.parse import quote
+
+from rdzv.errors import InvalidRequestError, short
+from rdzv.structs import struct
+from rdzv.transport.protocol import DEFAULT_PORT
+
+__all__ = ["DEFAULT_PORT", "Endpoint", "parse_endpoint", "parse_endpoints"]
+
+_BRACKETED = re.compile(r"\[(?P<host>[^\[\]]*)\](?::(?P<port>.*))?", re.DOTALL)
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+
+
+@struct(frozen=True)
+class Endpoint:
+    """Where a server listens; `host` has no brackets, `str()` puts them where they belong."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def target(self) -> str:
+        """The endpoint as gRPC wants it, safe against host names that look like URI schemes."""
+        return f"dns:///{quote(str(self), safe='[]:')}"
+
+
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
+    """Read `host`, `host:port`, `[v6]` or `[v6]:port`.
+
+    Anything else is refused with `InvalidRequestError`, which names value, reason and remedy.
+
+    >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7"))
+    ('head-1:29400', '[::1]:7')
+    """
+    value = text.strip()
+    if bracketed := _BRACKETED.fullmatch(value):
+        host, port = bracketed["host"], bracketed["port"]
+        _check_v6(text, host)
+    else:
+        host, colon, rest = value.partition(":")
+        port = rest if colon else None
+        _check_host(text, host, rest)
+    return Endpoint(host, default_port if port is None else _parse_port(text, port))
+
+
+def _check_v6(text: str, host: str) -> None:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        raise _bad_endpoint(
+            text, f"{short(host)!r} is no IPv6 address", "only IPv6 addresses stand in brackets"
+        ) from None
+
+
+def _check_host(text: str, host: str, rest: str) -> None:
+    """Refuse a host that no server can have, with a remedy for the usual slips."""
+    if rest.startswith("//"):
+        raise _bad_endpoint(text, "it is a URL", "leave out everything but HOST:PORT")
+    if ":" in rest:
+        raise _bad_endpoint(text, "it has more than one colon", "write IPv6 as [ADDRESS]:PORT")
+    if not host:
+        raise _bad_endpoint(text, "it names no host", "write HOST or HOST:PORT")
+    if not _HOST_NAME.fullmatch(host):
+        raise _bad_endpoint(
+            text,
+            f"{short(host)!r} is no host name or address",
+            "write HOST, HOST:PORT or [IPv6]:PORT",
+        )
+
+
+def _parse_port(text: str, port: str) -> int:
+    if port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535:
+        return int(port)
+    raise _bad_endpoint(text, f"{short(port)!r} is no port", "a port is a number from 1 to 65535")
+
+
+def _bad_endpoint(text: str, reason: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(f"endpoint {short(text)!r} can not be used: {reason}; {remedy}")
+
+
+def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
+    """Read one or several endpoints, with commas between them.
+
+    Raises:
+        InvalidRequestError: one of them can not be used, or there is none.
+
+    """
+    found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())
+    if not found:
+        raise _bad_endpoint(text, "it names no host", "write HOST:PORT, or several with commas")
+    return found

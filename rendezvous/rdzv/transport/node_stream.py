@@ -1,0 +1,300 @@
+"""What a node's stream to rdzvd needs, whichever agent opens it: options, attempts, what failed.
+
+No value that is only shown to people is here: those are in `rdzv.view.answers`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    ERRORS,
+    LEADER_METADATA_KEY,
+    DeniedError,
+    InvalidRequestError,
+    LimitExceededError,
+    NodeSupersededError,
+    NotLeaderError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    SettingsMismatchError,
+)
+from rdzv.structs import struct
+from rdzv.transport import protocol
+from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
+from rdzv.transport.endpoints import Endpoint, parse_endpoint
+from rdzv.v1 import rdzv_pb2 as pb
+
+PROTOCOL_VERSION = protocol.VERSION
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # The server is inside the cluster; a proxy for the Internet would answer in its place.
+    ("grpc.enable_http_proxy", 0),
+    # A status of ten thousand nodes that all wait is beyond gRPC's own limit of 4 MiB.
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+"""What every channel to rdzvd is opened with."""
+
+OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    # Each attempt has a channel of its own, and its own backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+"""What the channel of a node's stream is opened with where the server is in the same process."""
+
+STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
+    *OWN_SERVER_OPTIONS,
+    # A stopped peer or a dropped path is noticed by unanswered pings; the keepalive timeout alone
+    # does not notice them.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    # One after each heartbeat: of ten thousand nodes neither comes often, as the server tells them.
+    ("grpc.http2.max_pings_without_data", 1),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""What the channel of a node's stream is opened with."""
+
+FINAL_REFUSALS = frozenset(
+    error.code
+    for error in (
+        DeniedError,
+        InvalidRequestError,
+        NodeSupersededError,
+        RendezvousClosedError,
+        SettingsMismatchError,
+    )
+)
+"""What no repetition will change. After any other refusal a node says everything again, later."""
+
+_SCALE_UPS = {
+    ScaleUp.EAGER: pb.SCALE_UP_EAGER,
+    ScaleUp.ON_RESTART: pb.SCALE_UP_ON_RESTART,
+    ScaleUp.AFTER: pb.SCALE_UP_AFTER,
+}
+
+
+_DEFAULT = Settings(min_nodes=1, max_nodes=1)
+
+
+def settings_message(settings: Settings) -> pb.Settings:
+    """Say how a job was launched; every node of it, of whichever agent, says the same."""
+    message = pb.Settings(
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        max_restarts=settings.max_restarts,
+        join_timeout_ms=settings.join_timeout_ms,
+        last_call_timeout_ms=settings.last_call_timeout_ms,
+        scale_up=_SCALE_UPS[settings.scale_up],
+        restart_window_ms=settings.restart_window_ms,
+        scale_up_after_ms=settings.scale_up_after_ms,
+        max_preemptions=settings.max_preemptions,
+        max_store_failures=settings.max_store_failures,
+        no_progress_restarts=settings.no_progress_restarts,
+    )
+    # Nodes that do not know of it yet leave it to the server, and are the same by that.
+    if settings.restart_backoff_ms != _DEFAULT.restart_backoff_ms:
+        message.restart_backoff_ms = settings.restart_backoff_ms
+    if settings.restart_backoff_max_ms != _DEFAULT.restart_backoff_max_ms:
+        message.restart_backoff_max_ms = settings.restart_backoff_max_ms
+    return message
+
+
+class Rota:
+    """Which of several servers is asked next: the one that leads, as far as was said, or in turn.
+
+    A server that stands by names the one that leads, which need not be among those that were
+    given. It is tried once; if it can not be reached, the others have their turn.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = tuple(endpoints)
+        self._turn = 0
+        self._leader: Endpoint | None = None
+        self._led = False
+        """The last one asked was named by another, so a redirection from it may lead in circles."""
+
+    @property
+    def present(self) -> Endpoint:
+        """Whom to ask now."""
+        return self._leader or self._endpoints[self._turn % len(self._endpoints)]
+
+    def failed(self, error: RendezvousError) -> bool:
+        """Note why the present one is of no use; say whether another may be asked at once."""
+        circles, self._led = self._led, False
+        leader = _leader_named(error)
+        if leader is not None and leader != self.present and not circles:
+            self._leader, self._led = leader, True
+            return True
+        self._turn, self._leader = self._turn + 1, None
+        return False
+
+
+@struct(frozen=True)
+class Backoff:
+    """How long a node waits until it tries again to open its stream."""
+
+    first_s: float = 0.1
+    """The shortest wait; it doubles with every further attempt that fails."""
+    max_s: float = 5.0
+    takeover_s: float = 0.5
+    """While servers stand by, and the one that they name does not answer: for a few seconds."""
+    steady_s: float = 5.0
+    """A stream that stood for so long was a good one: the next attempt follows its end at once."""
+    spread: Callable[[float, float], float] = random.uniform
+    """Chooses a wait between two bounds, so that nodes that lose a server do not return as one."""
+
+
+BACKOFF = Backoff()
+
+
+class Attempts:
+    """A node's attempts to hold a stream: whom it asks next, and when."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
+        self._rota = Rota(endpoints)
+        self._backoff = backoff
+        self._failed = 0
+        """Attempts since the last good stream."""
+        self._welcomed_at_s: float | None = None
+        self._taking_over = False
+        """A server that stands by has answered since the last good stream: another will lead."""
+
+    @property
+    def present(self) -> Endpoint:
+        """Whom to ask now."""
+        return self._rota.present
+
+    @property
+    def welcome(self) -> bool:
+        """Whether the present one has said Welcome since the last failure."""
+        return self._welcomed_at_s is not None
+
+    def welcomed(self, now_s: float) -> None:
+        """Note that a stream is open."""
+        self._welcomed_at_s = now_s
+        self._taking_over = False
+
+    def failed(
+        self, error: RendezvousError, now_s: float, most_s: float = math.inf
+    ) -> float | None:
+        """Note why the attempt, or the stream, has ended; return how long to wait for the next.
+
+        0 after the first attempt and after a good stream, at most `most_s` after any other. None:
+        the server has named the one that leads, which is asked at once; nothing is lost yet.
+
+        A server that welcomes this node and then ends the stream each time is not asked without a
+        pause.
+        """
+        backoff, since_s = self._backoff, self._welcomed_at_s
+        self._welcomed_at_s = None
+        self._taking_over |= isinstance(error, NotLeaderError)
+        if self._rota.failed(error):
+            return None
+        if since_s is not None and now_s - since_s >= backoff.steady_s:
+            self._failed = 0
+        self._failed += 1
+        if self._failed == 1:
+            return 0.0
+        longest_s = min(backoff.first_s * 2 ** min(self._failed - 1, 10), backoff.max_s, most_s)
+        if self._taking_over:
+            longest_s = min(longest_s, backoff.takeover_s)
+        return backoff.spread(longest_s / 2, longest_s)
+
+
+def _leader_named(error: RendezvousError) -> Endpoint | None:
+    if not isinstance(error, NotLeaderError) or not error.leader:
+        return None
+    try:
+        return parse_endpoint(error.leader)
+    except InvalidRequestError:
+        return None
+
+
+# ------------------------------------------------------------------------------------ the errors
+
+_NOT_RDZV = "what listens there is not an rdzv server"
+_CHECK = "check the address, and that rdzvd runs there"
+
+_PREAMBLE = re.compile(
+    r"failed to connect to all addresses; last error: (UNKNOWN|UNAVAILABLE): (ipv[46]:\S+: )?"
+)
+
+# gRPC tells why a connection failed in its details only. A text that is not here is shown as it is.
+_CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), reason)
+    for pattern, reason in (
+        ("connection refused", "connection refused"),
+        ("no route to host", "no route to host"),
+        ("network is unreachable", "network is unreachable"),
+        ("ping timeout|keepalive", "it does not answer, although the connection is open"),
+        ("timed out|timeout occurred", "connection timed out"),
+        ("lookup failed|name not found|dns resolution|errors resolving", "no such host name"),
+        ("http1|HTTP/2|http2|ssl|handshake", _NOT_RDZV),
+        ("reset by peer|socket closed|broken pipe", "the other side closed the connection"),
+    )
+)
+
+
+def error_from_status(
+    status: grpc.StatusCode,
+    details: str | None,
+    trailing: Iterable[tuple[str, str | bytes]] | None,
+    server: Endpoint,
+    timeout_s: float,
+    credentials: Credentials = PLAIN,
+) -> RendezvousError:
+    """Turn the status of a failed call into the error that it stands for.
+
+    A code in the trailing metadata decides. Without one, the server has not said anything:
+    it could not be reached, did not answer in time, or is something else.
+    """
+    text = details or "no details given"
+    if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
+        if code == NotLeaderError.code:
+            return NotLeaderError(text, _metadata(trailing, LEADER_METADATA_KEY))
+        return ERRORS.get(code, RendezvousError)(text)
+    match status:
+        case grpc.StatusCode.UNAVAILABLE:
+            if trouble := handshake_trouble(text, server, credentials):
+                return _unreachable(server, *trouble)
+            return _unreachable(server, _connection_reason(text), _CHECK)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            remedy = f"it may be stopped or overloaded, or a firewall drops packets; {_CHECK}"
+            return _unreachable(server, f"no answer within {timeout_s:g} s", remedy)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return _unreachable(server, f"{_NOT_RDZV}, or an older one", _CHECK)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return LimitExceededError(
+                f"a limit stands in the way of the server at {server}: {text}"
+            )
+        case _:
+            return RendezvousError(f"the server at {server} answered {status.name}: {text}")
+
+
+def _metadata(trailing: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
+    for key, value in trailing or ():
+        if key == wanted:
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return ""
+
+
+def _connection_reason(details: str) -> str:
+    for pattern, reason in _CONNECTION_REASONS:
+        if pattern.search(details):
+            return reason
+    # Only that it could not connect, and as what address, is said before it.
+    return _PREAMBLE.sub("", details) or details
+
+
+def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnectionError:
+    return RendezvousConnectionError(f"can not reach rdzvd at {server}: {reason}; {remedy}")

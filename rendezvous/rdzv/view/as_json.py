@@ -1,0 +1,102 @@
+"""The documents that programs read.
+
+`version` grows when a key changes its meaning or goes; new keys may come at any time. The order
+of the keys is stable, numbers are numbers, a key's unit is the end of its name (`_ms`), and what
+is not known is null.
+
+`rdzvd --http` answers with the same documents (`rdzv.server.http.api`); there, one that is an event
+of a stream is a single line: its `indent` is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rdzv.core.model import JobSpec, Settings
+from rdzv.structs import as_dict
+from rdzv.view.answers import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
+
+VERSION = 1
+"""Of all documents together."""
+
+INDENT = 2
+
+
+def status(job: JobStatus, indent: int | None = INDENT) -> str:
+    """Return the document of one job: the fields of `JobStatus`, by their names."""
+    return _document(as_dict(job), indent)
+
+
+def jobs(
+    summaries: Sequence[JobSummary], indent: int | None = INDENT, *, store_away: str | None = None
+) -> str:
+    """Return the document of a list of jobs; `store_away` says why nothing new is stored."""
+    found = [as_dict(job) for job in summaries]
+    return _document({"jobs": found, "store_away": store_away}, indent)
+
+
+def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) -> str:
+    """Return the document of a job's history, oldest first."""
+    fields = {"rdzv_id": rdzv_id, "events": [as_dict(event) for event in history]}
+    return _document(fields, indent)
+
+
+def stacks(report: StackReport) -> str:
+    """Return the document of what workers were doing: the fields of `StackReport`, by name."""
+    return _document(as_dict(report))
+
+
+def audit(history: Sequence[Event]) -> str:
+    """Return the document of who has changed what, oldest first."""
+    return _document({"events": [as_dict(event) for event in history]})
+
+
+def tokens(found: Sequence[Token]) -> str:
+    """Return the document of tokens, without their texts."""
+    return _document({"tokens": [as_dict(token) for token in found]})
+
+
+def token_made(token: Token, text: str) -> str:
+    """Return the document of a new token, with its text."""
+    return _document({**as_dict(token), "text": text})
+
+
+def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
+    """Return the document of the servers that share a store."""
+    return _document({"servers": [as_dict(server) for server in found]}, indent)
+
+
+def nodes(
+    found: Sequence[Node], indent: int | None = INDENT, *, store_away: str | None = None
+) -> str:
+    """Return the document of the nodes of all jobs; `store_away` as of `jobs`."""
+    nodes = [as_dict(node) for node in found]
+    return _document({"nodes": nodes, "store_away": store_away}, indent)
+
+
+def node(found: Node, indent: int | None = INDENT) -> str:
+    """Return the document of one node: the fields of `Node`, by their names."""
+    return _document(as_dict(found), indent)
+
+
+def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
+    """Return the document of what would be submitted. Values of its environment are not in it.
+
+    Nor is who submits it: that is for the server to say.
+    """
+    hidden = ("env", "submitter")
+    fields = {key: value for key, value in as_dict(spec).items() if key not in hidden}
+    fields["labels"] = dict(spec.labels)
+    fields["env_names"] = [name for name, _ in spec.env]
+    return _document({"rdzv_id": rdzv_id, "settings": as_dict(settings), "spec": fields})
+
+
+def one_line(document: str) -> str:
+    """Return a document as one line, for those that follow each other."""
+    return json.dumps(json.loads(document))
+
+
+def _document(fields: Mapping[str, object], indent: int | None = INDENT) -> str:
+    # Pure ASCII, so that nothing in it can harm a terminal either.
+    return json.dumps({"version": VERSION, **fields}, indent=indent)

@@ -1,0 +1,72 @@
+"""What a job as a whole did, one span after the other: the one mapping that every trace is made by.
+
+`rdzvctl trace` draws it for Perfetto, and rdzvd sends it to OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from rdzv.structs import struct
+from rdzv.view.life import Round, Run, following
+
+_BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
+
+
+class Phase(StrEnum):
+    """What a job does at a time."""
+
+    FORMING = "forming"
+    LIVE = "live"
+    STOPPING = "stopping"
+
+
+@struct(frozen=True)
+class Span:
+    """What a job did for a while."""
+
+    phase: Phase
+    round: Round | None
+    """The round that was formed, live, or stopped; None: what was formed is no round yet."""
+    since_ms: int
+    until_ms: int
+
+
+def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
+    """Yield what a run did, from its beginning; what goes on ends at `until_ms`."""
+    yield from _between(run, None, until_ms)
+    for round_ in run.rounds:
+        live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
+        yield Span(Phase.LIVE, round_, round_.at_ms, live_ms)
+        yield from _between(run, round_, until_ms)
+
+
+def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
+    """Yield what came after a round, or before the first: stopping, and then forming."""
+    after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
+    since_ms = run.began_ms if before is None else before.live_until_ms
+    if since_ms is None or (after is not None and after.adopted):
+        return
+    end_ms = until_ms if after is None else after.at_ms
+    if before is not None:
+        settled_ms = end_ms if before.settled_ms is None else before.settled_ms
+        yield Span(Phase.STOPPING, before, since_ms, settled_ms)
+        since_ms = settled_ms
+    if since_ms < end_ms:
+        yield Span(Phase.FORMING, after, since_ms, end_ms)
+
+
+def went_wrong(round_: Round) -> bool:
+    """Say whether a round ended by what nobody wanted."""
+    return (round_.charge or round_.cause) in _BAD_CAUSES
+
+
+def about(round_: Round) -> dict[str, str]:
+    """Say how a round ended; empty where that is not known."""
+    return {
+        "ended by": round_.cause,
+        "because": round_.reason,
+        "charged to": round_.charge,
+        "restarts spent": round_.restarts,
+    }
