@@ -542,6 +542,7 @@ async def test_a_job_that_can_not_be_read_is_named_and_left_untouched(tmp_path: 
     await store.close()
 
 
+@pytest.mark.slow
 async def test_a_write_that_the_disk_refuses_is_definite(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("job-7", membership(), 0)

@@ -652,6 +652,7 @@ async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
         watches.close()
 
 
+@pytest.mark.slow
 @needs_root
 async def test_the_end_of_a_round_removes_progress_of_any_depth_with_the_workers_rights(
     shared: Path,

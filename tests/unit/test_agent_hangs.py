@@ -246,6 +246,7 @@ async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_rou
     w.watch.close_round()
 
 
+@pytest.mark.slow
 async def test_the_timer_looks_by_itself(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     w = Watch(tmp_path, HangTimeout(200), worker.pid)
     w.file.write_bytes(b"7\n")

@@ -224,6 +224,7 @@ async def test_a_command_is_told_which_gpus_nobody_has() -> None:
     assert await command(script).look(frozenset({"GPU-b", "GPU-a"})) == "exited 1: GPU-a,GPU-b"
 
 
+@pytest.mark.slow
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     # A shell is up in a moment, on any machine.
@@ -274,6 +275,7 @@ async def test_gpus_that_answer_and_that_nobody_uses_are_well() -> None:
     assert await gpus(both).look(frozenset(both)) == ""
 
 
+@pytest.mark.slow
 async def test_memory_counts_only_where_no_job_is() -> None:
     used = {"GPU-a": 40 * GIB, "GPU-b": 0}
     assert await gpus(used).look(frozenset({"GPU-b"})) == ""
@@ -281,6 +283,7 @@ async def test_memory_counts_only_where_no_job_is() -> None:
     assert found == "GPU-a: 40 GiB are in use, and no job has it"
 
 
+@pytest.mark.slow
 async def test_memory_that_is_being_given_back_is_waited_for() -> None:
     check, asked = gpus({}), list[int]()
     check.timeout_s = 10.0

@@ -374,6 +374,7 @@ async def test_devices_that_can_not_be_counted_are_refused(
         count_devices("gpu", python)
 
 
+@pytest.mark.slow
 async def test_an_interpreter_that_hangs_counts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,6 +311,7 @@ async def test_what_is_said_before_the_welcome_follows_the_hello(server: Server)
 # ------------------------------------------------------------------ heartbeats
 
 
+@pytest.mark.slow
 async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +351,7 @@ async def test_without_a_fence_no_answer_is_asked_for(server: Server) -> None:
         assert [await talk.heartbeat() for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_the_hello_names_the_latest_fence_and_the_earliest_sets_the_pace(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +411,7 @@ async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> Non
         assert job.renewals.empty()
 
 
+@pytest.mark.slow
 async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
     job = Job(fence_after_ms=FENCED_MS)
     link = link_to(server.endpoint, jobs=(job,))
@@ -426,6 +429,7 @@ async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
         chatting.cancel()
 
 
+@pytest.mark.slow
 async def test_a_server_that_answers_no_more_is_tried_anew(server: Server) -> None:
     """Long before any ping would notice, so that there is a chance before the fence comes."""
     job = Job(fence_after_ms=1_500)
@@ -876,6 +880,7 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
         link.log_reading.close()
 
 
+@pytest.mark.slow
 async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
     server: Server, tmp_path: Path
 ) -> None:
@@ -901,6 +906,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
         link.log_reading.close()
 
 
+@pytest.mark.slow
 async def test_heartbeats_go_out_though_something_always_waits_to_be_sent(server: Server) -> None:
     job = Job(fence_after_ms=FENCED_MS)
     link = link_to(server.endpoint, jobs=(job,))

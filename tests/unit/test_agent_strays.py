@@ -56,6 +56,7 @@ def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
         assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

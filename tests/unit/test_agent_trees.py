@@ -52,6 +52,7 @@ def owned(identity: Identity, top: Path) -> None:
             os.chown(Path(place, name), identity.uid, identity.gid, follow_symlinks=False)
 
 
+@pytest.mark.slow
 def test_any_depth_is_measured_and_removed_with_a_few_descriptors(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
@@ -197,6 +198,7 @@ def age(path: Path, days: float) -> None:
         os.utime(found, (NOW - days * DAY,) * 2, follow_symlinks=False)
 
 
+@pytest.mark.slow
 def test_a_folder_of_any_depth_does_not_stop_the_sweep(tmp_path: Path) -> None:
     folders = RunFolders(tmp_path)
     bad, good = old_run(folders, "bad"), old_run(folders, "good")

@@ -158,6 +158,7 @@ def test_a_wait_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- asking beforehand
 
 
+@pytest.mark.slow
 async def test_modules_are_looked_for_from_where_the_script_is(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("raise SystemExit('imported')\n")
     script = tmp_path / "train.py"

@@ -479,6 +479,7 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
         await until(lambda: s.driver._logs.statistics == (0, 0))
 
 
+@pytest.mark.slow
 async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_child_answers_each_question(echo: Path) -> None:
         assert child.ask(10, act="two") == {"act": "two"}
 
 
+@pytest.mark.slow
 def test_a_child_that_does_not_answer_in_time(echo: Path) -> None:
     with (
         processes.Asked.running(echo) as child,

@@ -229,6 +229,7 @@ async def test_a_process_that_does_not_come_to_serve_is_an_error(
             pass
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_not_ready_in_time_is_an_error(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_events_are_asked_for_by_number(control: FakeControl, client: ControlCli
     assert control.limits == [2, 0]
 
 
+@pytest.mark.slow
 def test_a_status_beyond_the_usual_limit_of_grpc_arrives(
     control: FakeControl, client: ControlClient
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_status_without_a_code_names_the_server(
     assert str(client.server) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_hits_the_deadline(control: FakeControl) -> None:
     control.hangs = True
     with (
@@ -468,6 +470,7 @@ def test_calls_follow_to_the_server_that_leads(control: FakeControl) -> None:
             assert str(client.server) == leads
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_a_leader_while_servers_stand_by(control: FakeControl) -> None:
     """The leader was killed: its peers name it until its lease is over; then one of them leads."""
     with closing(socket.socket()) as dead, serving(control) as stands_by:
@@ -485,6 +488,7 @@ def test_a_call_waits_for_a_leader_while_servers_stand_by(control: FakeControl) 
             assert client.jobs() == ()
 
 
+@pytest.mark.slow
 def test_a_leader_that_does_not_come_is_not_waited_for_without_end(control: FakeControl) -> None:
     control.error = NotLeaderError("this rdzvd stands by and no other leads yet; try again")
     with (

@@ -117,6 +117,7 @@ def test_a_terminal_without_a_width_breaks_nothing(control: FakeControl) -> None
         show(control, sample, page=Page(width=1, colour=True, now_s=NOON_S, zone=UTC))
 
 
+@pytest.mark.slow
 def test_every_node_is_there_if_all_are_asked_for(control: FakeControl) -> None:
     text = show(control, control_samples.large(), everything=True)
     assert len(re.findall(r"^\S+ +node-\d+ ", text, re.MULTILINE)) == 500
@@ -367,6 +368,7 @@ def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs(
     control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -287,6 +287,7 @@ def test_escapes_of_nodes_are_harmless(
         assert "\x1b" not in captured.out + captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["nodes"], ["cordon", "n"], ["uncordon", "n"]])
 def test_bad_servers(
     control: NodesControl, server: str, capsys: pytest.CaptureFixture[str], words: list[str]

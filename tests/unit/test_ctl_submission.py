@@ -568,6 +568,7 @@ def test_a_lost_connection_repeats_the_same_request(control: SubmitControl, serv
     assert len({request.SerializeToString(deterministic=True) for request in control.requests}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_a_request_that_may_have_arrived_says_so(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
@@ -599,6 +600,7 @@ def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[st
     assert "is not known" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
@@ -611,6 +613,7 @@ def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
     assert run(words) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_a_store_that_is_away_is_waited_for(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]

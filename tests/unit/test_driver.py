@@ -562,6 +562,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         await views.aclose()
 
 
+@pytest.mark.slow
 async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it() -> None:
     store = FlakyStore()
     async with server(store) as s:

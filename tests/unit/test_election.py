@@ -47,7 +47,14 @@ async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
     """Counted from its answer, a term would go on while the next server leads already."""
     etcd = Etcd()
     etcd.answers_after_s = [late_s]
+
+    async def happens(event: asyncio.Event, within_s: float) -> bool:
+        await asyncio.sleep(0)
+        etcd.now_s += 0 if event.is_set() else max(0.0, within_s)
+        return event.is_set()
+
     monkeypatch.setattr(election_module, "_now_s", lambda: etcd.now_s)
+    monkeypatch.setattr(election_module, "_happens", happens)
     client: Any = etcd
     first = Election(client, "first:1", "")
     session = election_module._Session(1, TTL_S, etcd.now_s - TTL_S / 2)

@@ -104,6 +104,7 @@ async def test_a_path_that_is_no_utf8_is_unknown_and_ends_nothing(
     assert above_debug(caplog) == []
 
 
+@pytest.mark.slow
 async def test_a_header_that_is_no_utf8_leaves_nothing_of_it_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

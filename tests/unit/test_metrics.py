@@ -580,6 +580,7 @@ def _growing(queue: list[tuple[State, int, int | None]]) -> object:
 # ------------------------------------------------------------------ many jobs
 
 
+@pytest.mark.slow
 async def test_many_jobs_leave_the_event_loop_to_others() -> None:
     states = []
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3")

@@ -171,6 +171,7 @@ def test_who_came_first_has_a_longer_lease_once_it_is_heard() -> None:
     assert fleet.lost == ["n1", "n0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "grown"), [(1_000, 0), (1_800, 0), (1_900, 1)])
 def test_a_lease_is_not_given_anew_for_a_few_more_nodes(nodes: int, grown: int) -> None:
     """With each node that comes another lease would suit; each is told of few of them."""

@@ -120,6 +120,7 @@ async def test_a_sampled_run_is_sent_with_all_its_rounds_or_not_at_all(
     assert all(names.count(name) == 2 for name in names)
 
 
+@pytest.mark.slow
 async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -183,6 +183,7 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
         assert (shown.state, shown.reason) == ("failed", "no node could run it: n1: no such folder")
 
 
+@pytest.mark.slow
 async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() -> None:
     async with server() as s:
         nodes = await daemons(s, "n1", "n2")

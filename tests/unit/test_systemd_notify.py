@@ -41,6 +41,7 @@ def test_nobody_who_listens_is_no_error(monkeypatch: pytest.MonkeyPatch, address
     assert not systemd.notify("READY=1")
 
 
+@pytest.mark.slow
 def test_a_systemd_that_does_not_read_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_the_systemd_of_a_user_is_asked_for_its_own(
     assert systemd.queued_job(of_unit(tmp_path, path)) == "restart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "why"),
     [
