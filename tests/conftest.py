@@ -13,7 +13,7 @@ import pytest
 
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:
-    # So that helpers are `tests.unit.builders` here and under `python -m tests...` alike.
+    # So that helpers are `tests.support.builders` here and under `python -m tests...` alike.
     sys.path.insert(0, ROOT)
 
 

@@ -1,7 +1,7 @@
 """Judges a history: says which promises of the system it shows to be broken.
 
 Pure: a history in, violations out. Each rule is a function that yields what speaks against it, so
-a rule can be shown to find what it looks for (tests/unit/test_faults_checker.py).
+a rule can be shown to find what it looks for (tests/unit/project/test_faults_checker.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from examples import SETTLED
 from rdzv.agent.launch.numa import NumaBinding, bound_cpus, format_cpu_list, parse_cpu_list
 from rdzv.errors import InvalidRequestError
-from tests.unit.numa_trees.machines import (
+from tests.support.numa_trees.machines import (
     EIGHT_GPUS,
     WITH_EMPTY_NODES,
     WORKSTATION,

@@ -21,7 +21,7 @@ from rdzv.agent.runner_link import (
     ZygoteLost,
     ZygoteSpec,
 )
-from tests.unit.accounts import (
+from tests.support.accounts import (
     ADA,
     SECRET,
     needs_root,

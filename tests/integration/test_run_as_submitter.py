@@ -15,7 +15,7 @@ from cluster import BIN, Cluster, Node, cluster
 
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
-from tests.unit.accounts import (
+from tests.support.accounts import (
     SECRET,
     Identity,
     needs_root,

@@ -36,7 +36,7 @@ from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Result, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
-from tests.unit.accounts import (
+from tests.support.accounts import (
     ADA,
     SECRET,
     account,

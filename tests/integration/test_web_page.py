@@ -7,7 +7,6 @@ page may say anything in the browser's console, or load anything from elsewhere.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,8 +16,6 @@ import pytest
 from cluster import cluster
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from ports import free_port
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from served import Served, served
 
 from rdzv.core.explain import view

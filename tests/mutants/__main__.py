@@ -46,7 +46,7 @@ QUICK = ("tests/unit", "tests/scenarios", "tests/stores", "-m", "not slow")
 SIM = "tests/sim/test_sim.py"
 RUNNER = ("tests/integration/test_runner.py", "tests/integration/test_runner_outlives.py")
 TARGETS: dict[str, tuple[str, ...]] = {
-    "rendezvous/rdzv/core/*.py": (SIM, "tests/unit/test_small_scope.py"),
+    "rendezvous/rdzv/core/*.py": (SIM, "tests/unit/core/test_small_scope.py"),
     "agent/rdzv/agent/core/*.py": (SIM,),
     "rendezvous/rdzv/server/sessions/driver.py": (SIM,),
     "rendezvous/rdzv/server/engine/jobs.py": (SIM,),

@@ -41,7 +41,7 @@ from tests.scenarios.language import (
     write_state,
     write_view,
 )
-from tests.unit.builders import SETTINGS, Job
+from tests.support.builders import SETTINGS, Job
 
 SEPARATOR = "----"
 Happened = Event | NodesEvent

@@ -63,7 +63,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace, struct
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.scenarios.language import write_events
-from tests.unit.builders import BrokenPromiseError, check_calm, check_step
+from tests.support.builders import BrokenPromiseError, check_calm, check_step
 
 if TYPE_CHECKING:
     from tests.sim.agents import Agent, Part, Workers

@@ -49,11 +49,11 @@ QUARANTINE = "rendezvous/rdzv/core/quarantine.py"
 ROLES = "rendezvous/rdzv/server/security/roles.py"
 DRAINING = "agent/rdzv/agent/server_link/draining.py"
 HEALTH = "agent/rdzv/agent/inventory/health.py"
-QUARANTINE_TESTS = "tests/unit/test_quarantine.py tests/unit/test_quarantine_of_jobs.py"
-NOTICE_TESTS = "tests/unit/test_agent_notice.py"
-PLACER_TESTS = "tests/unit/test_placer.py"
-ROLE_TESTS = "tests/unit/test_roles.py"
-ADOPT_TESTS = "tests/unit/test_adopt.py"
+QUARANTINE_TESTS = "tests/unit/core/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
+NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
+PLACER_TESTS = "tests/unit/server/test_placer.py"
+ROLE_TESTS = "tests/unit/server/test_roles.py"
+ADOPT_TESTS = "tests/unit/core/test_adopt.py"
 
 
 @struct(frozen=True)
@@ -70,9 +70,9 @@ class Mutant:
 
 CORE_TESTS = (
     "tests/scenarios",
-    "tests/unit/test_rendezvous.py",
-    "tests/unit/test_nodes.py",
-    "tests/unit/test_driver.py",
+    "tests/unit/core/test_rendezvous.py",
+    "tests/unit/core/test_nodes.py",
+    "tests/unit/server/test_driver.py",
 )
 
 
@@ -93,7 +93,7 @@ MUTANTS = (
         MACHINE,
         "    if notice is not None and notice.due_ms is not None and not ends:",
         "    if False and notice is not None and not ends:",
-        by="tests/unit/test_agent_notice.py",
+        by="tests/unit/agent/test_agent_notice.py",
     ),
     Mutant(
         "a drained node is placed on",
@@ -106,21 +106,21 @@ MUTANTS = (
         "agent/rdzv/agent/server_link/draining.py",
         "        if self.told is None or self.told.number != number:",
         "        if True:",
-        by="tests/unit/test_agent_notice.py",
+        by="tests/unit/agent/test_agent_notice.py",
     ),
     Mutant(
         "who leaves is counted among those that a job has",
         PLACEMENT,
         "        return len(self.here) - len(self.going)",
         "        return len(self.here)",
-        by="tests/unit/test_placement.py tests/unit/test_placer.py",
+        by="tests/unit/core/test_placement.py tests/unit/server/test_placer.py",
     ),
     Mutant(
         "a lifted drain is not told to who was away",
         PLACER,
         "        return UndrainNode() if lifted else None",
         "        return None",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     # ---------------------------------------------------------- notice, and who leaves by it
     Mutant(
@@ -162,7 +162,7 @@ MUTANTS = (
         RENDEZVOUS,
         "    if command.exited_zero and round_.live and",
         "    if False and round_.live and",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "a later wish puts off an earlier one",
@@ -211,7 +211,7 @@ MUTANTS = (
         PLACEMENT,
         "            wanted = min(wanted, job.unreplaced - new)",
         "            wanted = 0",
-        by="tests/unit/test_placement.py " + PLACER_TESTS,
+        by="tests/unit/core/test_placement.py " + PLACER_TESTS,
     ),
     # ---------------------------------------------------------- health
     Mutant(
@@ -233,21 +233,21 @@ MUTANTS = (
         RENDEZVOUS,
         "        case Decline(passing=True):\n",
         "        case Decline(passing=True) if False:\n",
-        by=_unit("tests/unit/test_placer.py"),
+        by=_unit("tests/unit/server/test_placer.py"),
     ),
     Mutant(
         "a check that hangs is asked again and again",
         HEALTH,
         "            if not hung.task.done():",
         "            if False:",
-        by="tests/unit/test_agent_health.py",
+        by="tests/unit/agent/test_agent_health.py",
     ),
     Mutant(
         "a GPU that was in use when it was looked at counts as looked at",
         HEALTH,
         " or not unused <= self._looked_at:",
         ":",
-        by="tests/unit/test_agent_health.py",
+        by="tests/unit/agent/test_agent_health.py",
     ),
     # ---------------------------------------------------------- whose a job is, and who may join it
     Mutant(
@@ -255,21 +255,21 @@ MUTANTS = (
         RENDEZVOUS,
         "    _check_secret(work, command)\n    node_id = command.node_id\n",
         "    node_id = command.node_id\n",
-        by="tests/unit/test_job_secret.py",
+        by="tests/unit/shared/test_job_secret.py",
     ),
     Mutant(
         "strangers resume a seat of a job that has a secret",
         RENDEZVOUS,
         "    _check_secret(work, command)\n    if command.claim is not None:",
         "    if command.claim is not None:",
-        by="tests/unit/test_job_secret.py",
+        by="tests/unit/shared/test_job_secret.py",
     ),
     Mutant(
         "who comes back late does not hear that its run is over, for the next has another secret",
         RENDEZVOUS,
         "    if any(earlier.run == command.run for earlier in membership.earlier):",
         "    if False:",
-        by="tests/unit/test_job_secret.py",
+        by="tests/unit/shared/test_job_secret.py",
     ),
     Mutant(
         "a server without memory forgets the secret of a run",
@@ -403,7 +403,7 @@ MUTANTS = (
         TOLD,
         "                yield from _superseded(before, event.round)",
         "                pass",
-        by="tests/unit/test_told.py",
+        by="tests/unit/server/test_announcements.py",
     ),
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
@@ -561,28 +561,28 @@ MUTANTS = (
         BUDGETS,
         "settings.restart_backoff_ms << doublings,",
         "settings.restart_backoff_ms,",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "the first restart backs off, too",
         BUDGETS,
         "    if membership.spent.soon < 2:",
         "    if membership.spent.soon < 1:",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "a round that ran for long does not end the row",
         BUDGETS,
         "    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:",
         "    if has_moved:",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "a lost node backs off as a failure does",
         BUDGETS,
         "round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:",
         "round_.end is None:",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "a node that leaves is no preemption",
@@ -625,7 +625,7 @@ MUTANTS = (
         BUDGETS,
         "(than is None or step > than)",
         "(than is None or step >= than)",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "only the last to stop says how far a round has come",
@@ -638,28 +638,28 @@ MUTANTS = (
         RENDEZVOUS,
         "    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)\n",
         "    work.state = replace(work.state, stop_deadline_ms=None)\n",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "restarts count for ever",
         RENDEZVOUS,
         "    return sum(1 for at_ms in membership.restarts if now_ms - at_ms < window_ms)",
         "    return len(membership.restarts)",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "who restarts its own workers is preempted by that",
         BUDGETS,
         "    if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:",
         "    if False:",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     Mutant(
         "a backoff grows without bound",
         BUDGETS,
         "    return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)",
         "    return settings.restart_backoff_ms << doublings",
-        by=_unit("tests/unit/test_budgets.py"),
+        by=_unit("tests/unit/core/test_budgets.py"),
     ),
     # ---------------------------------------------------------- rendezvous: state rules
     Mutant(
@@ -900,14 +900,14 @@ MUTANTS = (
         DRIVER,
         "            command = replace(command, owner=owner, instance=stream.instance)",
         "            command = replace(command, owner=owner)",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "the successor of a fenced agent waits for the whole grace of a take-over",
         NODES,
         "    if old.fence_after_ms:\n        # Since then",
         "    if False:\n        # Since then",
-        by="tests/unit/test_nodes.py",
+        by="tests/unit/core/test_nodes.py",
     ),
     Mutant(
         "incarnations start anew with each server",
@@ -1121,14 +1121,14 @@ MUTANTS = (
         MACHINE,
         "def _close(work: _Step, event: RunClosed) -> None:\n    if event.run != work.state.run:",
         "def _close(work: _Step, event: RunClosed) -> None:\n    if False:",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a seat of which the node has not heard is kept",
         MACHINE,
         "moved=UNMOVED, fenced=False)\n        work.do(rejoin(work.state))",
         "moved=UNMOVED, fenced=False)",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "losing the server stops workers",
@@ -1144,7 +1144,7 @@ MUTANTS = (
         MACHINE,
         "    if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:",
         "    if False:",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a node succeeds with its first worker",
@@ -1157,21 +1157,21 @@ MUTANTS = (
         MACHINE,
         "        work.do(SayFailed(state.run, event.round, work.state.failures))\n",
         "        work.state = replace(work.state, failures=())\n",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "who has left does not say so",
         MACHINE,
         "        work.do(SayLeave(state.run, state.leaving, round_))\n",
         "",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a stuck node does not say so",
         MACHINE,
         "            work.do(SayStuck(work.state.run, event.round, event.pids))",
         "            pass",
-        by="tests/unit/test_agent_machine.py",
+        by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "a node exits beside its workers",
@@ -1264,7 +1264,7 @@ MUTANTS = (
         PLACER,
         "while not self._stopping and await self._resolved() and (",
         "while not self._stopping and (",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "cordons are forgotten by the next server",
@@ -1393,7 +1393,7 @@ MUTANTS = (
         TOLD,
         "                    yield node_id, withdrawn",
         "                    continue",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "a job that left a node unheard keeps it",
@@ -1406,21 +1406,21 @@ MUTANTS = (
         RENDEZVOUS,
         " and not _others_run_on(work.state, command):",
         ":",
-        by="tests/unit/test_adopt.py",
+        by="tests/unit/core/test_adopt.py",
     ),
     Mutant(
         "the round after one that was adopted begins beside workers of the one in its place",
         RENDEZVOUS,
         "    earliest_ms = max(earliest_ms, superseded_until_ms(state))\n",
         "",
-        by="tests/unit/test_adopt.py",
+        by="tests/unit/core/test_adopt.py",
     ),
     Mutant(
         "any join says that nothing is left of a round that was superseded",
         RENDEZVOUS,
         "command.left_round is not None and command.left_round >= former.round",
         "True",
-        by="tests/unit/test_adopt.py",
+        by="tests/unit/core/test_adopt.py",
     ),
     Mutant(
         "who has a seat is withdrawn",
@@ -1434,42 +1434,42 @@ MUTANTS = (
         TOLD,
         "                gone = event.node_id in before.placed and event",
         "                gone = False and event",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "who joins from an old round does not hear that its seat is of one that has ended",
         TOLD,
         "    if round_.live and command.left_round is None:\n",
         "    if not round_.live or command.left_round is None:\n",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who lets go of a job keeps its place in it",
         DRIVER,
         "                await self._note_let_go(stream, rdzv_id, run)\n",
         "                pass\n",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "who believes in another run keeps its seat in this one",
         DRIVER,
         "            if not self._is_of_another_run(belief):\n",
         "            if True:\n",
-        by="tests/unit/test_placer.py",
+        by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "who joins as another run is adopted has no place in that one",
         DRIVER,
         "            belief = replace(belief, run=state.membership.run)\n",
         "            pass\n",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who comes back to a run that goes on as another is not heard",
         DRIVER,
         "                or went_along(state, node_id, incarnation, belief.run)\n",
         "",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who waits in an adopted run can not join it again by the name of its own",
@@ -1490,28 +1490,28 @@ MUTANTS = (
         DRIVER,
         "        return self._jobs.peek(rdzv_id) or state\n",
         "        return state\n",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who has become another before its join is stored is never lost",
         DRIVER,
         "        if stream is None or stream.incarnation != command.incarnation:\n",
         "        if stream is None:\n",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "a run that was not known when it was refused stays refused once it is adopted",
         DRIVER,
         "            error = UnknownNodeError(text)\n",
         "",
-        by="tests/unit/test_driver.py",
+        by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "what was told before its node knew the run counts as heard",
         "rendezvous/rdzv/server/sessions/streams.py",
         "            self.forget(told.rdzv_id)\n",
         "            pass\n",
-        by="tests/unit/test_streams.py",
+        by="tests/unit/shared/test_streams.py",
     ),
     # ---------------------------------------------------------- workers of dead agents
     Mutant(
@@ -1525,7 +1525,7 @@ MUTANTS = (
         RENDEZVOUS,
         "    if any(d.may_run and d.node_id == node_id for d in departures):",
         "    if False:",
-        by="tests/unit/test_rendezvous.py tests/unit/test_driver.py",
+        by="tests/unit/core/test_rendezvous.py tests/unit/server/test_driver.py",
     ),
     # ---------------------------------------------------------- success
     Mutant(
@@ -1553,7 +1553,7 @@ MUTANTS = (
         RENDEZVOUS,
         "if p.node_id == node_id and p.incarnation <= command.incarnation",
         "if p.node_id == node_id",
-        by="tests/unit/test_rendezvous.py",
+        by="tests/unit/core/test_rendezvous.py",
     ),
     # ---------------------------------------------------------- hangs
     Mutant(
@@ -1567,63 +1567,63 @@ MUTANTS = (
         HANGS,
         "                await self._submit(episode.rdzv_id, command)\n",
         "                pass\n",
-        by="tests/unit/test_hangs_of_jobs.py",
+        by="tests/unit/server/test_hangs_of_jobs.py",
     ),
     Mutant(
         "a node that takes no stacks is waited for without end",
         STACKS,
         "        timer.arm(self._clock.now_ms() + self._answer_ms)\n",
         "",
-        by="tests/unit/test_stacks_of_jobs.py",
+        by="tests/unit/server/test_stacks_of_jobs.py",
     ),
     Mutant(
         "who hangs no more is stopped all the same",
         HANGS,
         "            if not episode.hung:\n",
         "            if not episode:\n",
-        by="tests/unit/test_hangs_of_jobs.py",
+        by="tests/unit/server/test_hangs_of_jobs.py",
     ),
     Mutant(
         "time in which nobody watched is silence",
         "agent/rdzv/agent/observers/hang_watch.py",
         "min(now_ms - self._looked_ms, 2 * self._look_every_ms)",
         "now_ms - self._looked_ms",
-        by="tests/unit/test_agent_hangs.py",
+        by="tests/unit/agent/test_agent_hangs.py",
     ),
     Mutant(
         "every D state is one long sleep",
         VIGIL,
         "look.switches == self.switches is not None",
         "True",
-        by="tests/unit/test_agent_hangs.py",
+        by="tests/unit/agent/test_agent_hangs.py",
     ),
     Mutant(
         "who hangs is blamed although the stacks show for whom it waits",
         "rendezvous/rdzv/core/hangs.py",
         "    if odd is not None and odd in stacks:",
         "    if False:",
-        by="tests/unit/test_hangs_of_jobs.py",
+        by="tests/unit/server/test_hangs_of_jobs.py",
     ),
     Mutant(
         "who is held by a debugger hangs",
         VIGIL,
         "        return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen",
         "        return seen",
-        by="tests/unit/test_agent_hangs.py",
+        by="tests/unit/agent/test_agent_hangs.py",
     ),
     Mutant(
         "a worker that has never said anything hangs",
         VIGIL,
         "        if self.word is None or self.silent_ms < timeout_ms:",
         "        if self.silent_ms < timeout_ms:",
-        by="tests/unit/test_agent_hangs.py",
+        by="tests/unit/agent/test_agent_hangs.py",
     ),
     Mutant(
         "one long silence blinds a node to the next",
         VIGIL,
         "        min(AUTO_LONGEST_FACTOR * longest_ms, AUTO_LONGEST_MS),",
         "        AUTO_LONGEST_FACTOR * longest_ms,",
-        by="tests/unit/test_agent_hangs.py",
+        by="tests/unit/agent/test_agent_hangs.py",
     ),
 )
 

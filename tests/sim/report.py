@@ -24,7 +24,7 @@ from tests.scenarios.language import write_command, write_settings, write_state
 from tests.sim.checkers import LivenessError, SafetyError
 from tests.sim.swarm import BUDGET_TROUBLES, NODE_TROUBLES, OPERATOR_TROUBLES, SERVER_TROUBLES
 from tests.sim.world import World
-from tests.unit.builders import SETTINGS
+from tests.support.builders import SETTINGS
 
 CRASH, SAFETY, LIVENESS = 1, 3, 4
 MOST_FAILURES = 20

@@ -5,7 +5,7 @@ codec and contract, the agent core, and the words of both on the wire. What is s
 network, the disk, processes, clocks, and the workers. So the *driver* is tried as well, with each
 await a point where its process may be killed; a model of it around the bare cores would run about
 three times as many histories in the same time, and would miss whatever the driver does wrong.
-(tests/unit/test_small_scope.py is the other extreme: the bare core, every order of commands.)
+(tests/unit/core/test_small_scope.py is the other extreme: the bare core, every order of commands.)
 
 A history has two phases. In the *safety* phase things go wrong as planned, and the judge checks
 every step. In the *liveness* phase nothing new goes wrong, a random core of at least `min_nodes`

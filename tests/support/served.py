@@ -1,0 +1,298 @@
+"""A driver with nodes that are told what to say, served by HTTP from a thread of its own.
+
+For tests that wait, as a browser and schemathesis make them: the server goes on meanwhile. Nodes
+have streams and no processes, and all that are connected are heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ports import free_port
+
+from rdzv.core.commands import Fail, FailureReport, Succeed
+from rdzv.core.hangs import HungWorker
+from rdzv.core.model import Settings
+from rdzv.core.stacks import Frame, Thread, WorkerStack
+from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.http.listener import serving_http
+from rdzv.server.messages import (
+    Hung,
+    LogPiece,
+    Progress,
+    RankProgress,
+    ReadLog,
+    Stacks,
+    TakeStacks,
+    Told,
+)
+from rdzv.server.replication.replica import Replica
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen, Timings
+from rdzv.server.telemetry.metrics import Metrics
+from rdzv.stores.memory import MemoryStore
+from tests.unit.server.test_driver import Server, join
+
+T = TypeVar("T")
+
+HEARD_EVERY_S = 0.5
+DEADLINE_S = 100.0
+
+
+class Served:
+    """The server, and what its nodes are made to say. Its methods wait until it is done."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, facade: Any = None) -> None:
+        self.url = ""
+        self.logs: dict[str, bytes] = {}
+        """By node: what its workers have written."""
+        self.lines: dict[int, int] = {}
+        """By RANK: the line of train.py at which a worker is, if not 41."""
+        self._looked_at = asyncio.Event()
+        """Set: nodes that are asked for stacks answer."""
+        self._loop = loop
+        self._facade = facade
+        self._streams: dict[str, Stream] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        self._stop = asyncio.Event()
+
+    # ---------------------------------------------------------------- from any thread
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something in the server's thread, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    def join(
+        self, rdzv_id: str, *node_ids: str, nodes: tuple[int, int] | None = None, **more: Any
+    ) -> None:
+        """Have nodes join a job; they connect if they have not yet."""
+        self.do(self._join(rdzv_id, node_ids, nodes or (len(node_ids), len(node_ids)), more))
+
+    def join_each(self, jobs: dict[str, str]) -> None:
+        """Have one node join each of these jobs, alone."""
+
+        async def all_join() -> None:
+            for rdzv_id, node_id in jobs.items():
+                await self._join(rdzv_id, (node_id,), (1, 1), {})
+
+        self.do(all_join())
+
+    def fail(self, rdzv_id: str, node_id: str, message: str, traceback: str = "") -> None:
+        """Have the first worker of a node fail; then everyone stops, and joins again."""
+        self.do(self._fail(rdzv_id, node_id, message, traceback))
+
+    def lose(self, node_id: str) -> None:
+        """End the stream of a node without a word."""
+        self.do(self._lose(node_id))
+
+    def succeed(self, rdzv_id: str) -> None:
+        """Let the workers of all nodes of a job exit with 0."""
+        self.do(self._succeed(rdzv_id))
+
+    def progress(self, rdzv_id: str, node_id: str, *steps: tuple[int, int, float]) -> None:
+        """Let workers say how far they are: RANK, step, rate."""
+        self.do(self._progress(rdzv_id, node_id, steps))
+
+    def hang(self, rdzv_id: str, node_id: str, *ranks: int) -> None:
+        """Have workers of a node hang; what all workers do is not told before `let_look`."""
+        self.do(self._hang(rdzv_id, node_id, ranks))
+
+    def let_look(self) -> None:
+        """Have nodes that are asked for stacks answer, now and later."""
+        self._loop.call_soon_threadsafe(self._looked_at.set)
+
+    def stop_http(self) -> None:
+        """End what is served, as if the server had died; `start_http` brings it back."""
+        self.do(self._turn_http(on=False))
+
+    def expose(self, why: str) -> None:
+        """Have the server say that everyone may do everything."""
+
+        async def expose() -> None:
+            self._replica.serve_as("10.0.0.5:29400", lambda leads: None, why)
+
+        self.do(expose())
+
+    def start_http(self) -> None:
+        self.do(self._turn_http(on=True))
+
+    # ---------------------------------------------------------------- in its thread
+
+    async def serve(self, ready: asyncio.Future[None], timings: Timings) -> None:
+        config = Config(Listen("127.0.0.1", free_port()), Path("/nowhere"), timings=timings)
+        self._clock, self._config = MonotonicClock(), config
+        self._replica = Replica(self._clock, "memory", "1.2.3")
+        async with Driver.running(MemoryStore(), self._clock, config) as driver:
+            self._replica.serve_as("127.0.0.1:29400", lambda leads: None)
+            self._replica.lead(driver)
+            self.driver = driver
+            self._server = Server(driver, self._clock)  # type: ignore[arg-type]
+            hearing = asyncio.create_task(self._hear())
+            self._http = contextlib.AsyncExitStack()
+            self._listen = config.listen
+            await self._turn_http(on=True)
+            ready.set_result(None)
+            await self._stop.wait()
+            await self._http.aclose()
+            for task in (hearing, *self._readers):
+                task.cancel()
+
+    async def _turn_http(self, *, on: bool) -> None:
+        if not on:
+            await self._http.aclose()
+            return
+        metrics = Metrics(lambda: None, self._config, "1.2.3")
+        http = serving_http(
+            self._replica, metrics, self._config, self._listen, self._clock, self._facade
+        )
+        self._listen = (await self._http.enter_async_context(http)).bound
+        self.url = f"http://{self._listen}"
+
+    async def _hear(self) -> None:
+        while True:
+            for stream in self._streams.values():
+                if stream.open:
+                    self.driver.heard(stream)
+            await asyncio.sleep(HEARD_EVERY_S)
+
+    async def _stream(self, node_id: str) -> Stream:
+        stream = self._streams.get(node_id)
+        if stream is None or not stream.open:
+            stream = self._server.attach(node_id, instance=f"i{len(self._readers)}")
+            self._streams[node_id] = stream
+            await self.driver.greet(stream, [])
+            self._readers.append(asyncio.create_task(self._read(stream)))
+        return stream
+
+    async def _read(self, stream: Stream) -> None:
+        """Take in what a node is told, and answer when it is asked for logs."""
+        while True:
+            told: Told = await stream.next()
+            if isinstance(told, ReadLog):
+                rank = told.rank or 0
+                written = self.logs.get(stream.node_id, b"")
+                for data, last in ((written, False), (b"", True)):
+                    piece = LogPiece(
+                        request=told.request,
+                        rank=rank,
+                        local_rank=0,
+                        stderr=False,
+                        round=told.round or 0,
+                        offset=0,
+                        data=data,
+                        last=last and not told.follow,
+                        error="",
+                    )
+                    self.driver.take_log(stream, piece)
+            elif isinstance(told, TakeStacks):
+                await self._looked_at.wait()
+                await self._say_stacks(stream, told)
+
+    async def _say_stacks(self, stream: Stream, asked: TakeStacks) -> None:
+        state = await self.driver.status(asked.rdzv_id)
+        (node,) = (node for node in state.nodes if node.node_id == stream.node_id)
+        assert node.rank_first is not None
+        workers = []
+        for local_rank in range(node.local_world_size):
+            rank = node.rank_first + local_rank
+            frame = Frame("step", "/home/ada/train.py", self.lines.get(rank, 41))
+            main = Thread("MainThread", True, (frame, Frame("<module>", frame.file, 90)))
+            workers.append(WorkerStack(rank, local_rank, 4700 + rank, "S", (main,)))
+        self.driver.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
+
+    async def _hang(self, rdzv_id: str, node_id: str, ranks: tuple[int, ...]) -> None:
+        state = await self.driver.status(rdzv_id)
+        assert state.round is not None
+        hung = tuple(HungWorker(rank, 0, 4700 + rank, 60_000, "no step") for rank in ranks)
+        self.driver.note_hung(self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung))
+
+    async def _join(
+        self, rdzv_id: str, node_ids: tuple[str, ...], nodes: tuple[int, int], more: dict[str, Any]
+    ) -> None:
+        settings = Settings(*nodes, max_restarts=3, last_call_timeout_ms=600_000)
+        for node_id in node_ids:
+            stream = await self._stream(node_id)
+            await self.driver.hear(stream, rdzv_id, join(stream, settings=settings, **more))
+
+    async def _fail(self, rdzv_id: str, node_id: str, message: str, traceback: str) -> None:
+        state = await self.driver.status(rdzv_id)
+        assert state.round is not None
+        stream = self._streams[node_id]
+        report = FailureReport(0, 0, 4711, 1, None, message, traceback, 0)
+        fail = Fail(node_id, stream.incarnation, state.run, state.round, (report,))
+        await self.driver.hear(stream, rdzv_id, fail)
+
+    def rejoin(self, rdzv_id: str) -> None:
+        """Have everyone who was to stop have stopped, and join again."""
+        self.do(self._rejoin(rdzv_id))
+
+    async def _rejoin(self, rdzv_id: str) -> None:
+        state = await self.driver.status(rdzv_id)
+        settings = Settings(
+            state.min_nodes, state.max_nodes, max_restarts=3, last_call_timeout_ms=600_000
+        )
+        for node in state.nodes:
+            stream = self._streams[node.node_id]
+            if node.state == "stopping" and stream.open:
+                again = join(stream, settings=settings, run=state.run, left_round=state.round)
+                await self.driver.hear(stream, rdzv_id, again)
+
+    async def _lose(self, node_id: str) -> None:
+        self.driver.detach(self._streams[node_id])
+
+    async def _succeed(self, rdzv_id: str) -> None:
+        state = await self.driver.status(rdzv_id)
+        assert state.round is not None
+        for node in state.nodes:
+            stream = self._streams[node.node_id]
+            succeed = Succeed(node.node_id, stream.incarnation, state.run, state.round)
+            await self.driver.hear(stream, rdzv_id, succeed)
+
+    async def _progress(
+        self, rdzv_id: str, node_id: str, steps: tuple[tuple[int, int, float], ...]
+    ) -> None:
+        state = await self.driver.status(rdzv_id)
+        assert state.round is not None
+        said = tuple(RankProgress(rank, step, 0, rate) for rank, step, rate in steps)
+        progress = Progress(rdzv_id, state.run, state.round, said)
+        self.driver.note_progress(self._streams[node_id], progress)
+
+
+@contextmanager
+def served(facade: Any = None, **timings: int) -> Iterator[Served]:
+    """Serve until the body ends."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        made = Served(loop, facade)
+
+        async def begin() -> asyncio.Task[None]:
+            ready = loop.create_future()
+            serving = loop.create_task(made.serve(ready, replace(Timings(), **timings)))
+            await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
+            return serving
+
+        async def end(serving: asyncio.Task[None]) -> None:
+            made._stop.set()
+            await serving
+
+        serving = made.do(begin())
+        try:
+            yield made
+        finally:
+            made.do(end(serving))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,698 @@
+"""Whom a submitted job runs as, and that no trick of it makes root open what is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pwd
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode, format_for
+from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
+from rdzv.agent.observers.notice import NoticeFile
+from rdzv.agent.observers.progress_files import ProgressFiles
+from rdzv.agent.observers.snapshot import Snapshot
+from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
+from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
+from rdzv.agent.output.run_folders import INDEX, RunFolders
+from rdzv.agent.runner import runner
+from rdzv.agent.server_link.placed_jobs import (
+    Placed,
+    Share,
+    Surroundings,
+    job_environ,
+    working_directory,
+)
+from rdzv.agent.system.accounts import (
+    EVERYONE,
+    Accounts,
+    Identity,
+    SubmitterRule,
+    acting_as,
+    identity_of_owner,
+    open_untrusted,
+    own_account,
+    parse_limits,
+    parse_umask,
+    started_as,
+    write_anew,
+)
+from rdzv.agent.system.error_files import read_error
+from rdzv.agent.system.file_watches import Watches
+from rdzv.client import Endpoint
+from rdzv.core.model import JobSpec, Settings
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
+from tests.support.accounts import (
+    ADA,
+    SECRET,
+    account,
+    needs_root,
+    own_folder,
+    passable_folder,
+    roots_secret,
+)
+
+LINE = Assignment("r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
+JOB = Job("job-7", "n1", Settings(1, 1), 1)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with passable_folder() as folder:
+        yield folder
+
+
+# ---------------------------------------------------------------------- who is who
+
+PASSWD = {
+    "ada": (2001, "/home/ada"),
+    "team": (2002, "/home/team"),
+    "daemon": (1, "/"),
+    "root": (0, "/root"),
+    "toor": (0, "/root"),
+}
+
+
+def find(name: str) -> pwd.struct_passwd:
+    uid, home = PASSWD[name]
+    return pwd.struct_passwd((name, "x", uid, uid, "", home, ""))
+
+
+def accounts(*rules: SubmitterRule, own_uid: int = 0) -> Accounts:
+    return Accounts(rules, find, own_uid)
+
+
+@pytest.mark.parametrize(
+    ("rules", "submitter", "wanted", "expected"),
+    [
+        ([SubmitterRule("ada")], "ada", "", "ada"),
+        ([SubmitterRule(EVERYONE)], "ada", "", "ada"),
+        ([SubmitterRule("bob", ("team", "ada"))], "bob", "", "team"),
+        ([SubmitterRule("bob", ("team", "ada"))], "bob", "ada", "ada"),
+        ([SubmitterRule(EVERYONE, ("team",)), SubmitterRule("ada")], "ada", "", "ada"),
+        ([SubmitterRule(EVERYONE, ("team",)), SubmitterRule("ada")], "bob", "", "team"),
+        ([SubmitterRule("ops", ("root",))], "ops", "", "root"),
+        ([SubmitterRule("svc", ("daemon",))], "svc", "", "daemon"),
+        ([SubmitterRule(EVERYONE, ("daemon",))], "bob", "", "daemon"),
+    ],
+)
+def test_a_submitter_has_the_account_that_is_mapped(
+    rules: list[SubmitterRule], submitter: str, wanted: str, expected: str
+) -> None:
+    found = accounts(*rules).account_for(submitter, wanted)
+    assert found is not None
+    uid, home = PASSWD[expected]
+    assert (found.name, found.home, found.identity.uid) == (expected, home, uid)
+    assert found.environ == {
+        "USER": expected,
+        "LOGNAME": expected,
+        "HOME": home,
+        "SHELL": "/bin/sh",
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "submitter", "wanted", "why"),
+    [
+        ([SubmitterRule("ada")], "bob", "", "no account is mapped to its submitter 'bob'"),
+        ([SubmitterRule(EVERYONE)], "", "", "nobody knows who submitted it"),
+        ([SubmitterRule(EVERYONE)], "nobody7", "", "this node has no account 'nobody7'"),
+        ([SubmitterRule("ada")], "ada", "team", "may not run jobs as 'team' on this node, only as"),
+        ([SubmitterRule("ada")], "ada", "root", "may not run jobs as 'root'"),
+        ([SubmitterRule(EVERYONE)], "root", "", "it would run as root"),
+        ([SubmitterRule(EVERYONE)], "toor", "", "it would run as root, for that is what 'toor' is"),
+        ([SubmitterRule("toor")], "toor", "", "it would run as root"),
+        ([SubmitterRule(EVERYONE, ("toor",))], "ada", "", "it would run as root"),
+        ([SubmitterRule(EVERYONE)], "daemon", "", "'daemon' is an account of a service here"),
+        ([], "ada", "team", "it asks for the account 'team', but jobs run here as"),
+    ],
+)
+def test_nobody_has_an_account_that_is_not_mapped(
+    rules: list[SubmitterRule], submitter: str, wanted: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        accounts(*rules).account_for(submitter, wanted)
+    assert why in str(refused.value)
+
+
+def test_without_a_mapping_jobs_run_as_the_agent() -> None:
+    assert accounts().account_for("") is None
+    assert accounts().account_for("ada", own_account()) is None
+
+
+def test_an_agent_that_is_not_root_has_its_own_account_alone() -> None:
+    mine = accounts(SubmitterRule(EVERYONE), own_uid=2001)
+    assert mine.account_for("ada") is None
+    with pytest.raises(InvalidRequestError, match="only root can start jobs as others"):
+        mine.account_for("team")
+
+
+def test_limits_and_umask_go_with_the_account() -> None:
+    rule = SubmitterRule("ada", umask=0o077, limits=parse_limits({"nofile": "9:10"}))
+    found = accounts(rule).account_for("ada")
+    assert found is not None
+    assert (found.identity.umask, found.identity.limits) == (0o077, (("nofile", 9, 10),))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("files", "1", "'files' can not be limited; give one of "),
+        ("nofile", "many", "nofile = 'many' is no limit"),
+        ("nofile", "-1", "is no limit"),
+        ("nofile", "", "is no limit"),
+        ("nofile", "9:8", "has a soft limit above the hard one"),
+        ("nofile", "unlimited:8", "has a soft limit above the hard one"),
+        ("core", str(1 << 63), "is no limit"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused(name: str, text: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_limits({name: text})
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "8", "u=rwx", "1000", "-1"])
+def test_a_umask_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is no umask"):
+        parse_umask(text)
+
+
+# ---------------------------------------------------------------------- what a job is given
+
+
+def test_who_the_job_is_comes_from_its_account_and_not_from_the_agent(tmp_path: Path) -> None:
+    agents = {"HOME": "/root", "USER": "root", "LOGNAME": "root", "SHELL": "/x", "PATH": "/bin"}
+    around = Surroundings("n1", (Endpoint("head", 1),), agents)
+    placed = Placed("job-7", "r1", JobSpec(("t",), env=(("MINE", "1"),)))
+    ada = account(tmp_path)
+    assert job_environ(placed, around, Share(None, tmp_path, ada)) == {
+        **ada.environ,
+        "PATH": "/bin",
+        "MINE": "1",
+    }
+    assert working_directory(placed, around, ada) == tmp_path
+    assert working_directory(placed, around) == Path("/root")
+
+
+def test_an_agent_that_knows_no_accounts_leaves_such_a_job_alone(tmp_path: Path) -> None:
+    spec = JobSpec(("t",))
+    kept = KeptPlacement("n1", "i1", "job-7", "r1", spec, 0, (), {})
+    assert kept.format == 1, "agents before this one may go on with it"
+    ada = account(tmp_path)
+    mapped = replace(kept, account=ada, format=format_for(ada))
+    assert mapped.format == 2
+    assert decode_placement(encode(mapped)) == mapped
+
+
+# ---------------------------------------------------------------------- acting as somebody
+
+
+@needs_root
+def test_files_are_made_and_read_with_the_rights_of_an_account(shared: Path) -> None:
+    home, secret = own_folder(shared, "home"), roots_secret(shared)
+    with acting_as(ADA):
+        (home / "mine").write_text("x")
+        with pytest.raises(PermissionError):
+            secret.read_text()
+        with pytest.raises(PermissionError):
+            (shared / "new").touch()
+    found = (home / "mine").stat()
+    assert (found.st_uid, found.st_gid) == (ADA.uid, ADA.gid)
+    assert secret.read_text() == SECRET
+
+
+@needs_root
+def test_the_groups_of_an_account_count_and_those_of_root_do_not(shared: Path) -> None:
+    for name, group in (("theirs", 64_323), ("roots", 0)):
+        path = shared / name
+        path.write_text("x")
+        path.chmod(0o040)
+        os.chown(path, 0, group)
+    before = os.getgroups()
+    with acting_as(ADA):
+        assert (shared / "theirs").read_text() == "x"
+        with pytest.raises(PermissionError):
+            (shared / "roots").read_text()
+    assert os.getgroups() == before
+
+
+@needs_root
+def test_other_threads_keep_their_rights(shared: Path) -> None:
+    secret = roots_secret(shared)
+    read: list[str] = []
+    began, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go.wait(100)
+        read.append(secret.read_text())
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert began.wait(100)
+    with acting_as(ADA):
+        go.set()
+        assert done.wait(100)
+    thread.join()
+    assert read == [SECRET]
+
+
+@needs_root
+def test_rights_come_back_when_something_is_raised(shared: Path) -> None:
+    secret = roots_secret(shared)
+    with pytest.raises(PermissionError), acting_as(ADA):
+        secret.read_text()
+    assert secret.read_text() == SECRET
+
+
+def in_a_thread_with_groups(groups: tuple[int, ...], work: Callable[[], None]) -> None:
+    """Run something in a thread with groups of its own, which nobody else has then."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            runner._set_thread_groups(groups)
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for failure in failures:
+        raise failure
+
+
+@needs_root
+def test_the_own_groups_come_back_whatever_they_are() -> None:
+    def work() -> None:
+        for _ in range(2):
+            with acting_as(ADA):
+                assert sorted(os.getgroups()) == sorted(ADA.groups)
+            assert sorted(os.getgroups()) == [7, 11]
+        with suppress(ZeroDivisionError), acting_as(ADA):
+            _ = 1 / 0
+        assert sorted(os.getgroups()) == [7, 11]
+
+    in_a_thread_with_groups((7, 11), work)
+
+
+@needs_root
+def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterwards(
+    shared: Path,
+) -> None:
+    home, secret = own_folder(shared, "home"), roots_secret(shared)
+    other = Identity(uid=64_331, gid=64_332, groups=(64_333,))
+    his = own_folder(shared, "his", other)
+    with acting_as(ADA):
+        with acting_as(other):
+            (his / "file").touch()
+            with pytest.raises(PermissionError):
+                (home / "file").touch()
+        assert sorted(os.getgroups()) == sorted(ADA.groups)
+        with acting_as(None), pytest.raises(PermissionError):
+            secret.read_text()
+        with pytest.raises(PermissionError):
+            secret.read_text()
+        (home / "file").touch()
+    found = (home / "file").stat()
+    assert (found.st_uid, found.st_gid) == (ADA.uid, ADA.gid)
+    assert secret.read_text() == SECRET
+
+
+def test_where_it_is_not_known_how_nobody_acts_as_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_SYS_SETGROUPS", {})
+    with pytest.raises(PermissionError, match="not known how to act as another"), acting_as(ADA):
+        pass
+
+
+def test_no_pipe_and_no_link_is_opened_and_nobody_waits_for_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "else")
+    (tmp_path / "else").write_text("kept")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match=r"regular|symbolic|device or address"):
+            open_untrusted(tmp_path / name, os.O_RDONLY)
+        with pytest.raises(OSError, match=r"regular|symbolic|device or address"):
+            write_anew(tmp_path / name, b"new")
+    write_anew(tmp_path / "else", b"new")
+    assert (tmp_path / "else").read_text() == "new"
+
+
+@needs_root
+async def test_what_the_agent_asks_the_interpreter_of_a_job_runs_as_its_account(
+    shared: Path,
+) -> None:
+    home = own_folder(shared, "home")
+    python = shared / "python"
+    python.write_text(f"#!/bin/sh\n(id -u; id -g; id -G; pwd; umask) > {home}/said\necho True\n")
+    python.chmod(0o755)
+    assert await has_torch(str(python), {"PATH": "/usr/bin:/bin"}, account(home))
+    said = (home / "said").read_text().split("\n")
+    assert said[:5] == ["64321", "64322", "64322 64323", "/", "0027"]
+
+
+@needs_root
+def test_a_process_starts_only_where_its_account_may_go(shared: Path) -> None:
+    home, private = own_folder(shared, "home"), shared / "private"
+    private.mkdir(mode=0o700)
+    (private / "open").mkdir(mode=0o755)
+    ada = account(home)
+    with started_as(ada, home) as how:
+        assert (how["user"], how["group"]) == (ADA.uid, ADA.gid)
+    (home / "link").symlink_to(private / "open")
+    for folder in (private, private / "open", home / "link"):
+        with pytest.raises(PermissionError), started_as(ada, folder):
+            pass
+
+
+# ---------------------------------------------------------------------- what is asked beforehand
+
+
+@needs_root
+def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) -> None:
+    home, private = own_folder(shared, "home"), shared / "private"
+    private.mkdir(mode=0o700)
+    check_chdir(home, ADA)
+    check_chdir(private)
+    with pytest.raises(InvalidRequestError, match="can not be entered on this node by the account"):
+        check_chdir(private, ADA)
+
+
+@needs_root
+def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -> None:
+    home = own_folder(shared, "home")
+    program = shared / "run"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o700)
+    launch = Launch(JOB, str(program), no_python=True, chdir=home)
+    check_startable(launch)
+    with pytest.raises(InvalidRequestError, match="is no program on this node"):
+        check_startable(replace(launch, account=account(home)))
+    program.chmod(0o755)
+    check_startable(replace(launch, account=account(home)))
+
+
+# ---------------------------------------------------------------------- tricks with files
+
+
+@needs_root
+def test_an_error_file_that_leads_elsewhere_shows_nothing_of_it(shared: Path) -> None:
+    home, secret = own_folder(shared, "home"), roots_secret(shared)
+    (home / "error.json").symlink_to(secret)
+    found = read_error(home / "error.json", None, 7, ADA)
+    assert "can not be read" in found.message
+    assert SECRET not in found.message + found.traceback
+    assert SECRET in read_error(home / "error.json", None, 7).message, "as root it would be shown"
+
+
+def round_of(folder: Path, written: Written) -> Path:
+    """Begin a round whose one worker writes into a folder; return its log."""
+    log = folder / "stdout.log"
+    output = WorkerOutput(stdout=log, stderr=None, error=folder / "error.json")
+    written.begin(LINE, RoundOutput((output,), {}))
+    return log
+
+
+async def read_log(written: Written) -> list[Piece]:
+    """Read what `rdzvctl logs` would be sent, to its end."""
+    pieces: list[Piece] = []
+    over = asyncio.Event()
+
+    async def say(piece: Piece) -> None:
+        pieces.append(piece)
+        if piece.last:
+            over.set()
+
+    reading = LogReading(say)
+    reading.serve("job-7", written)
+    try:
+        reading.read(ReadRequest(1, "job-7", 1 << 20, stderr=False))
+        async with asyncio.timeout(100):
+            await over.wait()
+    finally:
+        reading.close()
+    return pieces
+
+
+@needs_root
+@pytest.mark.parametrize("trick", ["log", "folder"])
+async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
+    shared: Path, trick: str
+) -> None:
+    home, secret = own_folder(shared, "home"), roots_secret(shared)
+    written = Written(ADA)
+    if trick == "log":
+        round_of(home, written).symlink_to(secret)
+    else:
+        # No link at its end: what `O_NOFOLLOW` knows nothing of.
+        vault = shared / "vault"
+        vault.mkdir(mode=0o700)
+        (vault / "stdout.log").write_text(SECRET)
+        (home / "0").symlink_to(vault)
+        round_of(home / "0", written)
+    pieces = await read_log(written)
+    assert b"".join(piece.data for piece in pieces) == b""
+    assert any("can not be read" in piece.error for piece in pieces)
+
+
+@needs_root
+async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
+    home = own_folder(shared, "home")
+    written = Written(ADA)
+    log = round_of(home, written)
+    with acting_as(ADA):
+        log.write_text("step 1\n")
+    assert b"".join(piece.data for piece in await read_log(written)) == b"step 1\n"
+
+
+@needs_root
+def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Path) -> None:
+    home = own_folder(shared, "home")
+    files = RunLogs(home / "logs", "job-7", "n1", identity=ADA).open_round(LINE, 1)
+    assert files[0].stdout.parent.stat().st_uid == ADA.uid
+    (home / "out").symlink_to(shared)
+    for base in (shared / "logs", home / "out" / "logs"):
+        with pytest.raises(PermissionError):
+            RunLogs(base, "job-7", "n1", identity=ADA).open_round(LINE, 1)
+
+
+# ---------------------------------------------------------------------- the folder of a run
+
+
+@needs_root
+def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
+    folder = RunFolders(shared).open("job-7", "r1", ADA)
+    found = folder.path.stat()
+    assert (found.st_uid, found.st_mode & 0o777) == (ADA.uid, 0o700)
+    assert identity_of_owner(folder.path) is not None
+    other = dataclasses.replace(ADA, uid=64_999)
+    with acting_as(other), pytest.raises(PermissionError):
+        list(folder.path.iterdir())
+    with acting_as(ADA), pytest.raises(PermissionError):
+        list(folder.path.parent.iterdir())
+    with pytest.raises(PermissionError, match="belongs to uid 64321"):
+        RunFolders(shared).open("job-7", "r1", other)
+
+
+@needs_root
+def test_the_list_of_rounds_is_written_and_read_with_the_accounts_rights(shared: Path) -> None:
+    folders, secret = RunFolders(shared), roots_secret(shared)
+    folder = folders.open("job-7", "r1", ADA)
+    written = Written(ADA)
+    round_of(folder.path, written)
+    (folder.path / INDEX).symlink_to(secret)
+    folder.note(written)
+    assert secret.read_text() == SECRET
+    (folder.path / INDEX).unlink()
+    os.mkfifo(folder.path / INDEX)
+    assert RunFolders(shared).open("job-7", "r1", ADA).note(written) is None
+    assert folders.written("job-7") is None
+    (folder.path / INDEX).unlink()
+    again = folders.open("job-7", "r1", ADA)
+    again.note(written)
+    past = folders.written("job-7")
+    assert past is not None
+    found = past.at(3)
+    assert found is not None
+    assert found.identity is not None
+    assert found.identity.uid == ADA.uid
+
+
+@needs_root
+async def test_a_list_of_rounds_that_a_worker_forged_leads_only_to_its_own(shared: Path) -> None:
+    folders, secret = RunFolders(shared), roots_secret(shared)
+    folder = folders.open("job-7", "r1", ADA)
+    line = f'{{"round": 3, "rank_first": 0, "workers": [["{secret}", null]]}}\n'
+    with acting_as(ADA):
+        (folder.path / INDEX).write_text(line + '{"round": 1e999}\n[[[\n')
+    past = folders.written("job-7")
+    assert past is not None
+    pieces = await read_log(past)
+    assert b"".join(piece.data for piece in pieces) == b""
+
+
+# ---------------------------------------------------------------------- steps, notices, snapshots
+
+
+@needs_root
+async def test_files_of_progress_are_the_workers_own_and_lead_nowhere_else(shared: Path) -> None:
+    files = ProgressFiles(lambda _: None, shared, ADA)
+    try:
+        files.open_round(LINE, 1)
+        lead_elsewhere(Path(files.file(0)), shared)
+        assert files.furthest() is None
+        write_as_worker(Path(files.file(0)), "7")
+        assert files.furthest() == 7
+    finally:
+        files.close()
+
+
+def lead_elsewhere(path: Path, shared: Path) -> None:
+    """Put a link to a number that root alone may read in the place of a file of a worker's."""
+    assert path.stat().st_uid == ADA.uid
+    number = shared / "number"
+    number.write_text("42")
+    number.chmod(0o600)
+    with acting_as(ADA):
+        path.unlink()
+        path.symlink_to(number)
+
+
+def write_as_worker(path: Path, text: str) -> None:
+    with acting_as(ADA):
+        path.unlink()
+        path.write_text(text)
+
+
+@needs_root
+async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: Path) -> None:
+    files = ProgressFiles(lambda _: None, shared, ADA)
+    try:
+        files.open_round(LINE, 1)
+        assert files.folder is not None
+        with acting_as(ADA):
+            trap = files.folder / "round_4" / "0"
+            trap.mkdir(parents=True)
+            os.mkfifo(trap / "progress")
+        files.open_round(replace(LINE, round=4), 1)
+        assert files.file(0) == "", "without its file a worker says no steps"
+    finally:
+        files.close()
+
+
+@needs_root
+def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
+    home, victim = own_folder(shared, "home"), roots_secret(shared)
+    notice = NoticeFile(lambda name: home / name, ADA)
+    notice.open_round()
+    (home / "notice.new").symlink_to(victim)
+    notice.write(1000, "maintenance")
+    assert victim.read_text() == SECRET
+    (home / "notice.new").unlink()
+    notice.write(1000, "maintenance")
+    assert "maintenance" in (home / "notice").read_text()
+    assert (home / "notice").stat().st_uid == ADA.uid
+    notice.take_back()
+    assert not (home / "notice").exists()
+
+
+@needs_root
+async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> None:
+    private = shared / "private"
+    private.mkdir(mode=0o700)
+    (private / "model.pt").write_text("x")
+    changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    snapshot = Snapshot(private / "model.pt", identity=ADA)
+    begun = asyncio.Event()
+    snapshot.begin_round(begun.set)
+    async with asyncio.timeout(100):
+        await begun.wait()
+        snapshot.end_round(changed.set_result)
+        assert await changed, "what can not be seen counts as changed"
+    seen = Snapshot(private / "model.pt")
+    again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    begun.clear()
+    seen.begin_round(begun.set)
+    async with asyncio.timeout(100):
+        await begun.wait()
+        seen.end_round(again.set_result)
+        assert not await again
+
+
+@needs_root
+async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
+    """A folder that is replaced by a link tells nobody what changes where it leads to."""
+    home, private = own_folder(shared, "home"), shared / "private"
+    private.mkdir(mode=0o700)
+    (private / "progress").touch()
+    (home / "link").symlink_to(private)
+    woken = asyncio.Event()
+    source = SimpleNamespace(
+        path=home / "link" / "progress", identity=ADA, watch=None, wake=woken.set
+    )
+    watches = Watches(asyncio.get_running_loop())
+    try:
+        watches.arm(source)
+        assert source.watch == 0, "it is looked at now and then, for it can not be watched"
+    finally:
+        watches.close()
+
+
+@pytest.mark.slow
+@needs_root
+async def test_the_end_of_a_round_removes_progress_of_any_depth_with_the_workers_rights(
+    shared: Path,
+) -> None:
+    progress = ProgressFiles(lambda _: None, shared, ADA)
+    progress.open_round(LINE, 1)
+    folder = progress.folder
+    assert folder is not None
+    inner = os.open(folder / "round_3", os.O_RDONLY)
+    for _ in range(1_300):
+        os.mkdir("d", dir_fd=inner)
+        os.chown("d", ADA.uid, ADA.gid, dir_fd=inner)
+        below = os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(inner)
+        inner = below
+    os.close(inner)
+    (folder / "roots").mkdir()
+    (folder / "roots" / "kept").touch()
+    progress.close_round()
+    assert not (folder / "round_3").exists()
+    progress.close()
+    assert (folder / "roots" / "kept").exists(), "the account could not remove it"
+
+
+def replace_by_link(path: Path, target: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+@needs_root
+async def test_a_file_of_progress_that_is_a_link_is_not_read(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = ProgressFiles(lambda _: None, shared, ADA)
+    progress.open_round(LINE, 1)
+    path = Path(progress.file(0))
+    other = own_folder(shared, "home") / "step"
+    other.write_text("7")
+    other.chmod(0o644)
+    replace_by_link(path, other)
+    assert progress.furthest() is None
+    assert "symbolic links" in caplog.text
+    progress.close()

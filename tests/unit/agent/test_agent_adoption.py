@@ -1,0 +1,609 @@
+"""An agent goes on where the one before it was killed, at whatever moment that was.
+
+The runner is made up: it notes what it is asked, and keeps what it is to keep. An agent dies by
+doing nothing any more; its successor has only what the runner can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdzv.agent import runner_link
+from rdzv.agent.core import events
+from rdzv.agent.core.model import (
+    AgentState,
+    Assignment,
+    Job,
+    Leaving,
+    NodeFailure,
+    Outcome,
+    Phase,
+    WorkerFailure,
+)
+from rdzv.agent.handover import adoption, handover_state
+from rdzv.agent.handover.adoption import Heritage
+from rdzv.agent.handover.handover_state import (
+    Keeping,
+    KeptOutput,
+    KeptPlacement,
+    KeptState,
+    KeptStop,
+)
+from rdzv.agent.job import job_driver as module
+from rdzv.agent.job.job_driver import JobDriver
+from rdzv.agent.launch.launch import Launch, Output
+from rdzv.agent.node.node import daemon_identity
+from rdzv.agent.runner_link import Hello, NotAdoptableError
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.client import Endpoint
+from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
+from rdzv.structs import replace
+from rdzv.v1 import rdzv_pb2 as pb
+
+PATIENCE_S = 100.0
+RECORDED = Path(__file__).parents[1] / "golden" / "kept_1.json"
+JOB = Job("job", "n1", Settings(1, 2), local_world_size=2)
+LINE = Assignment("r1", 4, 1, 2, 2, 4, 2, 4, "127.0.0.1", 29500, True, 1, 3)
+PLACEMENT = KeptPlacement(
+    "n1",
+    "instance-1",
+    "job",
+    "r1",
+    JobSpec(args=("train.py",), env=(("A", "b"),), chdir="/srv", local_world_size=2),
+    gpus=2,
+    granted=("GPU-a", "GPU-b"),
+    environ={"PATH": "/bin", "BYTES": "\udcff"},
+)
+FULL = KeptState(
+    state=AgentState(
+        JOB,
+        phase=Phase.LEAVING,
+        run="r1",
+        assignment=LINE,
+        left_round=3,
+        alive=frozenset({1}),
+        workers_gone=False,
+        failures=(WorkerFailure(0, 2, 99, None, 9, "killed", "a \udcff trace", 12),),
+        stopping_since_ms=13,
+        stuck_pids=(99,),
+        fenced=True,
+        store_host_due_ms=5,
+        store_host_failed="it exited",
+        disconnected_since_ms=None,
+        idle_since_ms=3,
+        leaving=Leaving(LeaveCause.SIGNAL, "told to", 143),
+        outcome=Outcome(
+            1,
+            "failed",
+            (NodeFailure("n2", "10.0.0.2", 0, 0, 7, 1, None, "boom", ""),),
+            Result.FAILED,
+        ),
+    ),
+    offer=Offer("10.0.0.1", 2, topology="rack-1", host_name="n1.lan", machine="boot/net"),
+    joined=True,
+    stop=KeptStop(4, 5_000, 15, 14),
+    outputs=(KeptOutput("/a/stdout.log", "/a/stderr.log", "/a/error.json"),),
+    progress_folder="/run/rdzv_progress_1",
+)
+
+
+# ---------------------------------------------------------------------- what is kept
+
+
+def test_all_that_is_kept_is_read_again() -> None:
+    assert handover_state.decode_placement(handover_state.encode(PLACEMENT)) == PLACEMENT
+    assert handover_state.decode_state(handover_state.encode(FULL)) == FULL
+
+
+def test_what_the_first_version_had_kept_is_read_still() -> None:
+    """It was recorded, and never changes: an upgraded agent adopts what the old one had."""
+    recorded = json.loads(RECORDED.read_text())
+    assert handover_state.decode_placement(json.dumps(recorded["placement"])).rdzv_id == "job"
+    state = handover_state.decode_state(json.dumps(recorded["state"]))
+    assert (state.state.phase, state.state.assignment) == (Phase.LEAVING, LINE)
+    assert state.state.job == JOB
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    raw = json.loads(handover_state.encode(FULL))
+    raw["later"] = raw["state"]["later"] = {"a": 1}
+    assert handover_state.decode_state(json.dumps(raw)) == FULL
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "it was about to begin, and keeps no placement"),
+        ("{", "its placement can not be read"),
+        ("[]", "its placement can not be read"),
+        ("{}", "its placement can not be read: .*node_id"),
+        ('{"format": 3}', "what it keeps has format 3, and this agent reads format 2"),
+    ],
+)
+def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:
+    with pytest.raises(NotAdoptableError, match=why):
+        handover_state.decode_placement(text)
+
+
+# ---------------------------------------------------------------------- the instance
+
+
+async def test_without_a_runner_to_adopt_it_is_a_new_instance(tmp_path: Path) -> None:
+    first = Heritage(tmp_path, "n1")
+    assert await first.take_up() == []
+    first.note_welcome(7, 2, 60_000)
+    assert (tmp_path / "instance.json").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "runners").stat().st_mode & 0o777 == 0o700
+    second = Heritage(tmp_path, "n1")
+    assert await second.take_up() == []
+    assert second.instance.instance != first.instance.instance
+    assert second.instance.incarnation == 0
+
+
+def found(path: Path, placement: KeptPlacement = PLACEMENT) -> Any:
+    def note(what: str) -> None:
+        made.did.append(what)
+
+    keeps = {
+        handover_state.PLACEMENT: handover_state.encode(placement),
+        handover_state.STATE: handover_state.encode(FULL),
+    }
+    made = SimpleNamespace(path=path, did=[])
+    made.hello = Hello(1, None, None, {}, frozenset(), zygote=False, kept=keeps)
+    made.adopt, made.leave = lambda: note("adopt"), lambda: note("leave")
+    return made
+
+
+@pytest.fixture
+def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Say who is met at which socket."""
+    there: dict[str, Any] = {}
+
+    async def meet(path: Path) -> Any:
+        answer = there.get(path.name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(adoption.FoundRunner, "meet", meet)
+    return there
+
+
+async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> Heritage:
+    """Return the heritage of an agent that was killed."""
+    former = Heritage(folder, "n1")
+    former.instance = replace(former.instance, instance=instance)
+    (folder / "runners").mkdir(exist_ok=True)
+    former.note_welcome(7, 2, 60_000)
+    if said:
+        file = folder / "instance.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
+    return Heritage(folder, "n1")
+
+
+async def test_with_a_runner_it_goes_on_as_the_same_instance(
+    tmp_path: Path, meets: dict[str, Any]
+) -> None:
+    heritage = await heir(tmp_path)
+    for name in ("a", "stale"):
+        (tmp_path / "runners" / f"{name}.sock").touch()
+    meets["a.sock"] = found(tmp_path / "a")
+    (orphan,) = await heritage.take_up()
+    assert (orphan.placement, orphan.state) == (PLACEMENT, FULL)
+    assert meets["a.sock"].did == ["adopt"]
+    assert heritage.instance == adoption.Instance("instance-1", 7, 2, 60_000)
+    assert [path.name for path in (tmp_path / "runners").iterdir()] == ["a.sock"]
+
+
+async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_server(
+    tmp_path: Path, meets: dict[str, Any]
+) -> None:
+    heritage = await heir(tmp_path)
+    meets["a.sock"] = found(tmp_path / "a")
+    (tmp_path / "runners" / "a.sock").touch()
+    await heritage.take_up()
+    endpoint = Endpoint("127.0.0.1", 1)
+    who = await daemon_identity("n1", endpoint, heritage.instance)
+    assert ServerLink([endpoint], who).tolerated_ms == 60_000
+
+
+async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
+    tmp_path: Path, meets: dict[str, Any]
+) -> None:
+    heritage = await heir(tmp_path, lease_ms=None)
+    meets["a.sock"] = found(tmp_path / "a")
+    (tmp_path / "runners" / "a.sock").touch()
+    await heritage.take_up()
+    assert heritage.instance == adoption.Instance("instance-1", 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "placement", "why"),
+    [
+        ({"boot_id": "another"}, PLACEMENT, "is of instance instance-1 of this node, which is not"),
+        ({}, replace(PLACEMENT, instance="other"), "is of instance other of this node, which is"),
+        ({}, replace(PLACEMENT, node_id="n9"), "it is of node n9, and this one is n1"),
+        ({"incarnation": "x"}, PLACEMENT, "is of instance instance-1 of this node, which is not"),
+    ],
+)
+async def test_a_runner_of_somebody_else_is_left_to_its_end(
+    tmp_path: Path,
+    meets: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    said: dict[str, Any],
+    placement: KeptPlacement,
+    why: str,
+) -> None:
+    heritage = await heir(tmp_path, **said)
+    (tmp_path / "runners" / "a.sock").touch()
+    meets["a.sock"] = found(tmp_path / "a", placement)
+    assert await heritage.take_up() == []
+    assert meets["a.sock"].did == ["leave"]
+    assert why in caplog.text
+    assert heritage.instance.instance != "instance-1"
+
+
+async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
+    tmp_path: Path, meets: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    heritage = await heir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runners" / f"{name}.sock").touch()
+    meets["a.sock"] = NotAdoptableError("pid 4 speaks version 9")
+    meets["b.sock"] = found(tmp_path / "b")
+    assert len(await heritage.take_up()) == 1
+    assert "is not adopted, and left to its end: pid 4 speaks version 9" in caplog.text
+
+
+# ---------------------------------------------------------------------- one job
+
+
+class Runner:
+    """Notes what it is asked, and goes on when its agent is dead."""
+
+    pid = 4711
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.keeps: dict[str, str] = {}
+        self.tell: Any = None
+        self.deaf_to: set[str] = set()
+        """What its agent dies before asking."""
+        self.last_round: int | None = None
+        self.store_hosts: set[int] = set()
+        self.served: list[tuple[float, float]] = []
+
+    def serve(self, _: Path, orphan_timeout_s: float, grace_s: float) -> None:
+        self.served.append((orphan_timeout_s, grace_s))
+
+    def keep(self, name: str, value: str) -> None:
+        self.keeps[name] = value
+
+    def start_workers(self, round_: int, workers: Any) -> None:
+        if "start" not in self.deaf_to:
+            self.last_round = round_
+            self.asked.append(("start", round_, len(workers)))
+
+    def stop_workers(self, round_: int, signum: int, grace_ms: int) -> None:
+        if "stop" not in self.deaf_to:
+            self.asked.append(("stop", round_, signum, grace_ms))
+
+    def start_store_host(self, round_: int, *_: Any) -> None:
+        self.store_hosts.add(round_)
+
+    def stop_store_host(self, round_: int) -> None:
+        if "stop" not in self.deaf_to:
+            self.store_hosts.discard(round_)
+
+    async def let_go(self, _: float) -> None:
+        self.asked.append(("let go",))
+
+    async def close(self, _: float) -> None:
+        self.asked.append(("close",))
+
+    def link(self, on_event: Any) -> Runner:
+        self.tell = on_event
+        return self
+
+    @property
+    def hello(self) -> Hello:
+        workers = {0: 100, 1: 101}
+        hosts = frozenset(self.store_hosts)
+        return Hello(self.pid, None, self.last_round, workers, hosts, zygote=False, kept=self.keeps)
+
+
+class Link:
+    """Notes what is said, and by whom."""
+
+    tolerated_ms = 5_000
+
+    def __init__(self) -> None:
+        self.said: list[pb.NodeMessage] = []
+        self.log_reading = SimpleNamespace(serve=lambda *_: None)
+
+    def add(self, _: JobDriver) -> None:
+        pass
+
+    def say(self, message: pb.NodeMessage) -> None:
+        self.said.append(message)
+
+    def bodies(self) -> list[str | None]:
+        return [message.WhichOneof("body") for message in self.said]
+
+
+class Story:
+    """One job on one node, whose agent dies now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runner = Runner()
+        self.launch = Launch(
+            JOB,
+            "sh",
+            no_python=True,
+            local_addr="127.0.0.1",
+            environ={"PATH": "/usr/bin:/bin"},
+            chdir=folder,
+            progress_dir=folder,
+            output=Output(redirects={0: 3, 1: 3}, run_dir=folder / "run"),
+        )
+        self.drivers: list[JobDriver] = []
+        self.new_agent()
+
+    @property
+    def driver(self) -> JobDriver:
+        return self.drivers[-1]
+
+    @property
+    def state(self) -> AgentState:
+        return handover_state.decode_state(self.runner.keeps[handover_state.STATE]).state
+
+    def new_agent(self) -> None:
+        self.link = Link()
+        keeping = Keeping(self.folder / "socket", PLACEMENT)
+        self.drivers.append(JobDriver(self.launch, self.link, "r1", keeping))  # type: ignore[arg-type]
+
+    async def die_and_come_back(self) -> None:
+        """Have the agent die, without a word, and another go on."""
+        self.runner.tell = None
+        self.runner.deaf_to.clear()
+        self.new_agent()
+        state = handover_state.decode_state(self.runner.keeps[handover_state.STATE])
+        self.driver.resume(self.runner, state)  # type: ignore[arg-type]
+        await self.driver.get_ready()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def begin_round(self, line: Assignment) -> None:
+        """Have a round complete, and wait until the workers' files were made, or it has failed."""
+        said = len(self.link.said)
+        self.driver.post(events.RoundCompleted(line))
+        await self.until(
+            lambda: len(self.link.said) > said or self.driver.written.at(line.round) is not None
+        )
+
+    def line(self, round_: int = 0, **changes: Any) -> Assignment:
+        line = Assignment("r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
+        return replace(line, **changes)
+
+    def phase(self) -> pb.Belief.Phase.ValueType | None:
+        belief = self.driver.belief()
+        return None if belief is None else belief.phase
+
+
+@pytest.fixture
+async def s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Story]:
+    made = Story(tmp_path)
+
+    async def spawn(on_event: Any) -> Runner:
+        return made.runner.link(on_event)
+
+    async def no_torch(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
+    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
+    monkeypatch.setattr(module, "has_torch", no_torch)
+    await made.driver.prepare(Endpoint("127.0.0.1", 1))
+    yield made
+    for driver in made.drivers:
+        await driver.close()
+
+
+async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
+    s.driver.post(events.Joined("r1", 1))
+    await s.die_and_come_back()
+    assert (s.phase(), s.driver.joined) == (pb.Belief.JOINING, True)
+    await s.begin_round(s.line())
+    assert s.runner.asked == [("start", 0, 2)]
+
+
+async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
+    await s.begin_round(s.line())
+    before = s.driver.belief()
+    await s.die_and_come_back()
+    after = s.driver.belief()
+    assert before is not None and after is not None
+    assert (after.phase, after.round) == (pb.Belief.RUNNING, before.round)
+    assert s.runner.asked == [("start", 0, 2)]
+    written = s.driver.written.at(0)
+    assert written is not None and not s.driver.written.is_over(0)
+    assert str(written.workers[1].stdout) == str(s.folder / "run/round_0/1/stdout.log")
+
+
+async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_the_next(
+    s: Story,
+) -> None:
+    s.runner.deaf_to.add("start")
+    await s.begin_round(s.line())
+    assert s.runner.asked == []
+    await s.die_and_come_back()
+    await s.until(lambda: s.runner.asked)
+    assert s.runner.asked == [("start", 0, 2)]
+
+
+async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story) -> None:
+    (join,) = [message.join for message in s.link.said if message.HasField("join")]
+    port = join.offer.store_port
+    await s.die_and_come_back()
+    await s.begin_round(s.line(group_rank=0, master_port=port))
+    (failed,) = [m.store_host_failed for m in s.link.said if m.HasField("store_host_failed")]
+    assert f"the agent that had offered port {port} was restarted before the" in failed.reason
+    assert s.runner.store_hosts == set()
+
+
+async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the_next(
+    s: Story,
+) -> None:
+    await s.begin_round(s.line())
+    s.runner.deaf_to.add("stop")
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    await s.die_and_come_back()
+    ((what, round_, signum, grace_ms),) = s.runner.asked[1:]
+    assert (what, round_, signum) == ("stop", 0, signal.SIGTERM)
+    # What is left of the grace, which began when it was decided.
+    assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
+    assert s.phase() == pb.Belief.STOPPING
+    s.runner.tell(runner_link.WorkersGone(0))
+    assert s.phase() == pb.Belief.JOINING
+    assert s.link.bodies()[-1] == "join"
+
+
+async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:
+    """Its end may have been heard by an agent that died before it had noted it."""
+    await s.begin_round(s.line())
+    s.driver.post(events.Fenced(0, 10))
+    await s.die_and_come_back()
+    assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
+    s.runner.tell(runner_link.WorkersGone(0))
+    assert s.phase() == pb.Belief.JOINING
+    (join,) = [message.join for message in s.link.said if message.HasField("join")]
+    assert join.fenced
+
+
+async def test_a_failure_that_is_heard_after_the_adoption_is_one(s: Story) -> None:
+    await s.begin_round(s.line())
+    await s.die_and_come_back()
+    (s.folder / "run/round_0/0/error.json").write_text('{"message": "boom", "timestamp": 1}')
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    (failed,) = [message.failed for message in s.link.said if message.HasField("failed")]
+    (failure,) = failed.failures
+    assert (failure.local_rank, failure.exit_code) == (0, 3)
+    assert failure.message == "boom"
+    assert failure.age_ms >= 0
+    assert s.runner.asked[1][:2] == ("stop", 0)
+
+
+async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Story) -> None:
+    await s.begin_round(s.line())
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 2_000))
+    await s.die_and_come_back()
+    belief = s.driver.belief()
+    assert belief is not None
+    assert [failure.exit_code for failure in belief.failures] == [3]
+    # It is told again where the former agent died before it said that it has heard it.
+    await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 4_000))
+    belief = s.driver.belief()
+    assert belief is not None
+    assert len(belief.failures) == 1
+
+
+async def test_success_is_remembered(s: Story) -> None:
+    await s.begin_round(s.line())
+    for local_rank in (0, 1):
+        s.runner.tell(runner_link.WorkerExited(0, local_rank, 100 + local_rank, 0, None, 0))
+    await s.die_and_come_back()
+    assert s.phase() == pb.Belief.SUCCEEDED
+    s.runner.tell(runner_link.WorkersGone(0))
+    s.driver.post(events.RunClosed("r1", Result.SUCCEEDED, "all did", False, ()))
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await s.driver.wait()).exit_code == 0
+
+
+async def test_a_withdrawal_goes_on(s: Story) -> None:
+    await s.begin_round(s.line())
+    s.driver.post(events.Withdrawn("r1", "scaled down"))
+    await s.die_and_come_back()
+    belief = s.driver.belief()
+    assert belief is not None
+    assert (belief.phase, belief.leave.reason) == (pb.Belief.LEAVING, "scaled down")
+    s.runner.tell(runner_link.WorkersGone(0))
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await s.driver.wait()).text == "scaled down"
+
+
+async def test_what_has_ended_has_ended(s: Story) -> None:
+    await s.begin_round(s.line())
+    s.runner.store_hosts.add(0)
+    s.runner.deaf_to.add("stop")
+    s.driver.post(events.Signalled(15, "SIGTERM"))
+    s.runner.tell(runner_link.WorkersGone(0))
+    await s.die_and_come_back()
+    assert s.phase() is None
+    assert s.runner.store_hosts == set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await s.driver.wait()).exit_code == 143
+
+
+async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> None:
+    await s.begin_round(s.line())
+    (file,) = s.folder.glob("rdzv_progress_*/round_0/0/progress")
+    await s.die_and_come_back()
+    file.write_text("17\n")
+    async with asyncio.timeout(PATIENCE_S):
+        while "progress" not in s.link.bodies():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (said,) = [message.progress for message in s.link.said if message.HasField("progress")]
+    assert [(rank.rank, rank.step) for rank in said.ranks] == [(2, 17)]
+
+
+async def test_the_runner_waits_as_long_as_the_server_does(s: Story) -> None:
+    assert s.runner.served == [(5.0, 30.0)]
+    s.link.tolerated_ms = 9_000
+    s.driver.post(events.ServerConnected())
+    s.driver.post(events.ServerConnected())
+    assert s.runner.served[1:] == [(9.0, 30.0)]
+
+
+async def test_a_job_that_is_handed_over_is_left_alone(s: Story) -> None:
+    await s.begin_round(s.line())
+    await s.driver.hand_over(60_000)
+    assert s.driver.handed_over
+    assert s.runner.served[-1] == (60.0, 30.0)
+    assert s.runner.asked == [("start", 0, 2), ("let go",)]
+    s.driver.post(events.Signalled(15, "SIGTERM"))
+    assert s.runner.asked[2:] == []
+    assert s.driver.belief() is None
+
+
+async def test_workers_run_on_of_which_no_more_would_be_started_today(
+    s: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    await s.begin_round(s.line())
+    s.runner.tell = None
+    s.new_agent()
+    state = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
+    s.driver.resume(s.runner, state)  # type: ignore[arg-type]
+    await s.driver.get_ready("its arguments are refused")
+    assert "no further round can be started here; its workers run on: its arguments" in caplog.text
+    assert s.phase() == pb.Belief.RUNNING
+    assert s.runner.asked == [("start", 0, 2)]
+    # The next round fails here, and says why; nothing else does.
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.runner.tell(runner_link.WorkersGone(0))
+    s.driver.post(events.RoundCompleted(s.line(1)))
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await s.driver.wait()
+    assert "its arguments are refused" in outcome.text
+    assert [asked[:2] for asked in s.runner.asked if asked[0] == "start"] == [("start", 0)]

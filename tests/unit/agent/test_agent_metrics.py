@@ -1,0 +1,399 @@
+"""/metrics of an agent: what happens on a node is counted, and read where it is announced.
+
+A scripted history has a golden file. The runner and the stream are made up; what they say is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rdzv.agent.app.agent_metrics import AgentMetrics, announced, serving_metrics
+from rdzv.agent.app.agent_settings import KNOBS, read_config
+from rdzv.agent.core import commands
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.node.placements import Occupancy, Placements
+from rdzv.agent.runner_link import (
+    RunnerExited,
+    StoreHostExited,
+    WorkerExited,
+    WorkersFenced,
+    WorkersGone,
+    WorkersStartedCold,
+    WorkersStartFailed,
+    WorkersStuck,
+    WorkerStarted,
+)
+from rdzv.agent.server_link.link import Identity, ServerLink
+from rdzv.core.placement import Resources
+from rdzv.errors import InvalidRequestError
+from rdzv.server.settings.config import Listen
+from rdzv.settings.toml_settings import ConfigurationError
+from rdzv.v1 import rdzv_pb2 as pb
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "metrics" / "agent.txt"
+EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
+IDENTITY = Identity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.3")
+
+
+class Node:
+    """An agent of which everything but the counting is made up."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.link = SimpleNamespace(
+            identity=IDENTITY, lease_ms=None, meter=None, certificate_expires=lambda: EXPIRES
+        )
+        self.occupancy = Occupancy(
+            {"waiting": 1, "running": 1, "ending": 0}, {"free": 1, "running": 6, "ending": 1}
+        )
+        placements = SimpleNamespace(
+            occupancy=lambda: self.occupancy, resources=Resources(capacity=2), meter=None
+        )
+        self.placements = cast(Placements, placements)
+        link = cast(ServerLink, self.link)
+        self.metrics = AgentMetrics(link, self.placements, now_s=lambda: self.now_s)
+
+    def values(self) -> dict[str, float]:
+        return {
+            s.name + "".join(f"{{{k}={v}}}" for k, v in sorted(s.labels.items())): s.value
+            for family in text_string_to_metric_families(self.metrics.text().decode())
+            for s in family.samples
+        }
+
+    def workers(self) -> list[float]:
+        found = self.values()
+        states = ("starting", "running", "stopping")
+        return [found[f"rdzv_agent_workers{{state={state}}}"] for state in states]
+
+
+def start(round_: int, restarts: int = 0) -> commands.StartWorkers:
+    line = Assignment("r1", round_, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, False, restarts, 3)
+    return commands.StartWorkers(line)
+
+
+def exited(round_: int, rank: int, code: int | None, signum: int | None = None) -> WorkerExited:
+    return WorkerExited(round_, rank, 100 + rank, code, signum, 0)
+
+
+def history(n: Node) -> None:
+    """A worker fails, the other is stopped; the next round runs; another job has succeeded."""
+    n.metrics.stream_ended(welcomed=False, on_purpose=False)
+    n.metrics.stream_opened()
+    n.link.lease_ms = 5_000
+    job = n.metrics.job(local_world_size=2)
+    job.runner_started()
+    job.decided(start(0))
+    n.now_s += 0.03
+    job.runner_said(WorkerStarted(0, 0, 100))
+    job.runner_said(WorkerStarted(0, 1, 101))
+    job.runner_said(exited(0, 1, None, 11))
+    job.decided(commands.StopWorkers(0, 5_000, None))
+    job.runner_said(exited(0, 0, None, 15))
+    job.runner_said(WorkersGone(0))
+    job.decided(start(1, restarts=1))
+    n.now_s += 0.2
+    job.runner_said(WorkersStartedCold(1, (0, 1), "the zygote is gone"))
+    job.runner_said(WorkerStarted(1, 0, 102))
+    n.metrics.stream_ended(welcomed=True, on_purpose=False)
+    n.metrics.stream_opened()
+
+    other = n.metrics.job(local_world_size=1)
+    other.runner_started()
+    other.decided(start(7))
+    other.runner_said(WorkerStarted(7, 0, 200))
+    other.runner_said(StoreHostExited(7, 0, None))
+    other.runner_said(exited(7, 0, 0))
+    other.runner_said(WorkersGone(7))
+    other.runner_said(RunnerExited(0))
+    other.closed()
+
+
+def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
+    n = Node()
+    history(n)
+    text = re.sub(r'python="[^"]*"', 'python="3"', n.metrics.text().decode())
+    if request.config.getoption("--rewrite"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), "review the diff, then: pytest --rewrite"
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    n = Node()
+    history(n)
+    families = text_string_to_metric_families(n.metrics.text().decode())
+    told = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    manual = Path(__file__).parents[3] / "docs" / "metrics.md"
+    written = re.findall(r"^\| `(rdzv_agent_\w+)", manual.read_text(), flags=re.MULTILINE)
+    assert told == set(written)
+
+
+@pytest.mark.slow
+def test_promtool_finds_nothing_to_improve() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus has it)")
+    n = Node()
+    n.metrics.add_process()
+    history(n)
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=n.metrics.text(),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# ------------------------------------------------------------------ workers
+
+
+def test_workers_are_followed_from_their_start_to_their_end() -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=2)
+    assert n.workers() == [0, 0, 0]
+    job.decided(start(0))
+    assert n.workers() == [2, 0, 0]
+    job.runner_said(WorkerStarted(0, 0, 100))
+    assert n.workers() == [1, 1, 0]
+    job.runner_said(WorkerStarted(0, 1, 101))
+    job.decided(commands.StopWorkers(0, 5_000, None))
+    assert n.workers() == [0, 0, 2]
+    job.runner_said(exited(0, 0, None, 15))
+    assert n.workers() == [0, 0, 1]
+    job.runner_said(WorkersStuck(0, (101, 102)))
+    assert n.values()["rdzv_agent_stuck_processes"] == 2
+    job.runner_said(WorkersGone(0))
+    assert n.workers() == [0, 0, 0]
+    assert n.values()["rdzv_agent_stuck_processes"] == 0
+    found = n.values()
+    assert found["rdzv_agent_worker_exits_total{during=stop}{how=SIGTERM}"] == 1
+    assert found["rdzv_agent_worker_exits_total{during=run}{how=SIGTERM}"] == 0
+
+
+def test_adopted_workers_are_there_and_were_not_started() -> None:
+    node = Node()
+    job = node.metrics.job(2)
+    job.adopted((0, 1), restarts=1)
+    assert node.workers() == [0, 2, 0]
+    job.runner_said(exited(0, 1, 1, None))
+    assert node.workers() == [0, 1, 0]
+    found = node.values()
+    assert found["rdzv_agent_runners"] == 1
+    assert found["rdzv_agent_rounds_started_total"] == 0
+    job.decided(start(2, restarts=2))
+    assert node.values()["rdzv_agent_restarts_total"] == 1
+
+
+def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=2)
+    job.decided(start(0))
+    job.runner_said(WorkersStartFailed(0, 0, "no such file"))
+    job.runner_said(WorkersGone(0))
+    assert n.workers() == [0, 0, 0]
+    assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
+
+
+def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=1)
+    job.runner_started()
+    job.decided(start(0))
+    job.runner_said(WorkerStarted(0, 0, 100))
+    assert n.values()["rdzv_agent_runners"] == 1
+    job.runner_said(RunnerExited(-9))
+    found = n.values()
+    assert n.workers() == [0, 0, 0]
+    assert found["rdzv_agent_runners"] == 0
+    assert found["rdzv_agent_runner_exits_total{how=unexpectedly}"] == 1
+
+
+def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
+    n = Node()
+    for round_ in range(3):
+        job = n.metrics.job(local_world_size=1)
+        job.decided(start(round_))
+        job.closed()
+        job.closed()
+    assert not n.metrics._jobs
+    assert n.workers() == [0, 0, 0]
+    assert n.values()["rdzv_agent_rounds_started_total"] == 3
+
+
+def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=1)
+    for round_, restarts in ((0, 2), (1, 2), (2, 3), (3, 3)):
+        job.decided(start(round_, restarts))
+    found = n.values()
+    assert found["rdzv_agent_rounds_started_total"] == 4
+    assert found["rdzv_agent_restarts_total"] == 1
+
+
+def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=1)
+    job.decided(start(0))
+    job.runner_said(WorkerStarted(0, 0, 100))
+    job.runner_said(WorkersFenced(0, 0))
+    job.runner_said(exited(0, 0, None, 9))
+    found = n.values()
+    assert found["rdzv_agent_rounds_fenced_total"] == 1
+    assert found["rdzv_agent_worker_exits_total{during=stop}{how=SIGKILL}"] == 1
+
+
+@pytest.mark.parametrize("code", [*range(256), 70_000, -1])
+def test_ways_to_exit_are_bounded(code: int) -> None:
+    n = Node()
+    job = n.metrics.job(local_world_size=1)
+    job.runner_said(exited(0, 0, code))
+    job.runner_said(exited(0, 0, None, abs(code)))
+    hows = {name for name in n.values() if name.startswith("rdzv_agent_worker_exits_total")}
+    assert len(hows) <= 10
+    assert any(f"how=exit {code & 255}}}" in how for how in hows)
+
+
+# ------------------------------------------------------------------ the stream
+
+
+def test_streams_that_the_agent_ends_itself_are_not_lost() -> None:
+    n = Node()
+    n.metrics.stream_opened()
+    n.metrics.stream_ended(welcomed=True, on_purpose=True)
+    n.metrics.stream_opened()
+    n.metrics.stream_ended(welcomed=True, on_purpose=False)
+    for _ in range(3):
+        n.metrics.stream_ended(welcomed=False, on_purpose=False)
+    n.metrics.stream_opened()
+    found = n.values()
+    names = ("streams_opened", "streams_lost", "reconnects", "connect_failures")
+    assert [found[f"rdzv_agent_{name}_total"] for name in names] == [3, 1, 1, 3]
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    n = Node()
+    n.occupancy = cast(Any, None)
+    for _ in range(2):
+        found = n.values()
+        assert found["rdzv_agent_collector_success{collector=placements}"] == 0
+        assert found["rdzv_agent_collector_success{collector=stream}"] == 1
+        assert "rdzv_agent_capacity" not in found
+    assert len(caplog.records) == 1
+
+
+def test_an_agent_without_submitted_jobs_tells_of_none() -> None:
+    metrics = AgentMetrics(cast(ServerLink, Node().link))
+    assert "rdzv_agent_gpus" not in metrics.text().decode()
+
+
+@pytest.mark.parametrize(
+    ("listen", "address", "told"),
+    [
+        ("10.0.0.5:29481", "10.0.0.5", "10.0.0.5:29481"),
+        ("0.0.0.0:29481", "10.0.0.5", "10.0.0.5:29481"),
+        ("[::]:29481", "fd00::5", "[fd00::5]:29481"),
+        ("127.0.0.1:29481", "10.0.0.5", ""),
+        ("127.0.0.1:29481", "127.0.0.1", "127.0.0.1:29481"),
+        ("0.0.0.0:29481", "", ""),
+    ],
+)
+def test_loopback_is_not_announced_to_another_machine(listen: str, address: str, told: str) -> None:
+    assert announced(Listen.parse(listen), address) == told
+
+
+async def test_the_page_is_served_and_its_place_is_announced() -> None:
+    n = Node()
+    link = cast(ServerLink, n.link)
+    n.link.identity = IDENTITY.__class__("n1", "one", 1, "127.0.0.1", 99, "1.2.3")
+    async with (
+        serving_metrics(Listen("127.0.0.1", 0), link, n.placements) as bound,
+        aiohttp.ClientSession() as client,
+    ):
+        assert n.link.metrics_address == str(bound)
+        assert n.link.meter is n.placements.meter is not None
+        async with client.get(f"http://{bound}/healthz") as answer:
+            assert (answer.status, await answer.text()) == (200, "ok\n")
+        async with client.get(f"http://{bound}/metrics") as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert "rdzv_agent_connected 0.0" in await answer.text()
+        with pytest.raises(InvalidRequestError, match=f"'{bound}' can not be listened on"):
+            async with serving_metrics(bound, link):
+                pass
+
+
+async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    n = Node()
+    async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
+        reader, writer = await asyncio.open_connection(bound.host, bound.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        async with asyncio.timeout(100):
+            assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+        writer.close()
+        await writer.wait_closed()
+    (record,) = [r for r in caplog.records if r.name == "rdzv.agent.http"]
+    assert record.getMessage().endswith(
+        ", which is no HTTP/1.1; rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
+    )
+    assert (record.levelno, record.exc_info) == (logging.WARNING, None)
+
+
+# ------------------------------------------------------------------ the knobs
+
+
+def config(folder: Path, text: str) -> Path:
+    path = folder / "agent.toml"
+    path.write_text(f'server = "127.0.0.1:29400"\naccount = "{_account()}"\n{text}')
+    return path
+
+
+def _account() -> str:
+    from rdzv.agent.app.agent_settings import own_account
+
+    return own_account()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "[::]", "gpu-7"])
+def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
+    line = f'metrics_listen = "{host}:29481"\n'
+    with pytest.raises(ConfigurationError) as refusal:
+        read_config(config(tmp_path, line))
+    assert f"`metrics_listen` = '{host}:29481' can be reached" in str(refusal.value)
+    assert "insecure = true" in str(refusal.value)
+    allowed = read_config(config(tmp_path, f"{line}insecure = true\n"))
+    assert str(allowed.metrics_listen) == f"{host}:29481"
+
+
+def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
+    assert read_config(config(tmp_path, "")).metrics_listen is None
+    local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))
+    assert local.metrics_listen == Listen("127.0.0.1", 0)
+    with pytest.raises(ConfigurationError, match="is not HOST:PORT"):
+        read_config(config(tmp_path, 'metrics_listen = "29481"\n'))
+    assert not KNOBS.by_key["metrics_listen"].reload
+
+
+@pytest.mark.slow
+def test_an_agent_that_nobody_scrapes_loads_no_library_for_it() -> None:
+    code = (
+        "import sys; import rdzv.agent.app.daemon, rdzv.agent.node.node, rdzv.agent.__main__\n"
+        "print(sorted({'aiohttp', 'prometheus_client'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

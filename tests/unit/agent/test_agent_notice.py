@@ -1,0 +1,363 @@
+"""A node that is about to leave: its workers are told first, and it goes when they have exited.
+
+Told by an operator's drain or by the node itself, it makes no difference here. The stories drive
+the pure core as those of `test_agent_machine` do, and then the parts around it: what the node knows
+of its own leaving, and the file in which workers find it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent.core import events
+from rdzv.agent.core.commands import (
+    NotifyWorkers,
+    SayJoin,
+    SayLeave,
+    StopStoreHost,
+    StopWorkers,
+    TakeBackNotice,
+)
+from rdzv.agent.core.machine import EXIT_TRY_AGAIN
+from rdzv.agent.core.model import Leaving, Phase
+from rdzv.agent.observers.notice import NoticeFile
+from rdzv.agent.server_link.draining import Event, NodeDrain
+from rdzv.core.model import LeaveCause, Result
+from rdzv.structs import replace
+from tests.unit.agent.test_agent_machine import (
+    CONNECTED,
+    JOB,
+    JOINED,
+    SIGTERM,
+    Node,
+    closed,
+    completed,
+    ended,
+    exited,
+    gone,
+    joining,
+    line,
+    outcome_of,
+    rejoining,
+    running,
+    signalled,
+    stopping,
+    sweeping,
+)
+
+WHY = "drained by ada: new kernel"
+GIVEN = events.NoticeGiven(60_000, WHY)
+LIFTED = events.NoticeLifted()
+LEAVES = Leaving(LeaveCause.SIGNAL, WHY, EXIT_TRY_AGAIN)
+DONE = replace(LEAVES, exited_zero=True)
+
+
+def told(notice: events.NoticeGiven = GIVEN) -> Node:
+    """Return a node whose workers were told a moment ago."""
+    node = running()
+    assert node.hear(notice) == [NotifyWorkers(0, notice.left_ms, WHY, SIGTERM)]
+    node.now_ms += 10
+    return node
+
+
+# ------------------------------------------------------------------ the workers exit in time
+
+
+def test_workers_are_told_and_train_on() -> None:
+    node = told()
+    assert node.phase is Phase.RUNNING
+    assert node.wake_at_ms == 62_000
+    assert node.wait(59_000) == []
+
+
+def test_the_node_leaves_when_all_workers_have_exited() -> None:
+    node = told()
+    assert node.hear(exited(0)) == []
+    assert node.hear(exited(1)) == []
+    # Had they been done, those of other nodes would be by now, and the server would have heard.
+    assert node.wait(500) == [SayLeave("r1", DONE, None), StopWorkers(0, 0)]
+    end = node.hear(gone())
+    assert end[:2] == [StopStoreHost(0), SayLeave("r1", DONE, 0)]
+    assert outcome_of(end).exit_code == EXIT_TRY_AGAIN
+    assert outcome_of(end).text == WHY
+
+
+def test_a_worker_that_exits_other_than_with_0_is_no_failure() -> None:
+    node = told()
+    assert node.hear(exited(0, None)) == [SayLeave("r1", LEAVES, None), StopWorkers(0, 30_000)]
+    assert node.state.failures == ()
+    # The other one saves what it has, and is not hurried.
+    assert node.hear(exited(1, 1)) == []
+    assert node.hear(gone())[1] == SayLeave("r1", LEAVES, 0)
+
+
+def test_the_others_have_no_longer_than_until_the_deadline() -> None:
+    node = told(events.NoticeGiven(4_000, WHY))
+    assert node.hear(exited(0, 1))[1] == StopWorkers(0, 3_990)
+
+
+def test_what_has_failed_before_the_notice_is_a_failure() -> None:
+    node = told()
+    said, stop = node.hear(exited(0, 1, age_ms=500))
+    assert type(said).__name__ == "SayFailed"
+    assert stop == StopWorkers(0, 5_000)
+    # The node does not take part in the round that follows.
+    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+    assert node.phase is Phase.ENDED
+
+
+def test_without_a_signal_there_is_the_file_alone() -> None:
+    node = Node(replace(JOB, notice_signum=0))
+    node.hear(CONNECTED, JOINED, completed())
+    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY)]
+
+
+def test_the_signal_is_the_one_of_the_launch() -> None:
+    node = Node(replace(JOB, notice_signum=10))
+    node.hear(CONNECTED, JOINED, completed())
+    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY, 10)]
+
+
+# ------------------------------------------------------------------ they do not
+
+
+@pytest.mark.parametrize(("signum", "grace_ms"), [(15, 0), (10, 5_000), (0, 5_000)])
+def test_at_the_deadline_workers_are_ended(signum: int, grace_ms: int) -> None:
+    node = Node(replace(JOB, notice_signum=signum))
+    node.hear(CONNECTED, JOINED, completed(), GIVEN)
+    late = replace(LEAVES, reason=f"{WHY}; its workers had not exited by the deadline")
+    assert node.wait(60_000) == [SayLeave("r1", late, None), StopWorkers(0, grace_ms)]
+    assert node.phase is Phase.LEAVING
+
+
+def test_another_deadline_is_told_but_no_signal_is_sent_again() -> None:
+    node = told()
+    assert node.hear(events.NoticeGiven(5_000, WHY)) == [NotifyWorkers(0, 5_000, WHY)]
+    assert node.wait(4_999) == []
+    assert [type(command) for command in node.wait(1)] == [SayLeave, StopWorkers]
+
+
+def test_what_is_said_again_changes_nothing() -> None:
+    node = told()
+    assert node.hear(GIVEN, events.NoticeGiven(59_900, WHY)) == []
+
+
+def test_a_signal_to_the_agent_ends_the_wait() -> None:
+    node = told()
+    told_leave, stop = node.hear(signalled())
+    assert isinstance(told_leave, SayLeave)
+    assert stop == StopWorkers(0, 30_000, SIGTERM)
+
+
+# ------------------------------------------------------------------ without workers
+
+
+@pytest.mark.parametrize("make", [joining, rejoining], ids=["joining", "rejoining"])
+def test_a_node_without_workers_leaves_at_once(make: type[Node]) -> None:
+    node = make()
+    left = node.state.left_round
+    end = node.hear(GIVEN)
+    assert SayLeave("r1", LEAVES, left) in end
+    assert outcome_of(end).text == WHY
+
+
+def test_before_it_is_admitted_as_well() -> None:
+    node = Node()
+    assert SayLeave("", LEAVES, None) in node.hear(GIVEN)
+    assert node.phase is Phase.ENDED
+
+
+def test_a_node_that_stops_does_not_join_again() -> None:
+    node = stopping()
+    assert node.hear(GIVEN) == []
+    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+    assert node.phase is Phase.ENDED
+
+
+def test_a_round_that_ends_meanwhile_is_the_last_one() -> None:
+    node = told()
+    # Broken or not: its workers save, as they were told, and are in no collective.
+    assert node.hear(ended(broken=True)) == [
+        SayLeave("r1", LEAVES, None),
+        StopWorkers(0, 30_000),
+    ]
+    assert SayLeave("r1", LEAVES, 0) in node.hear(exited(0), exited(1, 1), gone())
+
+
+def test_a_job_that_ends_meanwhile_has_its_own_result() -> None:
+    node = told()
+    node.hear(closed(Result.FAILED))
+    assert outcome_of(node.hear(gone())).result is Result.FAILED
+
+
+def test_a_node_that_has_succeeded_leaves_as_soon_as_nothing_is_left() -> None:
+    node = sweeping()
+    assert node.hear(GIVEN) == []
+    assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
+
+
+def test_who_serves_the_store_stays_until_the_deadline() -> None:
+    node = running(group_rank=0)
+    node.hear(events.StoreHostReady(0), exited(0), exited(1), gone())
+    assert node.hear(GIVEN) == []
+    assert node.wait(59_999) == []
+    assert StopStoreHost(0) in node.wait(1)
+
+
+# ------------------------------------------------------------------ it is lifted
+
+
+def test_a_lifted_notice_ends_nobody() -> None:
+    node = told()
+    assert node.hear(LIFTED) == [TakeBackNotice(0)]
+    assert node.wait(600_000) == []
+    assert node.phase is Phase.RUNNING
+    assert node.state.notice is None
+
+
+def test_who_exits_because_it_was_told_has_left_all_the_same() -> None:
+    for exit_code, leaving in ((0, DONE), (1, LEAVES)):
+        node = told()
+        node.hear(LIFTED)
+        node.hear(exited(0))
+        said = node.hear(exited(1, exit_code)) + node.wait(500)
+        assert SayLeave("r1", leaving, None) in said
+
+
+def test_who_exits_long_after_has_failed() -> None:
+    node = told()
+    node.hear(LIFTED)
+    node.wait(30_000)
+    assert type(node.hear(exited(0, 1))[0]).__name__ == "SayFailed"
+
+
+def test_after_a_lifted_notice_the_node_joins_the_next_round() -> None:
+    node = told()
+    node.hear(LIFTED, ended())
+    assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
+    assert node.hear(completed(1))[0].assignment == line(1)  # type: ignore[union-attr]
+    assert node.state.notice is None
+
+
+def test_a_notice_that_comes_back_is_told_without_the_signal() -> None:
+    node = told()
+    node.hear(LIFTED)
+    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY)]
+
+
+def test_lifting_what_was_never_given_changes_nothing() -> None:
+    node = running()
+    assert node.hear(LIFTED) == []
+    assert node.phase is Phase.RUNNING
+
+
+# ------------------------------------------------------------------ what the node knows of it
+
+
+class Knows:
+    """What a node knows of its own leaving, and what its jobs hear of that."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000
+        self.heard: list[Event] = []
+        self.drain = NodeDrain(lambda: self.now_ms, self.heard.append)
+
+    def news(self) -> list[Event]:
+        heard, self.heard[:] = list(self.heard), []
+        return heard
+
+
+def test_a_drain_keeps_its_deadline_however_often_it_is_repeated() -> None:
+    node = Knows()
+    node.drain.hear(7, 60_000, WHY)
+    assert node.news() == [GIVEN]
+    # As a server says it whose clock is an hour ahead.
+    node.drain.hear(7, 0, WHY)
+    assert node.news() == []
+    node.now_ms += 1_000
+    assert node.drain.event() == events.NoticeGiven(59_000, WHY)
+
+
+def test_another_drain_has_another_deadline() -> None:
+    node = Knows()
+    node.drain.hear(7, 60_000, WHY)
+    node.drain.hear(8, 90_000, "longer")
+    assert node.news()[1] == events.NoticeGiven(90_000, "longer")
+
+
+def test_of_a_drain_and_the_nodes_own_wish_the_earlier_counts() -> None:
+    node = Knows()
+    assert node.drain.wish(30_000, "preempted")
+    node.drain.hear(7, 60_000, WHY)
+    assert node.news() == [events.NoticeGiven(30_000, "preempted")]
+    node.drain.lift()
+    assert node.news() == []
+    assert node.drain.present is not None
+    # What is said again later leaves no more time.
+    assert not node.drain.wish(60_000, "preempted")
+    assert node.drain.wish(1_000, "SIGTERM")
+
+
+def test_a_drain_that_is_lifted_is_over() -> None:
+    node = Knows()
+    node.drain.hear(7, 60_000, WHY)
+    node.drain.lift()
+    assert node.news() == [GIVEN, LIFTED]
+    assert node.drain.event() is None
+    node.drain.lift()
+    assert node.news() == []
+
+
+def test_what_a_former_agent_was_told_is_lifted_or_said_anew() -> None:
+    for lifted in (True, False):
+        node = Knows()
+        node.drain.remember(31_000, WHY)
+        # Its jobs know.
+        assert node.news() == []
+        assert node.drain.event() == events.NoticeGiven(30_000, WHY)
+        if lifted:
+            node.drain.lift()
+            assert node.news() == [LIFTED]
+        else:
+            node.drain.hear(7, 25_000, WHY)
+            assert node.news() == [events.NoticeGiven(25_000, WHY)]
+
+
+# ------------------------------------------------------------------ where workers find it
+
+
+def test_workers_find_deadline_and_reason_in_one_line(tmp_path: Path) -> None:
+    file = NoticeFile(lambda name: tmp_path / name)
+    assert file.path() == ""
+    file.open_round()
+    path = Path(file.path())
+    assert not path.exists()
+    file.write(60_000, "drained by ada: nöw\nkernel")
+    (written,) = path.read_text().splitlines()
+    notice = json.loads(written)
+    assert notice["reason"] == "drained by ada: nöw\nkernel"
+    assert abs(notice["deadline_unix"] - time.time() - 60) < 60
+    file.write(5_000, "sooner")
+    assert json.loads(path.read_text())["reason"] == "sooner"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notice"]
+    file.take_back()
+    file.take_back()
+    assert not path.exists()
+
+
+def test_without_a_place_there_is_no_file_and_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = NoticeFile(lambda name: None)
+    file.open_round()
+    file.write(60_000, WHY)
+    file.take_back()
+    assert file.path() == ""
+    gone_folder = NoticeFile(lambda name: tmp_path / "gone" / name)
+    gone_folder.open_round()
+    gone_folder.write(60_000, WHY)
+    assert "the workers find no notice in" in caplog.text

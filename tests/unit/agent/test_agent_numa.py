@@ -1,0 +1,473 @@
+"""Which CPUs a worker is bound to, on machines of many shapes, and which GPUs a job sees."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdzv.agent.launch import numa
+from rdzv.agent.launch.cuda import cuda_gpus
+from rdzv.agent.launch.numa import (
+    NumaBinding,
+    bound_cpus,
+    format_cpu_list,
+    parse_cpu_list,
+    visible_gpu_pci_addresses,
+)
+from rdzv.errors import InvalidRequestError
+from tests.support.numa_trees.machines import (
+    EIGHT_GPUS,
+    NVIDIA_3D,
+    WITH_EMPTY_NODES,
+    WORKSTATION,
+    ZEN,
+    Machine,
+    write_files,
+    write_recorded,
+)
+
+Write = Callable[[Machine], Path]
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """Return a function that writes each machine once."""
+    written: dict[str, Path] = {}
+
+    def once(machine: Machine) -> Path:
+        key = repr(machine)
+        if key not in written:
+            written[key] = machine.write(tmp_path_factory.mktemp("sys"))
+        return written[key]
+
+    return once
+
+
+def bound(
+    sysfs: Path, machine: Machine, binding: str, *, workers: int = 0, allowed: str = ""
+) -> list[str]:
+    """Return the CPUs of each worker, one per GPU if not said otherwise."""
+    workers = workers or len(machine.gpus)
+    usable = parse_cpu_list(allowed) if allowed else machine.cpus
+    ranks = range(workers)
+    mode = NumaBinding(binding)
+    found = [bound_cpus(mode, r, workers, machine.gpus, allowed=usable, sysfs=sysfs) for r in ranks]
+    return [format_cpu_list(cpus) for cpus in found]
+
+
+def refusal(sysfs: Path, machine: Machine, binding: str, **options: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        bound(sysfs, machine, binding, **options)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ the modes
+
+
+def test_a_gpu_of_an_unknown_node_is_on_node_0(write: Write) -> None:
+    assert bound(write(WORKSTATION), WORKSTATION, "node") == ["0-5", "0-5"]
+
+
+def test_node_is_all_cpus_of_the_gpus_node(write: Write) -> None:
+    nodes = ["0-6,28-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]
+    found = bound(write(EIGHT_GPUS), EIGHT_GPUS, "node")
+    assert found == [nodes[n] for n in (1, 1, 0, 0, 3, 3, 3, 2)]
+
+
+def test_socket_is_all_nodes_of_the_gpus_socket(write: Write) -> None:
+    sockets = ["0-13,28-41", "14-27,42-55"]
+    assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "socket") == [sockets[0]] * 4 + [sockets[1]] * 4
+
+
+def test_exclusive_divides_cores_and_gives_what_is_left_over_to_the_first(write: Write) -> None:
+    assert bound(write(EIGHT_GPUS), EIGHT_GPUS, "exclusive") == [
+        *("7-10,35-38", "11-13,39-41"),  # 7 cores for GPUs 0 and 1
+        *("0-3,28-31", "4-6,32-34"),
+        *("21-23,49-51", "24-25,52-53", "26-27,54-55"),  # for GPUs 4, 5 and 6
+        "14-20,42-48",
+    ]
+
+
+def test_exclusive_counts_gpus_that_have_no_worker(write: Write) -> None:
+    assert bound(write(WORKSTATION), WORKSTATION, "exclusive", workers=1) == ["0-2"]
+
+
+def test_exclusive_keeps_what_is_allowed_of_a_core_together(write: Write) -> None:
+    allowed = "7-9,36-37,40"  # The cores of CPUs 7, 8, 9 and 12, two of them in full.
+    found = bound(write(EIGHT_GPUS), EIGHT_GPUS, "exclusive", workers=2, allowed=allowed)
+    assert found == ["7-8,36", "9,37,40"]
+
+
+def test_workers_take_turns_at_the_core_complexes(write: Write) -> None:
+    node_0 = ["0-1,12-13", "2-3,14-15", "4-5,16-17", "0-1,12-13"]
+    node_1 = ["6-7,18-19", "8-9,20-21"]
+    assert bound(write(ZEN), ZEN, "core-complex") == node_0 + node_1
+
+
+def test_the_core_complex_with_most_usable_cpus_comes_first(write: Write) -> None:
+    found = bound(write(ZEN), ZEN, "core-complex", workers=4, allowed="0,2-3,4-5,16")
+    assert found == ["4-5,16", "2-3", "0", "4-5,16"]
+
+
+def test_without_an_l3_the_last_level_counts(tmp_path: Path) -> None:
+    machine = Machine(gpu_nodes=(0, 0))
+    machine.write(tmp_path)
+    for index in tmp_path.glob("devices/system/cpu/cpu*/cache/index3"):
+        shutil.rmtree(index)
+    assert bound(tmp_path, machine, "core-complex") == ["0", "1"]
+
+
+def test_nodes_without_cpus_are_on_no_socket(write: Write) -> None:
+    sysfs = write(WITH_EMPTY_NODES)
+    assert bound(sysfs, WITH_EMPTY_NODES, "socket") == ["0-3,8-11", "4-7,12-15"]
+
+
+@pytest.mark.parametrize("binding", NumaBinding)
+def test_nobody_is_bound_to_what_is_not_allowed(write: Write, binding: str) -> None:
+    allowed = parse_cpu_list("2-3,7-8,15,22,30,50")
+    for cpus in bound(write(EIGHT_GPUS), EIGHT_GPUS, "node", allowed=format_cpu_list(allowed)):
+        assert cpus and parse_cpu_list(cpus) <= allowed
+
+
+def test_only_what_this_process_may_use_is_allowed_by_default(write: Write) -> None:
+    machine = Machine(cores_per_complex=max(os.sched_getaffinity(0)) + 2, gpu_nodes=(0,))
+    found = bound_cpus(NumaBinding.NODE, 0, 1, machine.gpus, sysfs=write(machine))
+    assert found == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("address", ["0000:E0:00.0", "00000000:E0:00.0"])
+def test_addresses_may_be_spelled_as_nvidia_does(write: Write, address: str) -> None:
+    allowed = WORKSTATION.cpus
+    sysfs = write(WORKSTATION)
+    found = bound_cpus(NumaBinding.NODE, 0, 1, [address], allowed=allowed, sysfs=sysfs)
+    assert found == allowed
+
+
+def test_two_mig_devices_of_one_gpu_share_its_node(write: Write) -> None:
+    address = WORKSTATION.gpus[0]
+    sysfs, allowed, mode = write(WORKSTATION), WORKSTATION.cpus, NumaBinding.EXCLUSIVE
+    found = [
+        bound_cpus(mode, rank, 3, [address] * 3, allowed=allowed, sysfs=sysfs) for rank in range(3)
+    ]
+    assert found == [{0, 1}, {2, 3}, {4, 5}]
+
+
+# ------------------------------------------------------------------ without GPUs
+
+
+@pytest.mark.parametrize(
+    ("binding", "expected"),
+    [
+        ("node", ["0-6,28-34", "0-6,28-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]),
+        ("socket", ["0-13,28-41"] * 3 + ["14-27,42-55"] * 2),
+        ("exclusive", ["0-3,28-31", "4-6,32-34", "7-13,35-41", "14-20,42-48", "21-27,49-55"]),
+    ],
+)
+def test_without_gpus_workers_are_spread_in_blocks(
+    write: Write, binding: str, expected: list[str]
+) -> None:
+    machine = replace(EIGHT_GPUS, gpu_nodes=())
+    assert bound(write(EIGHT_GPUS), machine, binding, workers=5) == expected
+
+
+def test_two_workers_without_gpus_get_a_socket_each(write: Write) -> None:
+    machine = replace(EIGHT_GPUS, gpu_nodes=())
+    assert bound(write(EIGHT_GPUS), machine, "node", workers=2) == ["0-6,28-34", "14-20,42-48"]
+
+
+def test_without_gpus_nodes_without_usable_cpus_are_passed_over(write: Write) -> None:
+    machine = replace(WITH_EMPTY_NODES, gpu_nodes=())
+    found = bound(write(machine), machine, "exclusive", workers=2, allowed="4-7,12-15")
+    assert found == ["4-5,12-13", "6-7,14-15"]
+
+
+@pytest.mark.parametrize(
+    ("binding", "expected"),
+    [
+        ("node", ["0-1", "0-1"]),
+        ("socket", ["0-1", "0-1"]),
+        ("exclusive", ["0", "1"]),
+        ("core-complex", ["0-1", "0-1"]),
+    ],
+)
+def test_a_recorded_virtual_machine(tmp_path: Path, binding: str, expected: list[str]) -> None:
+    sysfs = write_recorded(tmp_path, "kvm_2_cpus")
+    assert bound(sysfs, Machine(), binding, workers=2, allowed="0-1") == expected
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("binding", NumaBinding)
+def test_a_node_without_usable_cpus_is_refused(write: Write, binding: str) -> None:
+    reason = refusal(write(EIGHT_GPUS), EIGHT_GPUS, binding, allowed="0-6")
+    assert reason == (
+        f"--numa-binding={binding}, LOCAL_RANK 0: none of the CPUs of NUMA node 1 may be used, "
+        "only 0-6; widen the job's CPU set (container, cgroup, scheduler), or leave "
+        "--numa-binding out"
+    )
+
+
+def test_more_gpus_than_cores_are_refused(write: Write) -> None:
+    reason = refusal(write(WORKSTATION), WORKSTATION, "exclusive", allowed="3")
+    assert "2 share NUMA node 0, whose usable physical cores are 1 (CPUs 3)" in reason
+    assert "--numa-binding=node" in reason
+
+
+def test_more_workers_than_gpus_are_refused_for_all(write: Write) -> None:
+    reason = refusal(write(WORKSTATION), WORKSTATION, "node", workers=3)
+    assert "LOCAL_RANK 0: 3 workers but only 2 GPUs (0000:e0:00.0, 0000:d5:00.0)" in reason
+    assert "CUDA_VISIBLE_DEVICES" in reason
+
+
+def test_a_gpu_that_sysfs_does_not_show_is_refused(tmp_path: Path) -> None:
+    assert "numa_node" in refusal(tmp_path, WORKSTATION, "node")
+
+
+def test_a_machine_without_numa_is_refused(tmp_path: Path) -> None:
+    assert "lists no NUMA node" in refusal(tmp_path, Machine(), "node", workers=1)
+
+
+def test_a_machine_that_hides_its_caches_is_refused(tmp_path: Path) -> None:
+    WORKSTATION.write(tmp_path)
+    for cache in tmp_path.glob("devices/system/cpu/cpu*/cache"):
+        shutil.rmtree(cache)
+    assert "--numa-binding=node" in refusal(tmp_path, WORKSTATION, "core-complex")
+
+
+def test_nonsense_in_sysfs_is_refused(tmp_path: Path) -> None:
+    WORKSTATION.write(tmp_path)
+    (tmp_path / "devices/system/node/node0/cpulist").write_text("many\n")
+    assert "node0/cpulist holds 'many'" in refusal(tmp_path, WORKSTATION, "node")
+
+
+def test_nonsense_as_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"'\.\./\.\.' is no PCI address"):
+        bound_cpus(NumaBinding.NODE, 0, 1, ["../.."], allowed=frozenset({0}), sysfs=tmp_path)
+
+
+# ------------------------------------------------------------------ lists of CPUs
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("", set()),
+        ("\n", set()),
+        ("0", {0}),
+        ("0-3\n", {0, 1, 2, 3}),
+        ("0-1,64-65", {0, 1, 64, 65}),
+        (" 5, 7-8 ,", {5, 7, 8}),
+    ],
+)
+def test_lists_are_read_as_the_kernel_writes_them(text: str, cpus: set[int]) -> None:
+    assert parse_cpu_list(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "1-2-3", "0x3"])
+def test_what_is_no_list_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_cpu_list(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0-3", "0-1,64-65", "1,3,5"])
+def test_lists_are_written_as_they_are_read(text: str) -> None:
+    assert format_cpu_list(parse_cpu_list(text)) == text
+
+
+# ------------------------------------------------------------------ what CUDA shows
+
+
+class FakeDriver:
+    """The CUDA driver API, as far as it is asked."""
+
+    def __init__(self, addresses: tuple[str, ...], error: int = 0) -> None:
+        self._addresses = addresses
+        self._error = error
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        return self._error
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._addresses)
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = index + 40  # A handle need not be the index.
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text: Any, size: int, device: ctypes.c_int) -> int:  # noqa: N802
+        assert size == len(text)
+        text.value = self._addresses[device.value - 40].encode()
+        return 0
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"system not yet initialized"
+        return 0
+
+
+def test_gpus_are_listed_in_the_order_of_cuda() -> None:
+    assert cuda_gpus(FakeDriver(("0000:DC:00.0", "0000:19:00.0"))) == [
+        "0000:DC:00.0",
+        "0000:19:00.0",
+    ]
+
+
+def test_no_device_is_no_error() -> None:
+    assert cuda_gpus(FakeDriver((), error=100)) == []
+
+
+def test_an_error_of_the_driver_is_told_in_its_words() -> None:
+    with pytest.raises(Exception, match=r"cuInit: system not yet initialized \(error 802\)"):
+        cuda_gpus(FakeDriver((), error=802))
+
+
+STUB = r"""
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Shows the comma-separated addresses in CUDA_VISIBLE_DEVICES; some words are orders. */
+static const char *shown(void) {
+    const char *text = getenv("CUDA_VISIBLE_DEVICES");
+    return text ? text : "";
+}
+int cuInit(unsigned flags) {
+    puts("noise of the driver");
+    if (!strcmp(shown(), "hang")) sleep(60);
+    if (!strcmp(shown(), "crash")) raise(SIGKILL);
+    if (!strcmp(shown(), "exit")) _exit(0);
+    if (!strcmp(shown(), "fail")) return 999;
+    return strcmp(shown(), "none") ? 0 : 100;
+}
+int cuDeviceGetCount(int *count) {
+    *count = 1;
+    for (const char *c = shown(); *c; c++) *count += *c == ',';
+    return 0;
+}
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetPCIBusId(char *text, int size, int device) {
+    const char *from = shown();
+    while (device--) from = strchr(from, ',') + 1;
+    snprintf(text, size, "%.*s", (int)strcspn(from, ","), from);
+    return 0;
+}
+int cuGetErrorString(int code, const char **text) { *text = "unknown error"; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of a CUDA driver that does what CUDA_VISIBLE_DEVICES says."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the stub of the CUDA driver")
+    folder = tmp_path_factory.mktemp("cuda")
+    (folder / "stub.c").write_text(STUB)
+    command = [compiler, "-shared", "-fPIC", "-w", "-o", "libcuda.so.1", "stub.c"]
+    subprocess.run(command, check=True, cwd=folder)
+    return str(folder / "libcuda.so.1")
+
+
+async def seen(stub: str, visible: str, sysfs: Path, timeout_s: float = 10) -> tuple[str, ...]:
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}
+    return await visible_gpu_pci_addresses(environ, library=stub, sysfs=sysfs, timeout_s=timeout_s)
+
+
+@pytest.mark.slow
+async def test_the_driver_sees_the_environment_of_the_workers(stub: str, tmp_path: Path) -> None:
+    assert await seen(stub, "0000:DC:00.0,0000:19:00.0", tmp_path) == (
+        "0000:DC:00.0",
+        "0000:19:00.0",
+    )
+
+
+@pytest.mark.slow
+async def test_a_machine_without_gpus_has_none(stub: str, tmp_path: Path) -> None:
+    assert await seen(stub, "none", tmp_path) == ()
+
+
+@pytest.mark.slow
+async def test_a_driver_that_fails_is_refused(stub: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"cuInit: unknown error \(error 999\)"):
+        await seen(stub, "fail", tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_driver_that_crashes_takes_nobody_along(stub: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"signal 9 \(SIGKILL\); see whether nvidia-smi"):
+        await seen(stub, "crash", tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_driver_that_ends_the_process_is_refused(stub: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"the CUDA driver fails: exit code 0; see"):
+        await seen(stub, "exit", tmp_path)
+
+
+@pytest.mark.slow
+async def test_a_driver_that_hangs_is_given_up(stub: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"not list its GPUs within 0\.05 s"):
+        await seen(stub, "hang", tmp_path, timeout_s=0.05)
+
+
+@pytest.mark.slow
+async def test_without_a_driver_there_are_no_gpus(tmp_path: Path) -> None:
+    assert await seen("libno-such-cuda.so.1", "0", tmp_path) == ()
+
+
+@pytest.mark.slow
+async def test_a_library_that_is_no_driver_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"libc\.so\.6: .*cuInit"):
+        await seen("libc.so.6", "0", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_gpu"),
+    [
+        (NVIDIA_3D, True),
+        ({"class": "0x120000", "vendor": "0x1002"}, True),
+        ({"class": "0x030000", "vendor": "0x1a03"}, False),  # The display of a board's controller.
+        ({"class": "0x020000", "vendor": "0x10de"}, False),
+        ({}, False),
+    ],
+)
+async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str], is_gpu: bool
+) -> None:
+    async def shows_none(*_: object) -> tuple[tuple[str, ...], str]:
+        return (), "the CUDA driver can not be loaded (gone)"
+
+    monkeypatch.setattr(numa, "_ask_cuda", shows_none)
+    folder = "bus/pci/devices/0000:e0:00.0"
+    write_files(tmp_path, {f"{folder}/{name}": text for name, text in device.items()})
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    if not is_gpu:
+        assert await visible_gpu_pci_addresses({}, sysfs=tmp_path) == ()
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        await visible_gpu_pci_addresses({}, sysfs=tmp_path)
+    assert str(caught.value).startswith(
+        "--numa-binding: the CUDA driver can not be loaded (gone), but there are some on the PCI "
+        "bus (0000:e0:00.0); give this job access to them"
+    )
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+async def test_gpus_that_are_hidden_are_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    monkeypatch.setattr(numa, "_ask_cuda", SimpleNamespace())
+    WORKSTATION.write(tmp_path)
+    environ = {"CUDA_VISIBLE_DEVICES": hidden}
+    assert await visible_gpu_pci_addresses(environ, sysfs=tmp_path) == ()

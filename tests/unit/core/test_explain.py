@@ -1,0 +1,268 @@
+"""Always a reason: whatever does not run can say why, with numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rdzv.core.explain import node_views, view, waiting_reason
+from rdzv.core.model import JobState, LeaveCause, NodeState, ScaleUp, Settings, State
+from rdzv.structs import replace
+from tests.support.builders import SETTINGS, Job, report, running
+
+RESTARTS = replace(SETTINGS, max_restarts=3)
+
+
+def states(state: State, now_ms: int) -> dict[str, NodeState]:
+    return {node.node_id: node.state for node in node_views(state, now_ms)}
+
+
+# ------------------------------------------------------------------ what a job waits for
+
+
+def one_of_two() -> Job:
+    job = Job()
+    job.join("n1")
+    return job
+
+
+def at_last_call() -> Job:
+    job = Job()
+    job.join("n1", "n2")
+    return job
+
+
+def one_lost() -> Job:
+    job = running("n1", "n2", settings=replace(RESTARTS, max_nodes=2))
+    job.lost("n2", reason="lease ran out")
+    job.stopped("n1")
+    job.pass_until(job.now_ms + 12_000)
+    return job
+
+
+def all_lost() -> Job:
+    job = running("n1", "n2")
+    job.lost("n1", "n2")
+    return job
+
+
+def stopping() -> Job:
+    job = running("n1", "n2", "n3", settings=RESTARTS)
+    job.fail("n2", report(rank=1, message="ValueError: loss is nan"))
+    job.stopped("n1")
+    return job
+
+
+def one_leaves() -> Job:
+    job = running("n1", "n2", "n3", settings=RESTARTS)
+    job.leave("n2")
+    return job
+
+
+def one_stuck() -> Job:
+    job = running("n1", "n2", settings=RESTARTS)
+    job.fail("n2")
+    job.report_stuck("n2", 4711)
+    job.stopped("n1")
+    return job
+
+
+def backing_off() -> Job:
+    job = running("n1", "n2", settings=RESTARTS)
+    for _ in range(3):
+        job.report_store_host("n1")
+        job.stopped("n1", "n2")
+        if job.membership.store_failures < 3:
+            job.pass_until(job.now_ms + 30_000)
+    return job
+
+
+def gathering() -> Job:
+    job = one_lost()
+    job = running("n1", "n2", settings=RESTARTS)
+    job.lost("n2")
+    job.stopped("n1")
+    job.join("n4")
+    return job
+
+
+def survivor_away() -> Job:
+    job = running("n1", "n2", "n3", settings=RESTARTS)
+    job.fail("n1")
+    job.stopped("n1", "n2")
+    job.away("n2", firm=True)
+    job.stopped("n3")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("story", "state", "told"),
+    [
+        (one_of_two, JobState.JOINING, ["waiting for 1 more node", "have 1 of 2:3", "gives up in"]),
+        (at_last_call, JobState.JOINING, ["have 2 of 2:3", "last call, 5.0 s left"]),
+        (
+            one_lost,
+            JobState.JOINING,
+            ["waiting for 1 more node", "have 1 of 2:2", "n2 was lost 12 s ago: lease ran out"],
+        ),
+        (all_lost, JobState.JOINING, ["waiting for 2 more nodes", "have 0 of 2:3", "n1", "n2"]),
+        (
+            stopping,
+            JobState.STOPPING,
+            ["round 0 ended", "rank 1", "ValueError: loss is nan", "waiting for n2, n3 to stop"],
+        ),
+        (one_leaves, JobState.STOPPING, ["n2", "SIGTERM", "waiting for n1, n2, n3 to stop"]),
+        (one_stuck, JobState.JOINING, ["have 1 of 2:3", "workers of n2 survive SIGKILL"]),
+        (backing_off, JobState.JOINING, ["store host failed 3 times in a row", "2.0 s left"]),
+        (gathering, JobState.JOINING, ["have 2 of 2:3", "gathering newcomers, 1.0 s left"]),
+        (survivor_away, JobState.JOINING, ["have 2 of 2:3", "waiting for n2 to come back"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_job_that_does_not_run_says_what_it_waits_for(
+    story: Callable[[], Job], state: JobState, told: list[str]
+) -> None:
+    job = story()
+    shown = view(job.state, job.now_ms)
+    assert shown.state is state
+    for words in told:
+        assert words in shown.reason
+
+
+def test_durations_in_reasons_are_never_negative_however_late_one_asks() -> None:
+    for story in (one_of_two, at_last_call, one_lost, stopping, gathering, backing_off):
+        job = story()
+        assert "-" not in view(job.state, job.now_ms + 86_400_000).reason.replace("on-restart", "")
+
+
+# ------------------------------------------------------------------ why a node has no workers
+
+
+def test_a_spare_says_that_all_seats_are_taken() -> None:
+    job = running("n1", "n2", "n3")
+    job.join("n4")
+    assert waiting_reason(job.state, "n4", job.now_ms) == "spare: all 3 seats are taken"
+    assert states(job.state, job.now_ms)["n4"] is NodeState.SPARE
+
+
+def test_a_newcomer_says_why_it_is_not_let_in() -> None:
+    job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=4))
+    job.join("n3")
+    assert "newcomers are let in within 1.0 s" in waiting_reason(job.state, "n3", job.now_ms)
+    job.away("n1")
+    assert "when those away are back" in waiting_reason(job.state, "n3", job.now_ms)
+    job.back("n1")
+    job.succeed("n1")
+    assert "have begun to succeed" in waiting_reason(job.state, "n3", job.now_ms)
+
+
+def test_a_newcomer_under_on_restart_says_so() -> None:
+    job = running("n1", "n2", settings=replace(SETTINGS, scale_up=ScaleUp.ON_RESTART))
+    job.join("n3")
+    assert "at the next natural end of a round" in waiting_reason(job.state, "n3", job.now_ms)
+
+
+def test_a_flapping_node_says_until_when_it_is_held_back() -> None:
+    job = running("n1", "n2", settings=Settings(1, 2))
+    for _ in range(2):
+        job.lost("n2")
+        job.stopped("n1")
+        job.join("n2")
+        if not job.round.live:
+            job.stopped("n1")
+    reason = waiting_reason(job.state, "n2", job.now_ms)
+    assert "lost more than once lately" in reason and "1 min 0 s" in reason
+
+
+def test_who_has_workers_or_is_not_there_has_no_reason() -> None:
+    job = running("n1", "n2")
+    assert waiting_reason(job.state, "n1", job.now_ms) == ""
+    assert waiting_reason(job.state, "n9", job.now_ms) == ""
+
+
+# ------------------------------------------------------------------ the nodes of a job
+
+
+def test_every_node_state_is_shown() -> None:
+    job = running("n1", "n2", "n3", settings=replace(RESTARTS, min_nodes=1))
+    job.join("n4")
+    job.succeed("n1")
+    job.away("n2")
+    assert states(job.state, job.now_ms) == {
+        "n1": NodeState.SUCCEEDED,
+        "n2": NodeState.AWAY,
+        "n3": NodeState.SEATED,
+        "n4": NodeState.SPARE,
+    }
+    job.leave("n4")
+    job.lost("n2")
+    job.stopped("n1")
+    assert states(job.state, job.now_ms) == {
+        "n3": NodeState.STOPPING,
+        "n1": NodeState.WAITING,
+        "n4": NodeState.LEFT,
+        "n2": NodeState.LOST,
+    }
+
+
+def test_who_is_not_seated_says_why() -> None:
+    for story in (one_lost, stopping, one_leaves, one_stuck, survivor_away):
+        job = story()
+        for node in node_views(job.state, job.now_ms):
+            assert node.reason or node.state is NodeState.SEATED, node
+
+
+def test_a_stopping_node_names_the_cause() -> None:
+    job = stopping()
+    reasons = {node.node_id: node.reason for node in node_views(job.state, job.now_ms)}
+    assert reasons["n3"].startswith("worker failure: rank 1")
+
+
+# ------------------------------------------------------------------ how a run ended
+
+
+@pytest.mark.parametrize(
+    ("cause", "state", "told"),
+    [
+        (LeaveCause.SIGNAL, JobState.STOPPED, "all nodes left"),
+        (LeaveCause.START_FAILED, JobState.FAILED, "no node could start its workers"),
+        (LeaveCause.TIMEOUT, JobState.FAILED, "no such luck"),
+    ],
+)
+def test_a_run_that_everyone_left_says_why(cause: LeaveCause, state: JobState, told: str) -> None:
+    job = Job()
+    job.join("n1")
+    job.leave("n1", cause=cause, reason="no such luck")
+    shown = view(job.state, job.now_ms)
+    assert shown.state is state
+    assert told in shown.reason and "no such luck" in shown.reason
+
+
+def test_a_failed_run_shows_its_root_cause_and_what_was_spent() -> None:
+    job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=2))
+    job.fail("n1", report(message="ValueError: loss is nan", traceback="..."))
+    job.stopped("n1", "n2")
+    shown = view(job.state, job.now_ms + 3_000)
+    assert shown.state is JobState.FAILED
+    assert "ValueError: loss is nan" in shown.reason and "0 of 0" in shown.reason
+    assert shown.last_failure[0].message == "ValueError: loss is nan"
+    assert shown.last_failure_age_ms == 3_000
+    assert {node.state for node in shown.nodes} == {NodeState.LEFT}
+
+
+def test_a_job_that_has_succeeded_shows_its_last_round() -> None:
+    job = running("n1", "n2")
+    job.succeed("n1", "n2")
+    shown = view(job.state, job.now_ms)
+    assert (shown.state, shown.round, shown.world_size) == (JobState.SUCCEEDED, 0, 2)
+    assert {node.state for node in shown.nodes} == {NodeState.SUCCEEDED}
+
+
+def test_a_thousand_nodes_are_not_all_named() -> None:
+    settings = Settings(1_000, 1_000, max_restarts=1)
+    job = Job(settings, strict=False)
+    job.join(*(f"n{i:04}" for i in range(1_000)))
+    job.fail("n0007")
+    assert "n0007 and 992 more" in job.reason
+    assert len(job.reason) < 500

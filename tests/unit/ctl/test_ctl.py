@@ -1,0 +1,591 @@
+"""rdzvctl as its users meet it: what it prints, where, and with which exit code.
+
+The golden files in `golden/ctl` are what a person reads at a width of 100; after a change on
+purpose, `RDZV_REWRITE=1 pytest tests/unit/ctl/test_ctl.py` writes them anew: then read them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from datetime import UTC
+from pathlib import Path
+
+import control_samples
+import pytest
+from fake_control import FakeControl, serving
+
+from rdzv.client import ControlClient, parse_endpoint
+from rdzv.ctl import as_text
+from rdzv.ctl.__main__ import run
+from rdzv.ctl.layout import Page, harmless
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import job_status_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
+NOON_S = 1_700_049_600.0
+PAGE = Page(width=100, colour=False, now_s=NOON_S, zone=UTC)
+
+
+@pytest.fixture
+def control() -> FakeControl:
+    return FakeControl()
+
+
+@pytest.fixture
+def server(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The endpoint of the fake server, which RDZV_SERVER names."""
+    with serving(control) as endpoint:
+        monkeypatch.setenv("RDZV_SERVER", endpoint)
+        yield endpoint
+
+
+def show(
+    control: FakeControl, job: pb.JobStatus, *, page: Page = PAGE, everything: bool = False
+) -> str:
+    """Return what a person reads of a job, asked for over the wire."""
+    control.jobs[job.rdzv_id] = job
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        return as_text.status(client.status(job.rdzv_id), page, everything=everything) + "\n"
+
+
+def compare(name: str, text: str) -> None:
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("RDZV_REWRITE"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+# ------------------------------------------------------------------------------------ for people
+
+
+@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
+def test_golden_status(control: FakeControl, sample: str) -> None:
+    compare(sample, show(control, getattr(control_samples, sample)()))
+
+
+def test_golden_list(control: FakeControl) -> None:
+    samples = (control_samples.joining(), control_samples.running(), control_samples.large())
+    for name, job in zip(("bert", "gpt-small", "llm-70b"), samples, strict=True):
+        job.rdzv_id = name
+        control.jobs[name] = job
+    control.hanging["gpt-small"] = "RANK 3: no progress for 61 s"
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        compare("list", as_text.jobs(endpoint, client.jobs(), PAGE) + "\n")
+
+
+def test_golden_list_with_a_job_that_is_only_watched(control: FakeControl) -> None:
+    for job in (control_samples.running(), control_samples.watched()):
+        control.jobs[job.rdzv_id] = job
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        compare("list-watched", as_text.jobs("here", client.jobs(), PAGE) + "\n")
+
+
+def test_golden_events(control: FakeControl) -> None:
+    control.jobs["a"] = pb.JobStatus(rdzv_id="a")
+    control.history = control_samples.history()
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        compare("events", as_text.events("a", client.events("a"), PAGE) + "\n")
+
+
+@pytest.mark.parametrize("width", [20, 50, 80, 100, 132])
+def test_free_text_keeps_to_the_width(control: FakeControl, width: int) -> None:
+    page = Page(width=width, colour=False, now_s=NOON_S, zone=UTC)
+    reason = "waiting for 1 more node " * 12
+    job = control_samples.joining()
+    job.reason = reason
+    job.nodes[0].reason = "its workers survive SIGKILL " * 6
+    lines = show(control, job, page=page).splitlines()
+    assert max(len(line) for line in lines if "SIGKILL" in line) <= width
+    assert max(len(line) for line in lines if "waiting for" in line) <= width
+
+
+def test_a_terminal_without_a_width_breaks_nothing(control: FakeControl) -> None:
+    for sample in (control_samples.joining(), control_samples.failed()):
+        show(control, sample, page=Page(width=1, colour=True, now_s=NOON_S, zone=UTC))
+
+
+@pytest.mark.slow
+def test_every_node_is_there_if_all_are_asked_for(control: FakeControl) -> None:
+    text = show(control, control_samples.large(), everything=True)
+    assert len(re.findall(r"^\S+ +node-\d+ ", text, re.MULTILINE)) == 500
+    assert "--all" not in text
+
+
+def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> None:
+    job = control_samples.large()
+    for node in job.nodes:
+        node.state = "lost"
+    text = show(control, job)
+    assert "500 lost; min:max" in text
+    assert "... and 460 nodes more (460 lost); --all shows them" in text
+
+
+def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
+    job = control_samples.failed()
+    lines = [f"line {number}" for number in range(100)]
+    job.last_failure.failures[0].failure.traceback = "\n".join(lines)
+    text = show(control, job)
+    assert "    ... 40 lines before these are left out; --all shows them\n    line 40\n" in text
+    assert "    line 99\n" in text
+    assert "    line 0\n" in show(control, job, everything=True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (pb.WorkerFailure(signal=9), "signal 9 (SIGKILL)"),
+        (pb.WorkerFailure(signal=40), "signal 40\n"),
+        (pb.WorkerFailure(exit_code=0), "exit code 0"),
+        (pb.WorkerFailure(), "how it ended is not known"),
+    ],
+)
+def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, text: str) -> None:
+    job = control_samples.failed()
+    job.last_failure.failures[0].failure.CopyFrom(failure)
+    assert text in show(control, job)
+
+
+def test_a_value_of_a_round_that_is_over_says_so(control: FakeControl) -> None:
+    job = control_samples.running()
+    job.state, job.last_end = "joining", "n3 was lost: lease ran out"
+    text = show(control, job)
+    assert "round        2, ended: n3 was lost: lease ran out\n" in text
+    assert "WORLD_SIZE   24 in round 2\n" in text
+
+
+def test_whose_job_it_is_is_told_where_callers_are_told_apart(control: FakeControl) -> None:
+    job = control_samples.running()
+    assert "owner" not in show(control, job)
+    job.owner = "ada"
+    assert "\n  owner        ada\n" in show(control, job)
+
+
+def test_an_age_that_is_none_breaks_nothing(control: FakeControl) -> None:
+    job = control_samples.running()
+    job.state_age_ms = 2**64 - 1
+    assert "since ?" in show(control, job)
+
+
+# ------------------------------------------------------------------------------------ harm
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\u2028gone\n\x00next"
+
+
+def test_escapes_from_outside_are_harmless(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = control_samples.failed()
+    job.rdzv_id = "job"
+    job.reason = job.state = job.run = job.last_end = job.master_addr = HOSTILE
+    for node in job.nodes:
+        node.node_id = node.state = node.reason = node.address = node.role = HOSTILE
+    for failure in job.last_failure.failures:
+        failure.node_id = failure.address = HOSTILE
+        failure.failure.message = failure.failure.traceback = HOSTILE
+    control.jobs["job"] = job
+    control.history = [pb.Event(unix_ms=2**64 - 1, name=HOSTILE, text=HOSTILE, run=HOSTILE)]
+    for command in ("status job", "list", "events job", "status job -o json", f"status {HOSTILE}"):
+        run(command.split(" "))
+        output = "".join(capsys.readouterr())
+        assert "gone" in output
+        assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", output) is None
+
+
+def test_harmless_text_is_as_it_was() -> None:
+    assert harmless("größer: 日本 100 % → ok") == "größer: 日本 100 % → ok"
+    assert harmless("\x1b[31m\t\n") == r"\x1b[31m\t\n"
+
+
+# ------------------------------------------------------------------------------------ programs
+
+
+def test_status_for_programs(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.jobs["gpt-small"] = control_samples.failed()
+    assert run(["status", "gpt-small", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == [
+        "version",
+        "rdzv_id",
+        "run",
+        "run_number",
+        "state",
+        "state_age_ms",
+        "reason",
+        "run_age_ms",
+        "round",
+        "min_nodes",
+        "max_nodes",
+        "world_size",
+        "restarts",
+        "max_restarts",
+        "master_addr",
+        "master_port",
+        "nodes",
+        "last_end",
+        "last_failure",
+        "backend",
+        "progress",
+        "submission",
+        "budgets",
+        "no_progress",
+        "stragglers",
+        "owner",
+        "has_secret",
+    ]
+    assert (document["version"], document["backend"]) == (1, "rdzv")
+    assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
+    assert document["nodes"][1] == {
+        "node_id": "n2",
+        "state": "left",
+        "group_rank": 1,
+        "rank_first": 8,
+        "local_world_size": 8,
+        "address": "10.0.0.2",
+        "role": "default",
+        "state_age_ms": 250_000,
+        "reason": "the job has failed",
+        "drain_left_ms": None,
+    }
+    failure = document["last_failure"]
+    assert list(failure) == ["age_ms", "root_cause", "others"]
+    assert failure["root_cause"] == {
+        "node_id": "n3",
+        "address": "10.0.0.3",
+        "rank": 17,
+        "local_rank": 1,
+        "pid": 4711,
+        "exit_code": 1,
+        "signal": None,
+        "message": control_samples.OUT_OF_MEMORY,
+        "traceback": control_samples.TRACEBACK,
+    }
+
+
+def test_what_is_not_known_is_null(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.jobs["gpt-small"] = control_samples.joining()
+    assert run(["status", "gpt-small", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for key in ("round", "world_size", "master_addr", "master_port", "last_end", "last_failure"):
+        assert document[key] is None
+    assert document["nodes"][0]["group_rank"] is None
+
+
+def test_a_job_that_is_only_watched_for_programs(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.jobs["tutorial"] = control_samples.watched()
+    for command in ("status tutorial", "list"):
+        assert run([*command.split(), "-o", "json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        job = document["jobs"][0] if command == "list" else document
+        assert (job["backend"], job["round"], job["state"]) == ("c10d", 0, "running")
+        for key in ("run", "min_nodes", "max_nodes", "world_size", "restarts", "max_restarts"):
+            assert job[key] is None
+
+
+def test_list_and_events_for_programs(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.jobs["gpt-small"] = control_samples.running()
+    control.history = control_samples.history()
+    assert run(["list", "-o", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert list(listed) == ["version", "jobs", "store_away"]
+    assert listed["jobs"][0]["nodes"] == 3
+    assert run(["events", "gpt-small", "-n", "1", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["version", "rdzv_id", "events"]
+    assert document["events"] == [
+        {
+            "unix_ms": 1_700_000_000_604,
+            "run": "5f3a",
+            "name": "NodeStopped",
+            "text": "n1 has stopped round 2",
+        }
+    ]
+    assert control.limits == [1]
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+def test_no_jobs_in_words(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list"]) == 0
+    assert capsys.readouterr().out == f"no jobs at {server}\n"
+
+
+@pytest.mark.parametrize("command", ["status", "events"])
+def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "nix"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"rdzvctl: no job nix is known here (asked {server})\n"
+
+
+def test_the_server_refuses(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = InvalidRequestError("limit is 4000000, it must be from 1 to 10000")
+    assert run(["events", "a", "-n", "4000000"]) == 1
+    assert "must be from 1 to 10000" in capsys.readouterr().err
+
+
+def test_the_store_of_the_server_is_away(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.error = RendezvousConnectionError("the store is away")
+    assert run(["list"]) == 75
+    assert capsys.readouterr().err == f"rdzvctl: the store is away (asked {server})\n"
+
+
+def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert run(["--server", endpoint, "list"]) == 75
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"rdzvctl: can not reach rdzvd at {endpoint}: connection refused; "
+        "check the address, and that rdzvd runs there\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.hangs = True
+    assert run(["status", "a", "--timeout", "0.2"]) == 75
+    assert "no answer within 0.2 s" in capsys.readouterr().err
+
+
+def test_options_after_the_command_win(
+    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--server", "no-such-host.invalid", "list", "--server", server]) == 0
+    assert run(["list"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "a command is missing; see rdzvctl --help"),
+        (["lst"], "No such command 'lst'"),
+        (["status"], "Missing argument 'JOB'; see rdzvctl status --help"),
+        (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
+        (["--timeout", "0", "list"], "0.0 is not in the range"),
+        (["--timeout", "nan", "list"], "timeout nan s can not be used"),
+        (["--server", "::1", "list"], "endpoint '::1' can not be used"),
+        (["events", "a", "-n", "0"], "0 is not in the range"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_too(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("rdzvctl: ")
+    assert captured.err.count("\n") == 1
+    assert text in captured.err
+
+
+def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for code in ("  0   ok", "  1   what", "  2   the", "  75  the"):
+        assert code in text
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+def rdzvctl(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rdzv.ctl", *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_modules_of_the_users_own_are_not_in_the_way(
+    control: FakeControl, server: str, tmp_path: Path
+) -> None:
+    for name in ("agent.py", "rendezvous.py", "client.py", "errors.py", "layout.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module was imported')\n")
+    result = rdzvctl("list", cwd=tmp_path, env={"PYTHONPATH": "."})
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"no jobs at {server}\n", "")
+
+
+@pytest.mark.slow
+def test_nothing_heavy_is_imported(server: str) -> None:
+    script = (
+        "import sys; from rdzv.ctl.__main__ import run; run({!r});"
+        "heavy = {{name.partition('.')[0] for name in sys.modules}};"
+        "sys.exit(' '.join(sorted(heavy & {!r})) or 0)"
+    )
+    for arguments, unwanted in (
+        (["--help"], {"torch", "grpc", "google", "rich", "asyncio", "yaml"}),
+        (["submit", "--help"], {"torch", "grpc", "google", "asyncio", "yaml"}),
+        (["list"], {"torch", "numpy", "rich", "sqlite3", "yaml"}),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", script.format(arguments, unwanted)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough(control: FakeControl, server: str) -> None:
+    job = control_samples.large()
+    control.jobs[job.rdzv_id] = job
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken:
+        result = subprocess.run(
+            [sys.executable, "-m", "rdzv.ctl", "status", job.rdzv_id, "--all"],
+            stdout=broken,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(server: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "rdzv.ctl", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert result.returncode == 1
+    assert result.stderr == b"rdzvctl: can not write the output: No space left on device\n"
+
+
+def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str:
+    """Run rdzvctl in a terminal of so many columns and return what it wrote."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    base = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rdzv.ctl", *arguments],
+        stdout=theirs,
+        stderr=theirs,
+        env={**base, "TERM": "xterm", **env},
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while chunk := os.read(ours, 65_536):
+            output += chunk
+    except OSError:
+        pass  # How Linux says that the other side has closed.
+    finally:
+        os.close(ours)
+        process.wait(100)
+    return output.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.slow
+def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) -> None:
+    job = control_samples.joining()
+    control.jobs[job.rdzv_id] = job
+    arguments = ["status", job.rdzv_id]
+    coloured = in_terminal(arguments, 60, {})
+    plain = in_terminal(arguments, 60, {"NO_COLOR": "1"})
+    piped = rdzvctl(*arguments).stdout
+    assert "\x1b[33mjoining\x1b[0m" in coloured
+    assert "\x1b" not in plain
+    assert "\x1b" not in piped
+    assert "\x1b" not in in_terminal(arguments, 60, {"TERM": "dumb"})
+    assert max(map(len, plain.splitlines())) <= 60
+    assert job.reason in piped.splitlines()
+    assert all(line == line.rstrip() for line in piped.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("budgets", "line"),
+    [
+        (pb.Budgets(), ""),
+        (pb.Budgets(restart_window_ms=60_000), ""),
+        (pb.Budgets(preemptions=2), "preemptions 2"),
+        (pb.Budgets(max_preemptions=0), "preemptions 0 of 0"),
+        (pb.Budgets(preemptions=4, max_preemptions=3), "preemptions 3 of 3"),
+        (pb.Budgets(store_failures=1, max_store_failures=2), "store failures 1 of 2"),
+        (pb.Budgets(restarts_in_vain=1), "restarts in vain 1"),
+        (
+            pb.Budgets(preemptions=1, no_progress_restarts=3, restarts_in_vain=2, furthest_step=0),
+            "preemptions 1; restarts in vain 2 of 3, furthest step 0",
+        ),
+    ],
+    ids=str,
+)
+def test_what_was_spent_is_shown_where_there_is_any(
+    budgets: pb.Budgets, line: str, control: FakeControl, server: str
+) -> None:
+    job = control_samples.running()
+    job.budgets.CopyFrom(budgets)
+    control.jobs["gpt-small"] = job
+    with ControlClient(parse_endpoint(server)) as client:
+        shown = as_text.status(client.status("gpt-small"), PAGE).splitlines()
+    found = [text.split(maxsplit=1)[1] for text in shown if "budgets" in text]
+    assert found == ([line] if line else [])
+    window = " in the last 1 min 0 s" if budgets.restart_window_ms else ""
+    assert any(text.endswith(f"1 of 3 spent{window}") for text in shown)
+
+
+def test_an_empty_server_is_none_rather_than_the_default(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--server=", "list"], ["list", "--server="], ["submit", "--server=", "t.py"]):
+        assert run(words) == 2
+        assert "endpoint '' can not be used: it names no host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ((1, 2), "min_nodes 1 and max_nodes 2 now (before: 2 and 4)\n"),
+        ((5, 5), "the 2 seated run on until their round ends, and the next needs 3 more nodes\n"),
+        ((1, 1), "of 2 seated, 1 stay: the group re-forms\n"),
+    ],
+)
+def test_a_scaled_job_says_what_it_was_and_what_follows(bounds: tuple[int, int], said: str) -> None:
+    seated = [pb.NodeStatus(node_id=f"n{i}", state="seated", group_rank=i) for i in (0, 1)]
+    before = pb.JobStatus(rdzv_id="a", state="running", min_nodes=2, max_nodes=4, nodes=seated)
+    after = pb.JobStatus(rdzv_id="a", state="running", min_nodes=bounds[0], max_nodes=bounds[1])
+    text = as_text.scaled(job_status_of(before), job_status_of(after)) + "\n"
+    assert text.endswith(said)

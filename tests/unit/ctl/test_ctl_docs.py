@@ -1,0 +1,79 @@
+"""docs/rdzvctl.md names every command, every flag that submit adds, and every key of a document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rdzv.core.model import JobSpec, Settings
+from rdzv.ctl import submit_command
+from rdzv.ctl.__main__ import rdzvctl
+from rdzv.structs import field_names
+from rdzv.view import answers
+
+TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(rdzvctl.commands))
+def test_every_command_is_there(name: str) -> None:
+    assert re.search(rf"^\| \[?`{name}\b", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "option", [*submit_command._of_job(), *submit_command._of_command()], ids=lambda o: o[0][-1]
+)
+def test_every_flag_of_submit_is_there(option: submit_command.Option) -> None:
+    assert option[0][-1] in TEXT or option[0][-1] == "--help"
+
+
+@pytest.mark.parametrize("dest", sorted(submit_command.REFUSED))
+def test_every_flag_that_is_refused_is_there(dest: str) -> None:
+    assert f"`--{dest.replace('_', '-')}`" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("title", "kinds"),
+    [
+        (
+            "A job",
+            (
+                *(
+                    answers.JobStatus,
+                    answers.NodeStatus,
+                    answers.LastFailure,
+                    answers.WorkerFailure,
+                ),
+                *(
+                    answers.RankProgress,
+                    answers.Straggler,
+                    answers.Submission,
+                    answers.DeclinedNode,
+                    answers.Budgets,
+                ),
+            ),
+        ),
+        ("A job's line", (answers.JobSummary,)),
+        ("A node", (answers.Node, answers.Resources, answers.Gpu, answers.NodeJob)),
+        (
+            "Stacks",
+            (
+                *(
+                    answers.StackReport,
+                    answers.StackGroup,
+                    answers.WorkerStack,
+                    answers.ThreadStack,
+                ),
+                *(answers.StackFrame, answers.SilentNode),
+            ),
+        ),
+        ("What would be submitted", (Settings, JobSpec)),
+    ],
+)
+def test_every_key_is_there(title: str, kinds: tuple[type, ...]) -> None:
+    (part,) = re.findall(rf"^\*\*{title}\*\*.*?(?=^\*\*|\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    hidden = {"env"} | ({"submitter"} if JobSpec in kinds else set())
+    names = {name for kind in kinds for name in field_names(kind)} - hidden
+    missing = {name for name in names if f"`{name}`" not in part}
+    assert not missing

@@ -1,0 +1,249 @@
+"""rdzvctl drain and undrain, as they are typed: one node, or one after another.
+
+The server is made up: what it says of its nodes and jobs is what each story lets it say, one answer
+after the other, so that what is waited for comes when the story wants it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rdzv.ctl import drain_command
+from rdzv.ctl.__main__ import run
+from rdzv.errors import ERROR_CODE_METADATA_KEY
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.support import control_samples
+from tests.support.fake_control import FakeControl
+from tests.support.fake_control import serving as serving_control
+
+WHO = "by "
+
+
+class Floor(FakeControl):
+    """Three nodes of a rack, which become empty as they are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = {name: self._node(name) for name in ("n1", "n2", "n10")}
+        self.nodes["other"] = pb.Node(node_id="other", state="connected")
+        self.asked: list[str] = []
+        self.too_few: list[str] = []
+        """Why nodes may not be drained yet, one reason for each time that it is asked."""
+        self.preempted = False
+        """Whether the nodes are about to go by themselves."""
+        self.looks = 0
+        """How often a node is looked at before it is empty."""
+
+    @staticmethod
+    def _node(name: str) -> pb.Node:
+        return pb.Node(
+            node_id=name,
+            state="connected",
+            program="rdzv-agent",
+            resources=pb.Resources(capacity=1, labels=[pb.Label(name="rack", value="a1")]),
+            jobs=[pb.NodeJob(rdzv_id="job", state="seated")],
+        )
+
+    def ListNodes(  # noqa: N802
+        self, request: pb.ListNodesRequest, context: grpc.ServicerContext
+    ) -> pb.ListNodesResponse:
+        self._misbehave(context)
+        named = request.node_ids or list(self.nodes)
+        found = [self.nodes[name] for name in named if name in self.nodes]
+        for node in found if request.node_ids else ():
+            if node.drain == "draining":
+                self.looks -= 1
+                if self.looks <= 0:
+                    node.drain = "drained"
+                    del node.jobs[:]
+        return pb.ListNodesResponse(nodes=found)
+
+    def DrainNode(  # noqa: N802
+        self, request: pb.DrainNodeRequest, context: grpc.ServicerContext
+    ) -> pb.Node:
+        self._misbehave(context)
+        if request.keep_min and self.too_few:
+            trailing = ((ERROR_CODE_METADATA_KEY, "TooFewNodesError"),)
+            context.set_trailing_metadata(trailing)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.too_few.pop(0))
+        minimum = " keeping min" if request.keep_min else ""
+        self.asked.append(f"drain {request.node_id} {request.deadline_ms}{minimum}")
+        node = self.nodes[request.node_id]
+        node.drain, node.drain_left_ms = "draining", request.deadline_ms
+        node.drain_reason, node.drained_by_operator, node.cordoned = request.reason, True, True
+        if not node.jobs:
+            node.drain = "drained"
+        return node
+
+    def UndrainNode(  # noqa: N802
+        self, request: pb.UndrainNodeRequest, context: grpc.ServicerContext
+    ) -> pb.Node:
+        self._misbehave(context)
+        self.asked.append(f"undrain {request.node_id}")
+        node = self.nodes[request.node_id]
+        node.drain, node.drained_by_operator, node.cordoned = "", False, False
+        if self.preempted:
+            node.drain, node.drain_reason = "draining", "preempted"
+        return node
+
+
+@pytest.fixture(name="floor")
+def _floor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Floor]:
+    monkeypatch.setattr(drain_command, "LOOK_EVERY_S", 0.0)
+    floor = Floor()
+    with serving_control(floor) as endpoint:
+        monkeypatch.setenv("RDZV_SERVER", endpoint)
+        yield floor
+
+
+Out = Callable[[], str]
+
+
+@pytest.fixture(name="out")
+def _out(capsys: pytest.CaptureFixture[str]) -> Out:
+    return lambda: capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ one node
+
+
+def test_a_node_is_drained_and_undrained(floor: Floor, out: Out) -> None:
+    assert run(["drain", "n1", "--reason", "new kernel"]) == 0
+    assert out() == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
+    assert floor.asked == ["drain n1 300000 keeping min"]
+    reason = floor.nodes["n1"].drain_reason
+    assert reason.startswith(WHO)
+    assert reason.endswith(": new kernel")
+    assert run(["undrain", "n1"]) == 0
+    assert out() == "the drain of n1 is lifted: submitted jobs are placed on it again\n"
+    assert run(["drain", "n1", "--deadline=90s", "-o", "json"]) == 0
+    document = json.loads(out())
+    assert (document["drain"], document["drain_left_ms"]) == ("draining", 90_000)
+
+
+def test_what_a_drain_costs_a_job_is_said(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+    floor.too_few = ["job would have 1 of the 2 nodes that it needs"]
+    assert run(["drain", "n1"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "n1 is draining; its workers have 5 min 0 s, and it has job\n"
+    assert said.err == "rdzvctl: without n1, job would have 1 of the 2 nodes that it needs\n"
+    assert floor.asked == ["drain n1 300000"]
+
+
+def test_a_node_that_is_about_to_go_by_itself_can_not_be_kept(floor: Floor, out: Out) -> None:
+    floor.preempted = True
+    assert run(["undrain", "n1"]) == 0
+    assert out() == "n1 is about to leave by itself: preempted\n"
+
+
+def test_who_waits_hears_for_what(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+    floor.looks = 3
+    assert run(["drain", "n1", "--wait"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "n1 is drained\n"
+    assert said.err == "n1: waiting for job to leave\n"
+
+
+def test_nodes_show_how_far_they_are(floor: Floor, out: Out) -> None:
+    run(["drain", "n1", "--reason", "fan"])
+    floor.nodes["n2"].drain, floor.nodes["n2"].drain_reason = "drained", "by bob: roof leaks"
+    out()
+    run(["nodes"])
+    lines = {line.split()[0]: line for line in out().splitlines()}
+    assert "draining" in lines["n1"]
+    assert "leaves in 5 min 0 s: by" in lines["n1"]
+    assert "drained" in lines["n2"]
+    assert "by bob: roof leaks" in lines["n2"]
+    assert run(["nodes", "n1"]) == 0
+    assert "draining     by an operator, leaves in 5 min 0 s: by" in out()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "name a NODE, or give --all-of"),
+        (["n1", "--deadline=soon"], "--deadline=soon is no time"),
+        (["n1", "--deadline=200h"], "--deadline=200h is too long; give at most 7 days"),
+        (["n1", "--deadline=-5"], "--deadline=-5 is no time"),
+        (["n1", "--all-of=a=b"], "name a NODE, or give --all-of"),
+        (["--all-of=a"], "--all-of=a is not LABEL=VALUE"),
+        (["n1", "--undrain-after=true"], "--undrain-after goes with --all-of"),
+        (["--all-of=rack=a1", "-o", "json"], "in text alone"),
+    ],
+)
+def test_words_that_make_no_sense_change_nothing(
+    floor: Floor, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["drain", *words]) == 2
+    assert why in capsys.readouterr().err
+    assert floor.asked == []
+
+
+# ------------------------------------------------------------------ one after another
+
+
+def test_a_roll_drains_one_after_another_when_each_may_go(
+    floor: Floor, out: Out, tmp_path: Path
+) -> None:
+    floor.jobs["job"] = control_samples.running()
+    floor.too_few = ["job would have 1 of the 2 nodes that it needs"] * 3
+    done = tmp_path / "done"
+    command = f"echo $RDZV_NODE >> {done}"
+    words = ["drain", "--all-of=rack=a1", "--deadline=1m", f"--undrain-after={command}"]
+    assert run(words) == 0
+    text = out()
+    assert text.splitlines()[:3] == [
+        "3 with rack=a1: n1, n2, n10",
+        "1 of 3, n1: waiting: job would have 1 of the 2 nodes that it needs",
+        "1 of 3, n1: draining",
+    ]
+    assert text.splitlines()[-1] == "3 of 3, n10: undrained"
+    assert floor.asked == [
+        f"{what} {name}{more}"
+        for name in ("n1", "n2", "n10")
+        for what, more in (("drain", " 60000 keeping min"), ("undrain", ""))
+    ]
+    assert done.read_text().split() == ["n1", "n2", "n10"]
+
+
+def test_a_command_that_fails_ends_the_roll_and_leaves_its_node_drained(
+    floor: Floor, out: Out
+) -> None:
+    assert run(["drain", "--all-of=rack=a1", "--undrain-after=exit 7"]) == 3
+    assert out().splitlines()[-1] == (
+        "1 of 3, n1: the command of --undrain-after exited with 7; it stays drained"
+    )
+    assert floor.asked == ["drain n1 300000 keeping min"]
+
+
+def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
+    floor.jobs["job"] = control_samples.running()
+    run(["drain", "n1"])
+    assert run(["drain", "--all-of=rack=a1"]) == 0
+    assert "1 of 3, n1: it is drained already" in out()
+    assert floor.asked == [
+        *(f"drain {n} 300000 keeping min" for n in ("n1", "n2", "n10")),
+    ]
+
+
+def test_nobody_has_the_label(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["drain", "--all-of=rack=b9"]) == 1
+    assert "no node that is known has the label rack=b9" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_that_what_is_drained_stays_so(
+    floor: Floor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    floor.looks = 99
+    monkeypatch.setattr(drain_command.time, "sleep", interrupt)
+    assert run(["drain", "n1", "--wait"]) == 130
+    assert "what is drained stays drained; `rdzvctl undrain` lifts it" in capsys.readouterr().err
+    assert floor.nodes["n1"].drain == "draining"

@@ -1,0 +1,131 @@
+"""`rdzvctl explain`: jobs of which a real server has decided, told in sentences.
+
+The golden files in `golden/explain` are what a person reads: after a change on purpose, `pytest
+--rewrite` writes them anew; then read them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stories import STORIES, crashing, fenced, many_nodes, told
+
+from rdzv.ctl.__main__ import run
+from rdzv.ctl.explain_text import FIRST, LAST, explain
+from rdzv.structs import replace
+from rdzv.view.answers import Event
+from rdzv.view.life import runs_of
+from rdzv.view.spans import Phase, spans_of
+from tests.unit.ctl.test_ctl import control, server  # noqa: F401
+from tests.unit.server.test_metrics import history
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "explain"
+
+
+@pytest.mark.parametrize("name", sorted(STORIES))
+async def test_a_job_is_explained(name: str, request: pytest.FixtureRequest) -> None:
+    story, rdzv_id = STORIES[name]
+    of = await told(story, rdzv_id)
+    text = explain(of.status, of.history, of.page()) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if request.config.getoption("--rewrite"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), "review the diff, then: pytest --rewrite"
+
+
+async def test_into_a_pipe_each_fact_is_one_line() -> None:
+    of = await told(history)
+    lines = explain(of.status, of.history, of.page(width=None)).splitlines()
+    (ended,) = [line for line in lines if "Round 0 ended" in line]
+    assert "rank 0 (local_rank 0) on n2: exit code 1: no." in ended
+    assert "Restarts spent: 1 of 3. The next came 0.8 s later: " in ended
+
+
+async def test_times_of_another_day_have_a_column_of_their_own() -> None:
+    of = await told(history)
+    page = of.page(width=100)
+    later = replace(page, now_s=page.now_s + 86_400)
+    lines = explain(of.status, of.history, later).splitlines()
+    (began,) = [line for line in lines if "Run 1 began" in line]
+    day = f"{later.at(of.history[0].unix_ms)[:16]}"
+    assert began.startswith(f"  {day}  Run 1 began")
+    assert lines[lines.index(began) + 1].startswith((f"  {day}  ", " " * 20))
+
+
+async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
+    of = await told(fenced)
+    text = explain(of.status, of.history, of.page(width=None))
+    assert "n1: it was cut off, and has killed its workers 22 s ago (--fence-after)." in text
+    assert "node left: once, 22 s without a round." in text
+    assert "A round was live for 56 s of 1 min 18 s (72%)." in text
+    spans = [
+        (span.phase, span.until_ms - span.since_ms)
+        for span in spans_of(runs_of(of.history)[0], of.now_ms)
+    ]
+    assert [ms for phase, ms in spans if phase is Phase.LIVE] == [30_000, 26_000]
+    assert [ms for phase, ms in spans if phase is Phase.STOPPING] == [22_000]
+
+
+async def test_a_queued_job_is_queued_and_says_so_once() -> None:
+    of = await told(history)
+    queued = replace(of.status, state="queued", reason="queued: needs 2 nodes, none is free")
+    text = explain(queued, of.history, of.page(width=None))
+    assert ": needs 2 nodes, none is free." in text.partition("It is queued (for ")[2]
+    assert "queued: needs" not in text
+
+
+async def test_a_long_story_is_summed_up_in_the_middle() -> None:
+    of = await told(crashing)
+    text = explain(of.status, of.history, of.page(width=None))
+    rounds = 21
+    told_each = [number for number in range(rounds) if f"Round {number} is complete" in text]
+    assert told_each == [*range(FIRST), *range(rounds - LAST, rounds)]
+    assert f"Rounds {FIRST} to {rounds - LAST - 1} came and went: worker failure 13 times." in text
+    assert "worker failure: 20 times, 10 s without a round." in text
+
+
+async def test_a_history_whose_beginning_is_gone_says_so() -> None:
+    of = await told(crashing, limit=30)
+    text = explain(of.status, of.history, of.page(width=None))
+    assert "The history that is kept begins here" in text
+    assert "The run stopped after" in text
+
+
+async def test_a_job_without_a_history_says_what_it_does_now() -> None:
+    of = await told(history)
+    text = explain(of.status, (), of.page(width=None))
+    assert "Nothing of its past is kept here." in text
+    assert "It runs (for 12 s): 2 nodes and 4 workers run round 2" in text
+
+
+async def test_events_of_a_later_version_are_told_as_they_are() -> None:
+    of = await told(history)
+    at_ms = of.history[-1].unix_ms
+    later = Event(at_ms, of.status.run, "NodeSangASong", "n1 sang: la la")
+    odd = Event(at_ms, of.status.run, "RoundCompleted", "round three came to be")
+    text = explain(of.status, (*of.history, later, odd), of.page(width=None))
+    assert "n1 sang: la la." in text
+    assert "round three came to be." in text
+
+
+async def test_many_nodes_are_counted() -> None:
+    of = await told(many_nodes)
+    text = explain(of.status, of.history, of.page(width=None))
+    names = ", ".join(f"n{number:02}" for number in range(8))
+    assert f"20 workers on {names} and 2 more" in text
+
+
+async def test_hostile_texts_can_not_reach_the_terminal() -> None:
+    of = await told(history)
+    bad = replace(of.history[-1], name="Odd", text="\x1b[2Jgone")
+    assert "\x1b" not in explain(of.status, (*of.history, bad), of.page())
+
+
+def test_the_command(
+    server: str,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["explain", "nobody"]) == 1
+    assert "nobody" in capsys.readouterr().err

@@ -1,0 +1,351 @@
+"""status --watch: a screen that fits, says what is waited for, and leaves the terminal as it was.
+
+Golden files as in test_ctl.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from datetime import UTC
+from pathlib import Path
+
+import control_samples
+import grpc
+import pytest
+import yaml
+from fake_control import FakeControl, serving
+from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
+
+import rdzv.client
+from rdzv.client import ControlClient, parse_endpoint
+from rdzv.ctl import live
+from rdzv.ctl.__main__ import run
+from rdzv.ctl.layout import Page
+from rdzv.structs import replace
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import JobStatus
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
+
+
+def of(status: pb.JobStatus) -> JobStatus:
+    """Turn a message into what the client makes of it."""
+    control = FakeControl()
+    control.jobs[status.rdzv_id] = status
+    with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
+        return client.status(status.rdzv_id)
+
+
+def page(width: int = 80) -> Page:
+    return Page(width=width, colour=False, now_s=NOON_S, zone=UTC)
+
+
+def screen(job: JobStatus, width: int = 80, height: int = 24, **more: object) -> list[str]:
+    history = more.pop("history", HISTORY)
+    whole_ms = live.whole_wait_ms(job, None, None)
+    return live.screen(job, history, whole_ms, page(width), height, **more)  # type: ignore[arg-type]
+
+
+def compare(name: str, lines: list[str]) -> None:
+    file = GOLDEN / f"{name}.txt"
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("RDZV_REWRITE"):
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+# ------------------------------------------------------------------------------ the screen
+
+
+@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
+def test_golden_screen(sample: str) -> None:
+    compare(f"screen-{sample}", screen(of(getattr(control_samples, sample)())))
+
+
+@pytest.mark.parametrize("sample", ["joining", "running", "failed", "large", "watched"])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 4), (80, 1)])
+def test_a_screen_fits(sample: str, width: int, height: int) -> None:
+    lines = screen(of(getattr(control_samples, sample)()), width, height)
+    assert len(lines) <= height
+    assert live.FOOTER in lines[-1]
+    if width >= 80:
+        assert max(map(len, lines)) <= width
+
+
+def test_of_five_hundred_nodes_those_that_matter_are_there() -> None:
+    lines = screen(of(control_samples.large()))
+    text = "\n".join(lines)
+    for node_id in ("node-904", "node-123", "node-903", "node-901", "node-902"):
+        assert node_id in text
+    assert re.search(r"\.\.\. and \d+ nodes more \(\d+ seated\)$", text, re.MULTILINE)
+    assert "495 of 400:496" in text
+
+
+def test_placed_and_declined_nodes_are_there() -> None:
+    job = control_samples.joining()
+    job.submission.placed.extend(["n1", "n8"])
+    job.submission.declined.add(node_id="n9", reason="no such folder")
+    text = "\n".join(screen(of(job)))
+    assert "n8; not joined yet" in text
+    assert "n9; n9: no such folder" in text
+    job.state = "failed"
+    assert "not joined yet" not in "\n".join(screen(of(job)))
+
+
+def test_bars_are_of_ascii_where_nothing_else_can_be_written() -> None:
+    for sample in (control_samples.joining(), control_samples.running()):
+        drawn = "\n".join(screen(of(sample), blocks=False))
+        assert "#." in drawn
+        assert not {"█", "░"} & set(drawn)
+
+
+def test_texts_from_outside_are_harmless_on_the_screen() -> None:
+    bad = "\x1b]0;evil\x07\x1b[2J"
+    job = control_samples.failed()
+    job.reason = job.nodes[0].reason = bad
+    job.last_failure.failures[0].failure.message = bad
+    job.submission.declined.add(node_id="n9", reason=bad)
+    history = (event(10, "RoundEnded", bad),)
+    assert "\x1b" not in "\n".join(screen(of(job), history=history))
+
+
+# ------------------------------------------------------------------------------ bars and times
+
+
+def bar(lines: list[str], label: str) -> str:
+    (line,) = (line for line in lines if line.startswith(f"  {label}"))
+    return line
+
+
+def test_the_bar_of_the_last_call_shrinks() -> None:
+    job = control_samples.joining()
+    job.reason = "have 3 of 3:4 nodes; last call, 30 s left"
+    status = of(job)
+    whole_ms = live.whole_wait_ms(status, None, None)
+    assert whole_ms == 30_000
+    bars = []
+    for passed_ms in (0, 15_000, 29_000, 40_000):
+        later = live.later(status, passed_ms)
+        bars.append(bar(live.screen(later, (), whole_ms, page(), 24), "last call"))
+    assert [text.count("█") for text in bars] == [24, 12, 1, 0]
+    assert bars[1].endswith("15 s left")
+    assert bars[3].endswith("0.0 s left")
+
+
+def test_who_looks_late_sees_how_much_of_the_last_call_is_gone() -> None:
+    job = control_samples.joining()
+    job.reason = "have 3 of 3:4 nodes; last call, 15 s left"
+    history = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
+    assert bar(screen(of(job), history=history), "last call").count("█") == 12
+    ahead = (event(-60, "LastCallBegan", "by a clock that is ahead"),)
+    assert bar(screen(of(job), history=ahead), "last call").count("█") == 24
+
+
+def test_a_wait_is_as_long_as_it_was_first_seen_until_it_is_another() -> None:
+    job = control_samples.joining()
+    job.reason = "have 3 of 3:4 nodes; last call, 30 s left"
+    first = of(job)
+    job.reason = "have 3 of 3:4 nodes; last call, 12 s left"
+    second = of(job)
+    job.reason = "waiting for 1 more node (have 2 of 3:4); gives up in 9 min 48 s"
+    third = of(job)
+    job.reason = "3 nodes and 24 workers run round 2"
+    fourth = of(job)
+    assert live.whole_wait_ms(second, first, 30_000) == 30_000
+    assert live.whole_wait_ms(third, second, 30_000) == 588_000
+    assert live.whole_wait_ms(fourth, third, 588_000) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "left_ms"),
+    [
+        ("have 2 of 2:4 nodes; last call, 9.5 s left", 9_500),
+        ("have 2 of 2:4 nodes; n3, n4 may still join, 1 min 2 s left; n9 left 3 s ago: x", 62_000),
+        ("waiting for 1 more node (have 2 of 3:4; n7 left 12 s ago: x); gives up in 5.0 s", 5_000),
+        ("waiting for 1 more node (have 0 of 1:1); is queued again in 10 min 0 s", 600_000),
+        ("2 nodes and 2 workers run round 2; newcomers are let in within 0.9 s", 900),
+        ("2 nodes and 2 workers run round 2; away: n3", None),
+        ("queued: needs 2 nodes with gpu=h100", None),
+        ("round 1 ended (worker failure: it had run for 9 min 1 s)", None),
+        ("", None),
+    ],
+)
+def test_what_is_left_is_read_from_the_reason(reason: str, left_ms: int | None) -> None:
+    assert live.left_ms(reason) == left_ms
+
+
+def test_the_servers_own_words_have_a_time_that_is_found() -> None:
+    """The words are the server's: if it says them otherwise, the bars would be gone unnoticed."""
+    from rdzv.core.explain import explain
+    from rdzv.core.model import (
+        JobSpec,
+        Membership,
+        Offer,
+        Settings,
+        State,
+        Submission,
+        Waiting,
+    )
+
+    settings = Settings(1, 3, join_timeout_ms=600_000, last_call_timeout_ms=30_000)
+    nobody = State(Membership("a", "r", 1, settings, began_at_ms=0), short_since_ms=0)
+    assert live.left_ms(explain(nobody, 12_000)) == 588_000
+    submission = Submission(JobSpec(("t.py",)), "ada", at_ms=0, placed=("n1",))
+    placed = replace(nobody.membership, submission=submission)
+    said = explain(replace(nobody, membership=placed), 12_000)
+    assert said.endswith("; is queued again in 9 min 48 s")
+    assert live.left_ms(said) == 588_000
+    one = State(
+        Membership("a", "r", 1, settings, began_at_ms=0),
+        waiting={"n1": Waiting(1, Offer("10.0.0.1"), 0)},
+        enough_since_ms=0,
+    )
+    assert live.left_ms(explain(one, 10_000)) == 20_000
+    assert "last call" in explain(one, 10_000)
+
+
+def test_times_in_a_reason_go_on() -> None:
+    said = "n7 was lost 59 s ago: lease ran out after 5 s; gives up in 1 min 0 s"
+    assert live.aged(said, 2_000) == (
+        "n7 was lost 1 min 1 s ago: lease ran out after 5 s; gives up in 58 s"
+    )
+    assert live.aged(said, 0) == said
+
+
+def test_nodes_that_are_missing_are_counted() -> None:
+    line = bar(screen(of(control_samples.joining())), "nodes")
+    assert line.endswith("2 of 3:4, 1 missing")
+    assert line.count("█") == 12
+    assert "missing" not in bar(screen(of(control_samples.running())), "nodes")
+
+
+# ------------------------------------------------------------------------------ the timeline
+
+
+def test_the_timeline_has_the_rounds_of_this_run_and_how_long_they_ran() -> None:
+    job = of(control_samples.running())
+    lines = live.timeline(HISTORY, job, page(120))
+    assert [line.split(maxsplit=1)[1] for line in lines[1:]] == [
+        f"run 1 ({RUN}) began: n1 is there",
+        "last call: 3 nodes at hand, more may come for 30 s",
+        "round 1 complete: n1=0..7 n2=8..15 n3=16..23, world_size 24",
+        "after 8 min 20 s: round 1 ended (node lost): n2 was lost: lease ran out",
+        "round 1 is charged to node lost: n2 was lost",
+        "round 2 complete: n1=0..7 n3=8..15 n4=16..23, world_size 24",
+    ]
+    assert live.timeline((), job, page()) == []
+    assert live.timeline(HISTORY[:1], job, page()) == []
+
+
+def test_gaps_are_seen_in_the_history() -> None:
+    line = bar(screen(of(control_samples.running()), height=40), "history")
+    assert line.endswith("a round ran 85 % of the time shown")
+    drawn = re.findall("[█░]+", line)[0]
+    assert len(drawn) == 24
+    assert re.fullmatch("░+█+░+█+", drawn)
+
+
+def test_clocks_that_differ_draw_no_line() -> None:
+    job = of(control_samples.running())
+    ahead = (event(-50, "RoundCompleted", "round 0 complete"),)
+    lines = screen(job, history=ahead, height=40)
+    assert not any("of the time shown" in line for line in lines)
+    assert any("round 0 complete" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------ a pipe
+
+
+@pytest.fixture
+def control() -> WatchControl:
+    return WatchControl()
+
+
+@pytest.fixture
+def server(control: WatchControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(control) as endpoint:
+        monkeypatch.setenv("RDZV_SERVER", endpoint)
+        yield endpoint
+        control.go_on.set()
+
+
+def test_into_a_pipe_every_change_is_a_text_or_a_document(
+    control: WatchControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.pushed = [control_samples.joining(), control_samples.failed()]
+    control.go_on.set()
+    assert run(["status", "gpt-small", "-w"]) == 0
+    text = capsys.readouterr().out
+    assert "gpt-small  failed" in text
+    assert "\x1b" not in text
+    assert run(["status", "gpt-small", "-w", "-o", "yaml"]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert documents[-1]["state"] == "failed"
+    assert all(document["version"] == 1 for document in documents)
+
+
+def test_a_server_that_is_not_there_is_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a thread, so that it ends if it waits for the server."""
+    codes: list[int] = []
+    words = ["--server=127.0.0.1:1", "status", "-w", "gpt-small"]
+    looker = threading.Thread(target=lambda: codes.append(run(words)), daemon=True)
+    looker.start()
+    looker.join(100)
+    assert codes == [75]
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        "rdzvctl: can not reach rdzvd at 127.0.0.1:1: connection refused; "
+    )
+    assert captured.out == ""
+
+
+class CutControl(WatchControl):
+    """Cuts a stream after its first message, several times over."""
+
+    cuts = 0
+    refusals = 0
+
+    def WatchJob(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.JobStatus]:
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        if self.cuts:
+            self.cuts -= 1
+            self.refusals = 2
+            yield self.pushed[0]
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield self.pushed[-1]
+
+
+def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    control = CutControl()
+    stale = control_samples.failed()
+    stale.reason, stale.no_progress = "no progress: none of 2 restarts moved it on", True
+    control.pushed = [control_samples.running(), stale]
+    with serving(control) as endpoint:
+        assert run([f"--server={endpoint}", "wait", "gpt-small"]) == 93
+    assert "has failed: no progress: none of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["status", "-w", "gpt-small"], ["wait", "gpt-small"]])
+def test_a_server_that_goes_away_is_told_once_each_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setattr(rdzv.client, "WATCH_RETRY_S", 0.01)
+    control = CutControl()
+    control.pushed = [control_samples.joining(), control_samples.failed()]
+    control.cuts = 2
+    with serving(control) as endpoint:
+        assert run([f"--server={endpoint}", *words]) == (1 if words[0] == "wait" else 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"rdzvctl: can not reach rdzvd at {endpoint}: the other side closed")
+        assert line.endswith("; trying again")

@@ -1,0 +1,106 @@
+"""The dashboards: current, complete, and readable without whoever has made them.
+
+That every query returns data is shown beside a real Prometheus, in the integration tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from grafana import FOLDER, dashboards, panel_queries
+
+ROOT = Path(__file__).parents[3]
+NOT_SHOWN = {
+    "rdzv_c10d_job_round",
+    "rdzv_certificate_expiry_timestamp_seconds",
+    "rdzv_agent_certificate_expiry_timestamp_seconds",
+}
+"""What is told by no panel: the number means something only beside the log of the job's nodes; or
+matters once a year, and has an alert."""
+
+
+@pytest.fixture(name="make", scope="module")
+def _make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_dashboards", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_dashboards_are_current(make: ModuleType) -> None:
+    """`python deploy/grafana/make.py` brings them up to date."""
+    assert make.main(["--check"]) == 0
+    assert set(dashboards()) == {board.uid for board in make.BOARDS}
+
+
+def test_whoever_writes_them_again_writes_the_same(
+    make: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "FOLDER", tmp_path)
+    assert make.main(["--check"]) == 1
+    assert not list(tmp_path.iterdir()), "a check writes nothing"
+    assert make.main([]) == 0
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (FOLDER / "dashboards" / path.name).read_text()
+
+
+@pytest.mark.parametrize("uid", sorted(dashboards()))
+def test_panels_have_a_place_and_a_name_of_their_own(uid: str) -> None:
+    panels: list[dict[str, Any]] = dashboards()[uid]["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    titles = [panel["title"] for panel in panels if panel["type"] != "row"]
+    assert len(set(titles)) == len(titles)
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or below, (one, other)
+        assert one["x"] + one["w"] <= 24
+
+
+@pytest.mark.parametrize("uid", sorted(dashboards()))
+def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
+    board = dashboards()[uid]
+    names = {variable["name"] for variable in board["templating"]["list"]}
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            assert target["datasource"]["uid"] == "$datasource"
+            assert target["legendFormat"]
+            used = set(re.findall(r"\$(\w+)", target["expr"]))
+            assert used <= names | {"__rate_interval", "__range"}
+            # Others, of servers that share another store, are not to be seen here.
+            assert "job" in used or "ALERTS" in target["expr"], target["expr"]
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    manual = (ROOT / "docs" / "metrics.md").read_text()
+    metrics = set(re.findall(r"^\| `(rdzv_\w+)", manual, flags=re.MULTILINE))
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    recorded = {r["record"]: r["expr"] for group in rules["groups"] for r in group["rules"]}
+    asked = " ".join(query.expr for query in panel_queries())
+    asked += " ".join(expr for name, expr in recorded.items() if name in asked)
+    shown = {
+        metric
+        for metric in metrics
+        if re.search(rf"\b{metric}(_sum|_count|_bucket)?\b", asked) is not None
+    }
+    assert metrics - shown == NOT_SHOWN
+
+
+def test_what_grafana_reads_names_what_is_there() -> None:
+    folder = FOLDER / "provisioning"
+    (provider,) = yaml.safe_load((folder / "dashboards" / "rdzv.yml").read_text())["providers"]
+    assert provider["options"]["path"].endswith("/dashboards/rdzv")
+    (source,) = yaml.safe_load((folder / "datasources" / "rdzv.yml").read_text())["datasources"]
+    assert source["type"] == "prometheus"
+    prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    assert source["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]

@@ -1,0 +1,311 @@
+"""The arrows: who may import whom. A file that is not there yet breaks no rule."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCES = (ROOT / "rendezvous", ROOT / "agent")
+
+IMPURE = {
+    *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "grpc", "http", "io", "logging"),
+    *("mmap", "msgspec", "multiprocessing", "os", "pathlib", "queue", "random", "resource"),
+    *("secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl"),
+    *("subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "weakref"),
+}
+"""What reads a clock, rolls dice or does I/O; no core may know of it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which files may not import what, and why. Paths are from rendezvous/rdzv or agent/rdzv."""
+
+    why: str
+    files: str
+    """Files that the rule is about, as a glob."""
+    never: frozenset[str] = frozenset()
+    """Modules that they never import, nor anything below them."""
+    only: frozenset[str] | None = None
+    """If given, all that they may import beside the pure part of the standard library."""
+    stdlib: bool = True
+    """Whether all of the standard library is allowed, where `only` is given."""
+    but: frozenset[str] = frozenset()
+    """Files that are excepted."""
+
+
+def of(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+RULES = (
+    Rule(
+        "the thing that decides does no I/O and reads no clock",
+        "core/**/*.py",
+        only=of("rdzv.errors", "rdzv.core", "rdzv.structs"),
+        stdlib=False,
+    ),
+    Rule(
+        "the agent's core decides with the words of the rendezvous, and nothing else",
+        "agent/core/**/*.py",
+        only=of("rdzv.errors", "rdzv.core", "rdzv.structs", "rdzv.agent.core"),
+        stdlib=False,
+    ),
+    Rule(
+        "the error table is read by everyone, so it needs nobody",
+        "errors.py",
+        only=of(),
+        stdlib=False,
+    ),
+    Rule(
+        "stores keep memberships; they know neither the server nor the wire",
+        "stores/**/*.py",
+        never=of("rdzv.server", "rdzv.agent", "rdzv.ctl", "rdzv.v1", "grpc"),
+        but=of("stores/etcd_client.py"),
+    ),
+    Rule(
+        "the server runs without the agent, on machines that have none",
+        "**/*.py",
+        never=of("rdzv.agent"),
+        but=of("agent/**/*.py"),
+    ),
+    Rule(
+        "only the outermost layer knows the wire format",
+        "**/*.py",
+        never=of("rdzv.v1"),
+        but=of(
+            *("server/rpc/service.py", "server/wire/*.py", "server/__main__.py"),
+            *("view/answers.py", "client.py", "transport/*.py"),
+            # The agent's driver and node only pass on what its link has encoded.
+            *("agent/server_link/*.py", "agent/job/job_driver.py", "agent/node/node.py"),
+            *("torchrun/*.py", "torchrun.py"),
+            "v1/*.py",
+        ),
+    ),
+    Rule(
+        "the driver speaks in values; gRPC is the service's",
+        "server/sessions/*.py",
+        never=of("grpc", "rdzv.v1", "rdzv.server.rpc", "rdzv.server.wire"),
+    ),
+    Rule(
+        "server, agent and CLI run without torch in memory",
+        "**/*.py",
+        never=of("torch"),
+        but=of(
+            *("agent/runner/store_host.py", "agent/runner/torch_side.py", "agent/runner/zygote.py"),
+            *("torchrun.py", "torchrun/*.py", "c10d/store_server.py"),
+        ),
+    ),
+    Rule(
+        "programs that are started by path start fast, and no environment can break them",
+        "agent/runner/runner.py",
+        only=of(),
+    ),
+    Rule(
+        "the CUDA driver is asked by a program that is started by path",
+        "agent/launch/cuda.py",
+        only=of(),
+    ),
+    Rule(
+        "the zygote runs in the job's interpreter, which may have nothing of rdzv",
+        "agent/runner/zygote*/**/*.py",
+        only=of(),
+    ),
+    Rule(
+        "the zygote imports by itself nothing but the standard library",
+        "agent/runner/zygote.py",
+        only=of(),
+    ),
+    Rule(
+        "what strangers have pickled is read by a machine that can call nothing",
+        "c10d/unpickle.py",
+        never=of("pickle", "pickletools", "importlib", "copyreg", "builtins", "marshal"),
+        only=of("rdzv.errors", "rdzv.structs"),
+        stdlib=False,
+    ),
+    Rule(
+        "what was seen of torch's jobs is told without I/O or a clock",
+        "c10d/observations.py",
+        only=of("rdzv.core", "rdzv.c10d.unpickle"),
+        stdlib=False,
+    ),
+    Rule(
+        "torch's store is served by an interpreter that may have nothing of rdzv",
+        "c10d/store_server.py",
+        only=of("torch"),
+    ),
+    Rule(
+        "the operator's command speaks to the server through the client alone",
+        "ctl/**/*.py",
+        never=of("rdzv.server", "rdzv.stores", "rdzv.agent", "rdzv.v1"),
+    ),
+    Rule(
+        "etcd's own protocol is spoken in one place",
+        "**/*.py",
+        never=of("rdzv.etcd"),
+        but=of("stores/etcd_client.py", "etcd/*.py"),
+    ),
+    Rule(
+        "a server or an agent that nobody can scrape loads no library for metrics",
+        "**/*.py",
+        never=of("prometheus_client"),
+        but=of(
+            *("runtime/exposition.py", "server/telemetry/metrics.py"),
+            *("server/telemetry/c10d_metrics.py", "agent/node/agent_metrics.py"),
+            "agent/app/agent_metrics.py",
+        ),
+    ),
+    Rule(
+        "certificates are made for those who ask, and read by the TLS libraries",
+        "**/*.py",
+        never=of("cryptography"),
+        but=of("ctl/authority.py"),
+    ),
+    Rule(
+        "a server that sends no traces runs without OpenTelemetry, which is an extra",
+        "**/*.py",
+        never=of("opentelemetry"),
+        but=of("server/telemetry/otlp.py"),
+    ),
+    Rule(
+        "a command line names servers, and is read without gRPC",
+        "transport/endpoints.py",
+        only=of("rdzv.errors", "rdzv.transport.protocol", "rdzv.structs"),
+    ),
+    Rule(
+        "configurations are described without knowing any program",
+        "settings/*.py",
+        only=of("rdzv.errors", "rdzv.structs"),
+    ),
+)
+
+
+@functools.cache
+def sources() -> tuple[tuple[Path, str], ...]:
+    """Return every source file, and its path below `rdzv/`."""
+    return tuple(
+        (path, path.relative_to(root / "rdzv").as_posix())
+        for root in SOURCES
+        for path in sorted((root / "rdzv").rglob("*.py"))
+    )
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def matches(name: str, pattern: str) -> bool:
+    """Match a path by a glob in which `**/` stands for any folders, or none."""
+    parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split("**/"))
+    return re.fullmatch("(?:.*/)?".join(parts), name) is not None
+
+
+@functools.cache
+def imports(path: Path, name: str) -> frozenset[str]:
+    """List what a file imports, anywhere in it, except for type checking alone."""
+    package = ["rdzv", *Path(name).parts[:-1]]
+    found: set[str] = set()
+    for node in _at_run_time(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            # `from rdzv import agent` imports rdzv.agent, if that is a module.
+            found |= {f"{base}.{alias.name}" for alias in node.names} if base else set()
+            found |= {base}
+    return frozenset(found)
+
+
+def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    left = [node]
+    while left:
+        for child in ast.iter_child_nodes(left.pop()):
+            if isinstance(child, ast.expr):
+                continue  # No import is inside one.
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            yield child
+            left.append(child)
+
+
+def is_below(module: str, names: frozenset[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def offences(rule: Rule, path: Path, name: str) -> list[str]:
+    """Say what a file imports against a rule."""
+    found = []
+    for module in sorted(imports(path, name)):
+        if module in ("rdzv", "__future__"):
+            continue
+        top = module.partition(".")[0]
+        if is_below(module, rule.never):
+            found.append(module)
+        elif rule.only is not None and not is_below(module, rule.only):
+            standard = top in sys.stdlib_module_names
+            if not standard or (not rule.stdlib and top in IMPURE):
+                found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.why)
+def test_the_arrows_hold(rule: Rule) -> None:
+    broken = [
+        f"{name} imports {module}"
+        for path, name in sources()
+        if matches(name, rule.files)
+        if not any(matches(name, exception) for exception in rule.but)
+        for module in offences(rule, path, name)
+    ]
+    assert not broken, f"{rule.why}: {broken}"
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "offends"),
+    [
+        ("import time", RULES[0], True),
+        ("from os import path", RULES[0], True),
+        ("from rdzv import server", RULES[0], True),
+        ("from rdzv.core.model import State", RULES[0], False),
+        ("import dataclasses", RULES[0], False),
+        ("def f():\n    import torch.nn", RULES[7], True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", RULES[7], False),
+        ("import torchvision", RULES[7], False),
+        ("import click", RULES[8], True),
+        ("import subprocess", RULES[8], False),
+    ],
+)
+def test_the_rules_see_what_breaks_them(
+    line: str, rule: Rule, offends: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(line, encoding="utf-8")
+    assert bool(offences(rule, path, "core/file.py")) is offends
+
+
+def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
+    makers = {
+        name
+        for path, name in sources()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
+    }
+    # etcd has credentials of its own.
+    assert makers == {"transport/channels.py", "stores/etcd_client.py"}
+
+
+def test_the_rules_are_about_files_that_are_there() -> None:
+    names = [name for _, name in sources()]
+    about = {rule.files for rule in RULES}
+    assert {"core/model.py", "server/sessions/driver.py", "agent/runner/runner.py"} <= set(names)
+    assert all(any(matches(name, files) for name in names) for files in about)

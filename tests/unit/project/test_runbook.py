@@ -1,0 +1,65 @@
+"""The runbook as alerts link to it: a page of rdzvd that is current, and has all sections."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rdzv.server.http.page import page_routes
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "rendezvous" / "rdzv" / "web" / "runbook.html"
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+
+
+def alerts() -> list[tuple[str, str]]:
+    """Return each alert's name, and the URL of its runbook as Prometheus makes it."""
+    labels = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"][
+        "external_labels"
+    ]
+    groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return [
+        (
+            rule["alert"],
+            re.sub(
+                r"\{\{ \$externalLabels\.(\w+) \}\}",
+                lambda found: labels[found[1]],
+                rule["annotations"]["runbook_url"],
+            ),
+        )
+        for group in groups
+        for rule in group["rules"]
+    ]
+
+
+def test_the_page_is_current(request: pytest.FixtureRequest) -> None:
+    made = runpy.run_path(str(PROMETHEUS / "runbook_page.py"))
+    text = made["page"](made["SOURCE"].read_text())
+    if request.config.getoption("--rewrite"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "run: pytest tests/unit/project/test_runbook.py --rewrite"
+
+
+@pytest.mark.parametrize(("name", "url"), alerts())
+def test_the_runbook_url_of_an_alert_opens_at_its_section(name: str, url: str) -> None:
+    where, _, section = url.partition("#")
+    paths = {route.path for route in page_routes()}
+    assert where.startswith("http://127.0.0.1:29480/")
+    assert where.removeprefix("http://127.0.0.1:29480") in paths
+    assert f'<h2 id="{section}">{name}</h2>' in PAGE.read_text()
+
+
+def test_nothing_of_the_page_is_markdown_any_more() -> None:
+    body = PAGE.read_text().partition("<main")[2]
+    text = re.sub(r"<code>.*?</code>", "", body)
+    assert not re.search(r"`|\]\(|^#|\*", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["stacks", "drain", "cordon", "uncordon", "undrain"])
+def test_the_runbook_names_what_helps(command: str) -> None:
+    text = (ROOT / "docs" / "runbook.md").read_text()
+    assert re.search(rf"`(rdzvctl )?{command} ", text)

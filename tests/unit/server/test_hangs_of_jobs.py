@@ -1,0 +1,280 @@
+"""A hang ends its round as a worker failure, by the worker that the stacks name; never in haste."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rdzv.core.commands import Leave
+from rdzv.core.hangs import HungWorker, verdict
+from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
+from rdzv.core.root_cause import describe_failure
+from rdzv.core.stacks import Frame, Report, Thread, WorkerStack, grouped
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.server.messages import Hung, RoundOver, TakeStacks
+from rdzv.server.sessions.streams import Stream
+from rdzv.stores.memory import MemoryStore
+from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, server, settle
+from tests.unit.server.test_stacks_of_jobs import say, stack
+
+GATHER_MS, ANSWER_MS = 2_000, 10_000
+
+
+def worker(rank: int, silent_ms: int = 60_000) -> HungWorker:
+    return HungWorker(rank, rank % 2, 100 + rank, silent_ms, "no word of its progress")
+
+
+def hang(s: Server, stream: Stream, *ranks: int, run: str = "run-1", number: int = 0) -> None:
+    workers = tuple(worker(rank, 60_000 + rank) for rank in ranks)
+    s.driver.note_hung(stream, Hung("job-7", run, number, workers))
+
+
+async def membership(s: Server) -> Membership:
+    return (await s.driver._jobs.look("job-7")).membership
+
+
+async def failure(s: Server) -> Failure:
+    round_ = (await membership(s)).round
+    assert round_ is not None and round_.end is not None
+    assert round_.end.cause is Cause.WORKER_FAILURE
+    (found,) = round_.end.failures
+    return found
+
+
+async def live(s: Server) -> bool:
+    round_ = (await membership(s)).round
+    return round_ is not None and round_.live
+
+
+def was_asked(*streams: Stream) -> list[bool]:
+    return [any(isinstance(told, TakeStacks) for told in read(stream)) for stream in streams]
+
+
+# ------------------------------------------------------------------ whose failure it is
+
+
+def a_report(*stacks: WorkerStack) -> Report:
+    return Report("job-7", "run-1", 0, 0, "hung", tuple(grouped(stacks)), stacks)
+
+
+def on(node_id: str, one: WorkerStack) -> WorkerStack:
+    return WorkerStack(one.rank, one.local_rank, one.pid, one.state, one.threads, node_id=node_id)
+
+
+def test_it_is_the_failure_of_the_one_that_the_others_wait_for() -> None:
+    stacks = [on("n1", stack(0)), on("n1", stack(1)), on("n2", stack(2, line=7))]
+    found = verdict({"n1": (worker(0, 70_000), worker(1))}, a_report(*stacks), "")
+    assert (found.node_id, found.rank, found.local_rank, found.pid) == ("n2", 2, 0, 102)
+    assert found.message == (
+        "hung: RANK 0-1 in step at train.py:41; RANK 2 in step at train.py:7 "
+        "(RANK 0-1: no word of its progress)"
+    )
+    assert found.traceback.endswith('File "/home/ada/train.py", line 7, in step')
+
+
+def test_where_the_stacks_do_not_tell_it_is_the_longest_silent() -> None:
+    stacks = [on("n1", stack(0)), on("n1", stack(1))]
+    hung = {"n1": (worker(0, 5), worker(1, 9)), "n2": (worker(2, 9),)}
+    assert verdict(hung, a_report(*stacks), "").rank == 1
+    alone = verdict(hung, None, "too many are being taken")
+    assert (alone.node_id, alone.rank, alone.traceback) == ("n1", 1, "")
+    assert alone.message.startswith(
+        "hung: no stacks were taken: too many are being taken (RANK 0-2"
+    )
+
+
+def test_the_message_is_bounded() -> None:
+    frame = Frame("f" * 200, "/" + "x" * 250, 1)
+    many = [
+        WorkerStack(n, 0, 1, "S", (Thread("t", True, (Frame(f"{n}", "x", n), frame)),))
+        for n in range(20)
+    ]
+    assert len(verdict({"n1": (worker(0),)}, a_report(*many), "").message) <= 1_000
+
+
+def test_a_failure_that_never_exited_is_told_by_its_message() -> None:
+    hung = Failure("n1", "10.0.0.1", 1, 9, 99, None, None, "hung: RANK 9 in f at t.py:1", "", 0)
+    assert describe_failure(hung) == ("rank 9 (local_rank 1) on n1: hung: RANK 9 in f at t.py:1")
+
+
+# ------------------------------------------------------------------ one hang
+
+
+async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then_it_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1, n2 = await s.pair()
+        with caplog.at_level(logging.INFO, "rdzv.events"):
+            hang(s, n1, 0, 1)
+            await clock.advance(GATHER_MS - 1)
+            assert was_asked(n1, n2) == [False, False]
+            assert s.driver.hangs("job-7") == "RANK 0-1: no word of its progress"
+            await clock.advance(1)
+            await say(s, n1, stack(0), stack(1))
+            assert await live(s)
+            await say(s, n2, stack(2, line=7), stack(3))
+        assert s.driver.hangs("job-7") == ""
+        found = await failure(s)
+        assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
+        assert "RANK 2 in step at train.py:7" in found.message
+        (over,) = [told for told in read(n2) if isinstance(told, RoundOver)]
+        assert over.end.broken
+        assert over.end.reason.startswith("rank 2 (local_rank 0) on n2: hung: RANK 0-1,3 in step")
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines[0] == "job-7: n1: workers hang in round 0: RANK 0-1: no word of its progress"
+        assert lines[1].startswith("job-7: stacks of round 0: RANK 0-1,3 in step at train.py:41; ")
+        kept = await s.driver._shelf.find("job-7", "run-1", 0)
+        assert kept is not None
+        assert kept.reason == "it hung: RANK 0-1: no word of its progress"
+        assert s.driver._hangs._episodes == {}
+        rows = [row.name for row in await s.driver.history("job-7", 100)]
+        assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
+
+
+async def test_once_every_node_has_said_so_nobody_is_waited_for() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        hang(s, n1, 0, 1)
+        hang(s, n2, 3)
+        await settle()
+        assert was_asked(n1, n2) == [True, True]
+
+
+async def test_a_node_that_takes_no_stacks_does_not_keep_the_round_from_ending() -> None:
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, _ = await s.pair()
+        hang(s, n1, 1)
+        await clock.advance(GATHER_MS)
+        await say(s, n1, stack(0), stack(1, line=7))
+        assert await live(s)
+        await clock.advance(ANSWER_MS)
+        assert "nothing is known of n2" in (await failure(s)).message
+
+
+async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
+    """Before the stacks are taken, and after."""
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        hang(s, n1)
+        await clock.advance(GATHER_MS)
+        assert was_asked(n1, n2) == [False, False]
+        hang(s, n1, 0)
+        await clock.advance(GATHER_MS)
+        hang(s, n1)
+        await say(s, n1, stack(0), stack(1))
+        await say(s, n2, stack(2), stack(3))
+        assert await live(s)
+        assert s.driver._hangs._episodes == {}
+        last = (await s.driver.history("job-7", 100))[-1]
+        assert last.text == "nobody hangs any more in round 0, which goes on"
+
+
+async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, _ = await s.pair()
+        hang(s, n1, 0)
+        s.driver.detach(n1)
+        await clock.advance(60_000)
+        assert s.driver._hangs._episodes == {}
+        round_ = (await membership(s)).round
+        assert round_ is not None and round_.end is not None
+        assert round_.end.cause is Cause.NODE_LOST
+
+
+async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        hang(s, n1, 0)
+        assert s.driver.hangs("job-7")
+        leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
+        await s.driver.submit("job-7", leave)
+        assert s.driver.hangs("job-7") == ""
+
+
+async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0, number=1)
+        hang(s, n1, 0, run="run-9")
+        hang(s, n1)
+        await s.join(other := await s.connect("n3"), (2, 2))
+        hang(s, other, 0)
+        with pytest.raises(InvalidRequestError, match=r"RANK 0 hangs: n2 has RANK 2\.\.3"):
+            hang(s, n2, 0)
+        assert s.driver._hangs._episodes == {}
+
+
+async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on() -> None:
+    store, clock = FlakyStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        await clock.advance(GATHER_MS)
+        store.away = RendezvousConnectionError("no disk")
+        await say(s, n1, stack(0, line=7), stack(1))
+        await say(s, n2, stack(2), stack(3))
+        await clock.advance(5_000)
+        assert await live(s)
+        store.away = None
+        await clock.advance(2_000)
+        assert (await failure(s)).rank == 0
+
+
+async def test_stacks_that_can_not_be_kept_do_not_keep_the_round_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = MemoryStore(), FakeClock()
+
+    async def refuse(name: str, data: bytes, revision: int) -> int:
+        raise RendezvousConnectionError("no disk")
+
+    monkeypatch.setattr(store, "swap_document", refuse)
+    async with server(store, clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        hang(s, n2, 2)
+        await settle()
+        await say(s, n1, stack(0), stack(1))
+        await say(s, n2, stack(2), stack(3, line=7))
+        assert (await failure(s)).rank == 3
+
+
+async def test_a_server_that_stops_leaves_it_to_the_next() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0)
+        hang(s, n2, 2)
+        await settle()
+    async with server(store, clock) as s:
+        back = [await s.come_back(n.node_id, incarnation=n.incarnation) for n in (n1, n2)]
+        assert await live(s)
+        hang(s, back[0], 0)
+        hang(s, back[1], 2)
+        await settle()
+        await say(s, back[0], stack(0), stack(1))
+        await say(s, back[1], stack(2), stack(3, line=7))
+        assert (await failure(s)).rank == 3
+
+
+async def test_it_spends_a_restart_and_without_one_the_run_fails_by_it() -> None:
+    async with server() as s:
+        n1 = await s.connect("n1")
+        await s.driver.hear(n1, "job-7", join(n1, settings=Settings(1, 1, max_restarts=0)))
+        read(n1)
+        hang(s, n1, 0, 1)
+        await settle()
+        await say(s, n1, stack(0), stack(1, line=7))
+        again = join(n1, settings=Settings(1, 1, max_restarts=0), run="run-1", left_round=0)
+        await s.driver.hear(n1, "job-7", again)
+        ended = (await membership(s)).ended
+        assert ended is not None and ended.result is Result.FAILED
+        assert ended.failures[0].message.startswith("hung: ")

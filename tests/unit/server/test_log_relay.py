@@ -1,0 +1,519 @@
+"""Logs on their way through the server: who is asked, what is bounded, and how a reading ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rdzv.core.commands import Fail, FailureReport, Join, Leave, Succeed
+from rdzv.core.model import LeaveCause, Offer, Settings
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnknownJobError,
+)
+from rdzv.server.diagnosis.log_relay import PIECE_COST
+from rdzv.server.messages import (
+    Line,
+    LogCredit,
+    LogLines,
+    LogPiece,
+    LogPosition,
+    LogsWanted,
+    ReadLog,
+)
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Limits
+from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
+from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
+
+ANSWER_MS = 10_000
+
+
+class Reading:
+    """A caller that takes what comes, unless it is told to wait."""
+
+    def __init__(self, s: Server, wanted: LogsWanted) -> None:
+        self._lines = s.driver.read_logs("job-7", wanted)
+        self.found: list[LogLines] = []
+        self.error: RendezvousError | None = None
+        self.ended = False
+        self.may_take = asyncio.Event()
+        self.may_take.set()
+        self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async for lines in self._lines:
+                self.found.append(lines)
+                await self.may_take.wait()
+            self.ended = True
+        except RendezvousError as error:
+            self.error = error
+        finally:
+            await self._lines.aclose()
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(lines.data for lines in self.found)
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        return [(lines.node_id, lines.note) for lines in self.found if lines.note]
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def begin(s: Server, **wanted: object) -> Reading:
+    reading = Reading(s, LogsWanted(**wanted))  # type: ignore[arg-type]
+    await settle()
+    return reading
+
+
+def asked(stream: Stream) -> ReadLog:
+    """Return what a node is asked for, and nothing else."""
+    (request,) = [told for told in read(stream) if isinstance(told, ReadLog)]
+    return request
+
+
+def granted(stream: Stream) -> list[LogCredit]:
+    return [told for told in read(stream) if isinstance(told, LogCredit)]
+
+
+def readers(s: Server) -> tuple[int, int]:
+    return s.driver._logs.statistics
+
+
+async def say(
+    s: Server, stream: Stream, request: ReadLog, *data: bytes, last: bool = False
+) -> None:
+    """Answer as a node does: first with the round, then with pieces of LOCAL_RANK 1."""
+    piece = LogPiece(request.request, request.round or 0)
+    s.driver.take_log(stream, piece)
+    offset = 0
+    for text in data:
+        s.driver.take_log(stream, replace(piece, local_rank=1, rank=9, offset=offset, data=text))
+        offset += len(text)
+    if last:
+        s.driver.take_log(stream, LogPiece(request.request, last=True))
+    await settle()
+
+
+async def end_round(s: Server, *streams: Stream) -> None:
+    """A worker fails, and all nodes of the round join again."""
+    report = FailureReport(0, 0, 5, 1, None, "boom", "", 0)
+    for stream in streams[:1]:
+        fail = Fail(stream.node_id, stream.incarnation, "run-1", 0, (report,))
+        await s.driver.hear(stream, "job-7", fail)
+    for stream in streams:
+        offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
+        again = Join(
+            stream.node_id, stream.incarnation, "run-1", Settings(2, 2, 3), offer, left_round=0
+        )
+        await s.driver.hear(stream, "job-7", again)
+    await settle()
+
+
+async def pair(s: Server) -> tuple[Stream, Stream]:
+    """Two nodes of two workers each, in round 0, that may restart."""
+    streams = await s.connect("n1"), await s.connect("n2")
+    for stream in streams:
+        offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
+        join = Join(stream.node_id, stream.incarnation, "", Settings(2, 2, 3), offer)
+        await s.driver.hear(stream, "job-7", join)
+    await settle()
+    assert [type(read(stream)[-1]) for stream in streams] == [Line, Line]
+    return streams
+
+
+# ------------------------------------------------------------------ who is asked
+
+
+async def test_the_node_that_has_a_rank_is_asked_and_no_other() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, rank=3, stdout=False, tail_lines=5)
+        request = asked(n2)
+        assert not read(n1)
+        assert (request.round, request.rank, request.tail_lines) == (0, 3, 5)
+        assert (request.stdout, request.stderr, request.follow) == (False, True, False)
+        await say(s, n2, request, b"one\n", b"two\n", last=True)
+        assert reading.ended
+        assert reading.text == b"one\ntwo\n"
+        assert [(x.node_id, x.rank, x.run) for x in reading.found if x.data] == [
+            ("n2", 9, "run-1"),
+            ("n2", 9, "run-1"),
+        ]
+        assert readers(s) == (0, 0)
+
+
+async def test_all_nodes_are_asked_for_a_round_of_which_only_they_know() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        await end_round(s, n1, n2)
+        assert isinstance(read(n1)[-1], Line)
+        read(n2)
+        reading = await begin(s, rank=3, round=0)
+        requests = asked(n1), asked(n2)
+        assert [request.rank for request in requests] == [3, 3]
+        s.driver.take_log(n1, LogPiece(requests[0].request, last=True))
+        await say(s, n2, requests[1], b"x", last=True)
+        assert (reading.ended, reading.text) == (True, b"x")
+
+
+async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        await end_round(s, n1, n2)
+        for stream in (n1, n2):
+            read(stream)
+        reading = await begin(s, round=0)
+        for stream in (n1, n2):
+            s.driver.take_log(stream, LogPiece(asked(stream).request, last=True))
+        await settle()
+        assert isinstance(reading.error, InvalidRequestError)
+        assert "job-7-run-1/NODE_ID/round_0 in its --log-dir" in str(reading.error)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "text"),
+    [
+        (LogsWanted(rank=4), InvalidRequestError, "its RANKs are 0 to 3"),
+        (LogsWanted(round=1), InvalidRequestError, "has had no round 1; its last is 0"),
+        (LogsWanted(run="run-0"), RendezvousClosedError, "run run-0 of job-7 has ended"),
+    ],
+)
+async def test_what_can_not_be_is_refused(
+    wanted: LogsWanted, error: type[RendezvousError], text: str
+) -> None:
+    async with server() as s:
+        await pair(s)
+        reading = Reading(s, wanted)
+        await settle()
+        assert isinstance(reading.error, error)
+        assert text in str(reading.error)
+        assert readers(s) == (0, 0)
+
+
+async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
+    async with server() as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        assert isinstance((await begin(s)).error, UnknownJobError)
+        await s.join(n1)
+        assert "has had no round yet" in str((await begin(s)).error)
+        reading = await begin(s, follow=True, rank=2)
+        assert [text.partition(";")[0] for _, text in reading.notes] == [
+            "job-7 has had no round yet"
+        ]
+        await s.join(n2)
+        line, request = [x for x in read(n2) if isinstance(x, Line | ReadLog)]
+        # In this order, so that the node knows of the round that it is asked for.
+        assert isinstance(line, Line)
+        assert isinstance(request, ReadLog)
+        assert (request.round, request.rank, request.follow) == (0, 2, True)
+        await say(s, n2, request, b"x")
+        assert reading.text == b"x"
+        await reading.stop()
+
+
+# ------------------------------------------------------------------ following
+
+
+async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True)
+        requests = asked(n1), asked(n2)
+        await say(s, n1, requests[0], b"a")
+        await say(s, n2, requests[1], b"b")
+        await end_round(s, n1, n2)
+        # They read the next round without being asked again.
+        assert not [x for stream in (n1, n2) for x in read(stream) if isinstance(x, ReadLog)]
+        for stream in (n1, n2):
+            succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 1)
+            await s.driver.hear(stream, "job-7", succeed)
+        await settle()
+        assert not reading.ended
+        for stream, request in zip((n1, n2), requests, strict=True):
+            s.driver.take_log(stream, LogPiece(request.request, last=True))
+        await settle()
+        assert (reading.ended, reading.text, reading.notes) == (True, b"ab", [])
+
+
+async def test_who_follows_a_rank_that_is_not_there_hears_so_once_a_round() -> None:
+    """It was silent for ever."""
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True, rank=4)
+        when = "; what is written is shown when there is one"
+        absent = "job-7 has no RANK 4 in round {}; its RANKs are 0 to 3" + when
+        assert reading.notes == [("", absent.format(0))]
+        await end_round(s, n1, n2)
+        assert reading.notes == [("", absent.format(number)) for number in (0, 1)]
+        later = await begin(s, follow=True, round=7)
+        assert [text for _, text in later.notes] == [
+            f"job-7 has had no round 7 yet; its last is 1{when}"
+        ]
+        assert (await begin(s, follow=True, rank=3)).notes == []
+        await reading.stop()
+        await later.stop()
+
+
+async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
+    async with server() as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0, tail_lines=3)
+        request = asked(n1)
+        await say(s, n1, request, b"12345")
+        s.driver.detach(n1)
+        again = await s.connect("n1", instance="one")
+        second = asked(again)
+        assert second.request != request.request
+        assert second.tail_lines == 0
+        assert second.positions == (LogPosition("", 0, 1, False, 5),)
+        # What is still said on the old stream, or for the old request, is not listened to.
+        await say(s, n1, request, b"late")
+        await say(s, again, request, b"late")
+        await say(s, again, second, b"6")
+        assert (reading.text, reading.notes) == (b"123456", [])
+        await reading.stop()
+
+
+async def test_a_stream_that_replaces_another_is_asked_anew() -> None:
+    async with server() as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        await say(s, n1, asked(n1), b"1")
+        newer = await s.connect("n1", instance="one")
+        s.driver.detach(n1)
+        await say(s, newer, asked(newer), b"2")
+        assert reading.text == b"12"
+        await reading.stop()
+
+
+async def test_a_reader_whose_stream_was_cut_goes_on_where_it_was() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        positions = (
+            LogPosition("n1", 0, 0, True, 77),
+            LogPosition("n1", 0, 1, False, 88),
+        )
+        reading = await begin(s, follow=True, run="run-1", tail_bytes=9, positions=positions)
+        first = asked(n1)
+        assert {replace(at, node_id="n1") for at in first.positions} == set(positions)
+        assert first.tail_bytes == 0
+        # Of the other node nothing was read.
+        second = asked(n2)
+        assert (second.tail_bytes, second.positions) == (9, ())
+        await reading.stop()
+
+
+async def test_a_node_that_has_left_and_come_back_is_asked_for_its_new_round() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True)
+        await say(s, n1, asked(n1), b"a")
+        await say(s, n2, asked(n2), b"b", last=True)
+        leave = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "SIGTERM", left_round=0)
+        await s.driver.hear(n2, "job-7", leave)
+        s.driver.detach(n2)
+        await end_round(s, n1)
+        again = await s.connect("n2", instance="two")
+        await s.driver.hear(
+            again,
+            "job-7",
+            Join(
+                "n2",
+                again.incarnation,
+                "",
+                Settings(2, 2, 3),
+                Offer("10.0.0.1", 2, machine="m1", store_port=4711),
+            ),
+        )
+        await settle()
+        request = asked(again)
+        assert request.round == 1
+        await say(s, again, request, b"c")
+        assert reading.text == b"abc"
+        await reading.stop()
+
+
+# ------------------------------------------------------------------ nodes that do not answer
+
+
+async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_job() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        for stream in await pair(s):
+            succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
+            await s.driver.hear(stream, "job-7", succeed)
+    async with server(store, clock) as s:
+        reading = await begin(s, follow=True, rank=0)
+        n1 = await s.connect("n1")
+        await say(s, n1, asked(n1), b"1", last=True)
+        assert (reading.ended, reading.text, reading.notes) == (True, b"1", [])
+        reading = await begin(s, follow=True, rank=3)
+        await s.clock.advance(ANSWER_MS)
+        assert reading.ended
+        ((node_id, note),) = reading.notes
+        assert (node_id, "not connected" in note) == ("n2", True)
+
+
+async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are() -> None:
+    async with server() as s:
+        s.driver._logs.expects_until_ms = 0
+        n1, n2 = await pair(s)
+        for stream in (n1, n2):
+            succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
+            await s.driver.hear(stream, "job-7", succeed)
+        s.driver.detach(n1)
+        for follow in (False, True):
+            reading = await begin(s, follow=follow)
+            # The other's agent is there still.
+            await say(s, n2, asked(n2), b"b", last=True)
+            assert (reading.ended, reading.text) == (True, b"b")
+            ((node_id, note),) = reading.notes
+            assert node_id == "n1"
+            assert "not connected" in note
+            assert "job-7-run-1/n1/round_0 in its --log-dir" in note
+
+
+async def test_a_node_that_says_nothing_is_named_and_not_waited_for() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s)
+        request = asked(n1)
+        await say(s, n2, asked(n2), b"b", last=True)
+        await s.clock.advance(ANSWER_MS)
+        assert (reading.ended, reading.text) == (True, b"b")
+        ((node_id, note),) = reading.notes
+        assert (node_id, "has sent nothing for 10 s" in note) == ("n1", True)
+        assert granted(n1) == [LogCredit(request.request, 0, cancel=True)]
+
+
+async def test_who_follows_hears_of_a_node_that_stays_away_and_of_it_when_it_is_back() -> None:
+    async with server() as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        await say(s, n1, asked(n1), b"1")
+        s.driver.detach(n1)
+        await s.clock.advance(ANSWER_MS - 1)
+        assert not reading.notes
+        await s.clock.advance(1)
+        assert [node_id for node_id, _ in reading.notes] == ["n1"]
+        again = await s.connect("n1", instance="one")
+        await say(s, again, asked(again), b"2")
+        assert reading.text == b"12"
+        await reading.stop()
+
+
+async def test_who_follows_a_quiet_node_waits() -> None:
+    async with server() as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        await say(s, n1, asked(n1))
+        await s.clock.advance(ANSWER_MS + 1)
+        assert not reading.notes
+        await reading.stop()
+
+
+async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True)
+        for stream in (n1, n2):
+            refusal = LogPiece(asked(stream).request, last=True, error="it goes to the console")
+            s.driver.take_log(stream, refusal)
+        await settle()
+        assert reading.ended
+        assert reading.notes == [(x, "it goes to the console") for x in ("n1", "n2")]
+
+
+# ------------------------------------------------------------------ bounds
+
+
+async def test_a_node_gets_new_credit_as_the_reader_takes() -> None:
+    limits = Limits(log_window=8_192)
+    async with server(limits=limits) as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        request = asked(n1)
+        assert request.credit == 8_192
+        reading.may_take.clear()
+        await say(s, n1, request, b"x" * 3_000, b"y" * 3_000)
+        # One was taken, which is less than half of the window; the others wait.
+        assert granted(n1) == []
+        reading.may_take.set()
+        await settle()
+        # Three pieces: the first has no data.
+        assert sum(credit.bytes for credit in granted(n1)) == 6_000 + 3 * PIECE_COST
+        await reading.stop()
+
+
+async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
+    async with server(limits=Limits(log_window=8_192)) as s:
+        n1, _ = await pair(s)
+        reading = await begin(s, follow=True, rank=0)
+        request = asked(n1)
+        reading.may_take.clear()
+        await say(s, n1, request, *[b"x" * 2_000] * 9)
+        assert granted(n1) == [LogCredit(request.request, 0, cancel=True)]
+        reading.may_take.set()
+        await settle()
+        # What it was allowed to send has come.
+        assert len(reading.text) == 6_000
+        assert "more than it was asked for" in reading.notes[0][1]
+        assert reading.ended
+
+
+async def test_many_nodes_share_what_one_reader_may_have_on_its_way() -> None:
+    limits = Limits(log_buffer=20_000, log_window_least=4_096)
+    async with server(limits=limits) as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s)
+        assert [asked(stream).credit for stream in (n1, n2)] == [10_000, 10_000]
+        await reading.stop()
+
+
+async def test_readers_are_bounded_and_leave_nothing_behind() -> None:
+    async with server(limits=Limits(log_readers=1)) as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, follow=True)
+        requests = asked(n1).request, asked(n2).request
+        assert readers(s) == (1, 2)
+        second = await begin(s)
+        assert isinstance(second.error, LimitExceededError)
+        assert "log_readers" in str(second.error)
+        await reading.stop()
+        assert readers(s) == (0, 0)
+        cancelled = [granted(stream)[-1] for stream in (n1, n2)]
+        assert cancelled == [LogCredit(request, 0, cancel=True) for request in requests]
+
+
+async def test_readers_end_when_the_server_does() -> None:
+    async with server() as s:
+        await pair(s)
+        reading = await begin(s, follow=True)
+        s.driver.close_streams(RendezvousConnectionError("another leads"))
+        await settle()
+        assert isinstance(reading.error, RendezvousConnectionError)
+        assert readers(s)[0] == 0
+        assert isinstance((await begin(s)).error, RendezvousConnectionError)
+
+
+async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
+    async with server() as s:
+        n1, n2 = await pair(s)
+        reading = await begin(s, rank=0)
+        request = asked(n1)
+        s.driver.take_log(n2, LogPiece(request.request, data=b"forged"))
+        s.driver.take_log(n1, LogPiece(4_711, data=b"nobody's"))
+        await say(s, n1, request, b"x", last=True)
+        assert reading.text == b"x"

@@ -1,0 +1,631 @@
+"""/metrics: a scripted history has a golden file; what is counted is what `status` shows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import test_small_scope as small_scope
+from prometheus_client.parser import text_string_to_metric_families
+
+from rdzv.c10d import unpickle as c10d
+from rdzv.c10d.observations import Watch
+from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
+from rdzv.core.events import NodeLost, RunBegan
+from rdzv.core.explain import JobView, explain, job_state, node_views
+from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settings, State, Tuning
+from rdzv.core.placement import Gpu, Resources
+from rdzv.core.rendezvous import step, vacant
+from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
+from rdzv.server.messages import Progress, RankProgress
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.telemetry.job_metrics import (
+    JOB_METRICS,
+    missing_nodes,
+    node_states,
+    why_not_running,
+)
+from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
+from rdzv.server.telemetry.metrics_hooks import Figures
+from rdzv.structs import replace
+from tests.unit.core.test_small_scope import SETTINGS, everything_said
+from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "metrics"
+EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
+CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+
+
+class Scraped(Server):
+    """A server with its metrics, and nodes that say what they are told to."""
+
+    def __init__(self, driver: Driver, clock: FakeClock, metrics: Metrics) -> None:
+        super().__init__(driver, clock)
+        self.metrics = metrics
+
+    async def say(self, stream: Stream, command: Join | Fail | Succeed) -> None:
+        await self.driver.hear(stream, "job-7", command)
+        await settle()
+
+    async def let_pass(self, for_ms: int, *silent: str) -> None:
+        """Let time pass in which every connected node but these is heard."""
+        for left_ms in range(for_ms, 0, -1_000):
+            for node_id, stream in self.driver._streams.items():
+                if node_id not in silent:
+                    self.driver.heard(stream)
+            await self.clock.advance(min(left_ms, 1_000))
+
+    def tell(self, stream: Stream, number: int, *ranks: RankProgress) -> None:
+        """Workers of this node tell how far they are in a round."""
+        self.driver.note_progress(stream, Progress("job-7", "run-1", number, ranks))
+
+    async def fail(self, stream: Stream, number: int) -> None:
+        """A worker of this node fails in a round."""
+        report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
+        run = "run-1"
+        await self.say(stream, Fail(stream.node_id, stream.incarnation, run, number, (report,)))
+
+    async def stopped(self, stream: Stream, number: int, nodes: tuple[int, int]) -> None:
+        """This node has stopped its workers of a round."""
+        await self.say(stream, join(stream, nodes, run="run-1", left_round=number))
+
+    async def values(self) -> dict[str, float]:
+        return values(await self.metrics.text())
+
+
+def values(text: bytes) -> dict[str, float]:
+    """Read every sample as `name{label=value}`."""
+    return {
+        s.name + "".join(f"{{{k}={v}}}" for k, v in sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text.decode())
+        for s in family.samples
+    }
+
+
+@asynccontextmanager
+async def scraped(
+    store: FlakyStore | None = None, config: Config = CONFIG, tuning: Tuning | None = None
+) -> AsyncIterator[Scraped]:
+    clock = FakeClock()
+    held: list[Driver] = []
+    metrics = Metrics(
+        lambda: held[0].figures() if held else None,
+        config,
+        version="1.2.3",
+        now_s=lambda: clock.at_ms / 1000,
+        c10d=torchs_own,
+        expires=lambda: EXPIRES,
+    )
+    uids = (f"run-{number}" for number in itertools.count(1))
+    async with Driver.running(
+        store or FlakyStore(),
+        clock,
+        replace(config, tuning=tuning or config.tuning),
+        new_uid=lambda: next(uids),
+        meter=metrics,
+    ) as driver:
+        held.append(driver)
+        yield Scraped(driver, clock, metrics)
+        held.clear()
+
+
+async def history(s: Scraped) -> None:
+    """A failed worker; a lost node, whose seat a spare takes; one job waits; one is done."""
+    nodes = (2, 2)
+    settings = replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3)
+    n1, n2, n3 = [await s.connect(name) for name in ("n1", "n2", "n3")]
+    for stream in (n1, n2, n3):
+        await s.say(stream, join(stream, nodes, settings=settings))
+        await s.let_pass(1_000)
+    await s.let_pass(20_000)
+    await s.fail(n2, 0)
+    await s.let_pass(250)
+    for stream in (n1, n2):
+        await s.say(stream, join(stream, nodes, settings=settings, run="run-1", left_round=0))
+        await s.let_pass(500)
+    await s.let_pass(30_000)
+
+    n9 = await s.connect("n9")
+    await s.driver.hear(n9, "waits", join(n9, (2, 4)))
+    await s.driver.hear(n9, "done", join(n9, (1, 1)))
+    run = (await s.driver.status("done")).run
+    await s.let_pass(2_000)
+    await s.driver.hear(n9, "done", Succeed("n9", n9.incarnation, run, 0))
+
+    # n2 falls silent. Once n1 has stopped, n3 takes the seat.
+    await s.let_pass(6_000, "n2")
+    await s.say(n1, join(n1, nodes, settings=settings, run="run-1", left_round=1))
+    await s.let_pass(10_000, "n2")
+    s.tell(n1, 2, RankProgress(0, 120, 0, 2.5), RankProgress(1, 121, 0, 0.0))
+    await submitted_jobs(s)
+    s.tell(n3, 2, RankProgress(2, 118, 0, 2.25))
+    await s.let_pass(1_500)
+
+
+async def submitted_jobs(s: Scraped) -> None:
+    """One job is placed on the one node that may be; the other waits for two."""
+    s.driver._placer._settled_at_ms = 0
+    gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
+    for node_id in ("g1", "g2"):
+        await s.connect(node_id, resources=Resources(gpus=gpus, capacity=2))
+    await s.driver.cordon("g2", "its fan is loud")
+    spec = JobSpec(("train.py",), local_world_size=3)
+    for rdzv_id, nodes in (("eval", 1), ("later", 2)):
+        await s.driver.submit(rdzv_id, Submit(f"{rdzv_id}-1", Settings(nodes, nodes), spec, "ada"))
+    await s.let_pass(1_000)
+
+
+async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
+    async with scraped() as s:
+        n1, n2 = [await s.connect(name) for name in ("n1", "n2")]
+        own = {"max_preemptions": 5, "max_store_failures": 2, "no_progress_restarts": 7}
+        settings = replace(SETTINGS, min_nodes=1, max_nodes=2, max_restarts=9, **own)
+        for stream in (n1, n2):
+            await s.say(stream, join(stream, (1, 2), settings=settings))
+        for number in range(3):
+            await s.let_pass(1_000)
+            await s.fail(n2, number)
+            for stream in (n1, n2):
+                again = join(stream, (1, 2), settings=settings, run="run-1", left_round=number)
+                await s.say(stream, again)
+            await s.let_pass(10_000)
+        # n2 falls silent, and n1 goes on alone.
+        await s.let_pass(10_000, "n2")
+        await s.say(n1, join(n1, (1, 2), settings=settings, run="run-1", left_round=3))
+        await s.let_pass(2_000, "n2")
+        told = await s.values()
+        await s.driver.hear(n1, "free", join(n1, (1, 1)))
+        free = await s.values()
+    found = {name: told[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in BUDGETS}
+    assert found == dict(zip(BUDGETS, (1, 5, 0, 2, 2, 7), strict=True))
+    without = {name for name in BUDGETS if f"rdzv_job_{name}{{rdzv_id=free}}" in free}
+    assert without == {"preemptions_spent", "store_failures_spent", "restarts_in_vain"}
+
+
+BUDGETS = (
+    *("preemptions_spent", "max_preemptions", "store_failures_spent", "max_store_failures"),
+    *("restarts_in_vain", "no_progress_restarts"),
+)
+
+
+async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them() -> None:
+    async with scraped() as s:
+        s.driver._placer._settled_at_ms = 0
+        await s.connect("g2", resources=Resources(capacity=2))
+        n1 = await s.connect("n1")
+        await s.say(n1, join(n1, (1, 1)))
+
+        async def counted() -> tuple[float, float]:
+            told = await s.values()
+            states = (f"rdzv_node_drains{{state={name}}}" for name in ("draining", "drained"))
+            return tuple(told[name] for name in states)  # type: ignore[return-value]
+
+        assert await counted() == (0, 0)
+        await s.driver.drain("g2", 60_000, "its fan is loud")
+        assert await counted() == (0, 1), "nothing is on it"
+        await s.driver.drain("n1", 60_000, "so is its own")
+        assert await counted() == (1, 1), "it has a seat"
+        await s.driver.undrain("g2")
+        assert await counted() == (1, 0)
+
+
+def torchs_own() -> tuple[JobView, ...]:
+    """Two jobs in torch's own store, one of which is closed."""
+    watch = Watch()
+    nodes = [c10d.Node("10.0.0.1", 4711, number) for number in range(3)]
+    runs = c10d.State(
+        round=3,
+        complete=True,
+        closed=False,
+        last_call=False,
+        participants={nodes[0]: 0, nodes[1]: 1},
+        waiting=frozenset(nodes[2:]),
+        spare=frozenset(),
+        heartbeats={},
+    )
+    watch.take({"runs": runs, "over": replace(runs, closed=True)}, (), 0)
+    return watch.views(0)
+
+
+async def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
+    async with scraped() as s:
+        await history(s)
+        text = (await s.metrics.text()).decode()
+    text = re.sub(r'python="[^"]*"', 'python="3"', text)
+    path = GOLDEN / "history.txt"
+    if request.config.getoption("--rewrite"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), "review the diff, then: pytest --rewrite"
+
+
+@pytest.mark.slow
+async def test_promtool_finds_nothing_to_improve() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus has it)")
+    async with scraped() as s:
+        s.metrics.add_process()
+        await history(s)
+        text = await s.metrics.text()
+    pipe = asyncio.subprocess.PIPE
+    check = await asyncio.create_subprocess_exec(
+        promtool, "check", "metrics", stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    async with asyncio.timeout(100):
+        said = await check.communicate(text)
+    assert (check.returncode, said) == (0, (b"", b""))
+
+
+async def test_every_metric_is_documented_and_no_other() -> None:
+    async with scraped() as s:
+        await history(s)
+        families = text_string_to_metric_families((await s.metrics.text()).decode())
+        told = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    manual = Path(__file__).parents[3] / "docs" / "metrics.md"
+    written = set(re.findall(r"^\| `(rdzv_\w+)", manual.read_text(), flags=re.MULTILINE))
+    assert told == {name for name in written if not name.startswith("rdzv_agent_")}
+
+
+async def test_no_label_is_called_job() -> None:
+    async with scraped() as s:
+        await history(s)
+        families = text_string_to_metric_families((await s.metrics.text()).decode())
+        labels = {name for f in families for sample in f.samples for name in sample.labels}
+    assert labels == {
+        *("rdzv_id", "state", "cause", "kind", "phase", "reason", "result", "operation", "le"),
+        *("by", "collector", "version", "python", "store"),
+    }
+
+
+async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> tuple[JobView, ...]:
+        raise OSError("no store")
+
+    state = vacant("job-7", CONFIG.tuning)
+    began = step(state, _first_join(), 0)
+    figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
+    metrics = Metrics(lambda: figures, CONFIG, "1.2.3", c10d=broken)
+    metrics.stepped(state, began.state, began.events, 0)
+    for _ in range(2):
+        found = values(await metrics.text())
+        assert found["rdzv_collector_success{collector=c10d}"] == 0
+        assert found["rdzv_collector_success{collector=jobs}"] == 1
+        assert found["rdzv_job_min_nodes{rdzv_id=job-7}"] == 2
+    assert len(caplog.records) == 1, "it is logged once, and not at each scrape"
+
+    def lost(_: State) -> tuple[RankProgress, ...]:
+        raise KeyError("job-7")
+
+    healthy, figures = figures, replace(figures, progress=lost)
+    found = values(await metrics.text())
+    assert found["rdzv_collector_success{collector=jobs}"] == 0
+    assert found["rdzv_leads"] == 1
+    figures = healthy
+    assert values(await metrics.text())["rdzv_collector_success{collector=jobs}"] == 1
+
+
+async def test_a_server_without_torchs_store_tells_nothing_of_one() -> None:
+    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    assert not any("c10d" in name for name in values(await metrics.text()))
+
+
+async def test_streams_and_the_nodes_that_are_lost_are_counted() -> None:
+    async with scraped() as s:
+        await s.pair()
+        await s.let_pass(4_000, "n2")
+        found = await s.values()
+        assert found["rdzv_streams_opened_total"] == 2
+        assert found["rdzv_node_silence_seconds"] >= 3
+        assert found["rdzv_lease_seconds"] == 5
+        await s.let_pass(6_000, "n2")
+        assert (await s.values())["rdzv_nodes_lost_total"] == 1
+
+
+async def test_who_stands_by_tells_of_no_jobs() -> None:
+    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    found = values(await metrics.text())
+    assert found["rdzv_leads"] == 0
+    assert not any(name.startswith(("rdzv_job", "rdzv_leadership")) for name in found)
+    assert found["rdzv_runs_ended_total{result=failed}"] == 0
+
+
+# ------------------------------------------------------------------ counts
+
+
+async def test_a_restart_is_counted_where_it_is_charged() -> None:
+    async with scraped() as s:
+        n1 = await s.connect("n1")
+        settings = replace(join(n1, (1, 1)).settings, max_restarts=1)
+        await s.say(n1, join(n1, (1, 1), settings=settings))
+        await s.let_pass(4_000)
+        await s.fail(n1, 0)
+        await s.clock.advance(500)
+        await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=0))
+        await s.let_pass(6_000)
+        found = await s.values()
+        job = "{rdzv_id=job-7}"
+        assert found[f"rdzv_job_restarts_total{job}"] == 1
+        assert found[f"rdzv_job_restarts_spent{job}"] == 1
+        assert found[f"rdzv_job_rounds_ended_total{{cause=worker failure}}{job}"] == 1
+        assert found[f"rdzv_job_worker_failures_total{job}"] == 1
+        assert found[f"rdzv_job_recovery_seconds_sum{{phase=stop}}{job}"] == 0.5
+        assert found[f"rdzv_job_formation_seconds_sum{job}"] == 0.5
+        assert found[f"rdzv_job_formation_seconds_count{job}"] == 2
+        assert found[f"rdzv_job_running_seconds_total{job}"] == 10
+        assert found[f"rdzv_job_elapsed_seconds_total{job}"] == 10.5
+        # The budget is spent: the next failure ends the run, and is no restart.
+        await s.fail(n1, 1)
+        await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=1))
+        found = await s.values()
+        assert found[f"rdzv_job_restarts_total{job}"] == 1
+        assert found[f"rdzv_job_worker_failures_total{job}"] == 2
+        assert found[f"rdzv_job_state{job}{{state=failed}}"] == 1
+        assert found["rdzv_runs_ended_total{result=failed}"] == 1
+
+
+async def test_a_job_that_has_ended_is_shown_for_a_while_and_no_longer() -> None:
+    async with scraped() as s:
+        n1 = await s.connect("n1")
+        await s.say(n1, join(n1, (1, 1)))
+        await s.driver.submit("job-7", Stop("run-1", "an operator"))
+        await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
+        found = await s.values()
+        assert found["rdzv_job_state{rdzv_id=job-7}{state=stopped}"] == 1
+        assert "rdzv_job_min_nodes{rdzv_id=job-7}" not in found
+        await s.clock.advance(CONFIG.timings.ended_job_ms)
+        assert not any("job-7" in name for name in await s.values())
+        assert not s.metrics._tallies
+        assert not s.metrics._ended
+
+
+async def test_a_job_that_begins_again_counts_from_zero() -> None:
+    async with scraped() as s:
+        n1 = await s.connect("n1")
+        await s.say(n1, join(n1, (1, 1)))
+        await s.driver.submit("job-7", Stop("run-1", "an operator"))
+        await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
+        await s.clock.advance(1_000)
+        await s.say(n1, join(n1, (1, 1)))
+        found = await s.values()
+        assert found["rdzv_job_state{rdzv_id=job-7}{state=running}"] == 1
+        assert found["rdzv_job_elapsed_seconds_total{rdzv_id=job-7}"] == 0
+        assert found["rdzv_job_membership_changes_total{kind=joined}{rdzv_id=job-7}"] == 1
+
+
+async def test_a_server_that_starts_counts_what_it_sees_of_jobs_that_run() -> None:
+    store = FlakyStore()
+    async with scraped(store) as s:
+        n1 = await s.connect("n1")
+        await s.say(n1, join(n1, (1, 1)))
+        await s.let_pass(60_000)
+    async with scraped(store) as s:
+        await s.clock.advance(2_000)
+        found = await s.values()
+    assert found["rdzv_job_running_seconds_total{rdzv_id=job-7}"] == 2
+    assert found["rdzv_job_elapsed_seconds_total{rdzv_id=job-7}"] == 2
+    assert found["rdzv_job_nodes{rdzv_id=job-7}{state=away}"] == 1
+
+
+async def test_progress_is_told_by_its_extremes_while_the_round_is_live() -> None:
+    async with scraped() as s:
+        n1, n2 = await s.pair()
+        s.tell(n1, 0, RankProgress(0, 7, 0, 0.0), RankProgress(1, 9, 0, 3.5))
+        await s.let_pass(2_000)
+        s.tell(n2, 0, RankProgress(2, 8, 500, 4.5))
+        found = await s.values()
+        expected = {
+            "min_step": 7,
+            "median_step": 8,
+            "max_step": 9,
+            "steps_per_second": 3.5,
+            "median_steps_per_second": 3.5,
+            "max_steps_per_second": 4.5,
+            "progress_age_seconds": 0.5,
+            "max_progress_age_seconds": 2,
+            "progress_workers": 3,
+        }
+        names = tuple(expected)
+        told = {name: found[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in names}
+        assert told == expected
+        await s.fail(n1, 0)
+        found = await s.values()
+        assert not [name for name in names if f"rdzv_job_{name}{{rdzv_id=job-7}}" in found]
+
+
+async def test_a_store_that_is_away_is_told_and_counted() -> None:
+    store = FlakyStore()
+    async with scraped(store) as s:
+        n1 = await s.connect("n1")
+        store.away = RendezvousConnectionError("no answer")
+        said = asyncio.ensure_future(s.driver.hear(n1, "job-7", join(n1, (1, 1))))
+        await s.clock.advance(2_500)
+        found = await s.values()
+        assert found["rdzv_store_away_seconds"] == 2.5
+        assert found["rdzv_store_errors_total{operation=read}"] >= 2
+        assert found["rdzv_commit_seconds_count"] == 0
+        store.away = None
+        await s.clock.advance(1_000)
+        await said
+        found = await s.values()
+        assert found["rdzv_store_away_seconds"] == 0
+        assert found["rdzv_commit_seconds_count"] == 1
+
+
+async def test_a_pause_of_the_loop_is_in_the_histogram() -> None:
+    async with scraped() as s:
+        await s.clock.advance(1_000)
+        await s.clock.pause(3_000)
+        found = await s.values()
+    assert (
+        found["rdzv_loop_lag_seconds_bucket{le=+Inf}"]
+        > found["rdzv_loop_lag_seconds_bucket{le=1.0}"]
+    )
+
+
+async def test_ended_jobs_are_bounded() -> None:
+    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    for number in range(ENDED_JOBS + 10):
+        state = vacant(f"job-{number}", CONFIG.tuning)
+        began = step(state, _first_join(), 0)
+        ended = step(began.state, Stop("run-1", "an operator"), 1)
+        metrics.stepped(state, began.state, began.events, 0)
+        metrics.stepped(began.state, ended.state, ended.events, 1)
+    assert len(metrics._ended) == ENDED_JOBS
+    # What comes so late that the job is forgotten makes nothing anew.
+    first = vacant("job-0", CONFIG.tuning)
+    ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
+    assert ended.state.membership.ended
+    metrics.stepped(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
+    assert not metrics._tallies
+
+
+def _first_join() -> Join:
+    return Join("n1", 1, "", SETTINGS, Offer("10.0.0.1", machine="m1"), new_run="run-1")
+
+
+# ------------------------------------------------------------------ gauges say what status says
+
+REASON_IN_WORDS = {
+    "queued": "queued: ",
+    "too few nodes": "waiting for ",
+    "nodes away": "to come back",
+    "last call": "last call",
+    "gathering": "gathering newcomers",
+    "back-off": "backing off",
+    "adoption": "others may run it still",
+    "stopping": " to stop",
+}
+
+
+def agrees(state: State, now_ms: int) -> str:
+    """Check that the gauges of a state are what `status` shows; return why it does not run."""
+    shown = Counter(v.state for v in node_views(state, now_ms))
+    if state.membership.ended is None:
+        assert +node_states(state) == shown
+    reason = why_not_running(state)
+    assert bool(reason) is (job_state(state) in (JobState.JOINING, JobState.STOPPING))
+    if reason:
+        assert REASON_IN_WORDS[reason] in explain(state, now_ms)
+    if job_state(state) is JobState.JOINING:
+        assert bool(missing_nodes(state)) is (state.ready < state.membership.min_nodes)
+    return reason
+
+
+def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
+    seats = {"n1": Seat(1, 0, leaving="SIGTERM"), "n2": Seat(2, 0)}
+    began = step(vacant("job-7", CONFIG.tuning), _first_join(), 0).state
+    settings = Settings(min_nodes=3, max_nodes=3)
+    state = replace(
+        began, membership=replace(began.membership, settings=settings), waiting={}, seats=seats
+    )
+    assert missing_nodes(state) == 2
+    assert missing_nodes(replace(state, away={"n2": Away(0, 5_000, firm=False)})) == 3
+
+
+@pytest.mark.parametrize(
+    "beginning", ["vacant", "at_last_call", "failing", "with_a_spare", "half_done", "taken_over"]
+)
+def test_the_gauges_say_what_status_says(beginning: str) -> None:
+    job = getattr(small_scope, beginning)()
+    metrics = Metrics(lambda: None, CONFIG, "1.2.3")
+    met, queue = {repr(job.state)}, [(job.state, job.now_ms, job.wake_at_ms)]
+    for before, then_ms, wake_at_ms in itertools.islice(_growing(queue), 25):
+        for command in everything_said(before):
+            now_ms = then_ms
+            if isinstance(command, Tick):
+                now_ms = then_ms + 100 if wake_at_ms is None else wake_at_ms
+            try:
+                after = step(before, command, now_ms)
+            except RendezvousError:
+                continue
+            metrics.forget_jobs()
+            metrics.loaded(before, now_ms)
+            metrics.stepped(before, after.state, after.events, now_ms)
+            counts_what_lives(metrics, after.state)
+            if after.state.membership.run and (key := repr(after.state)) not in met:
+                met.add(key)
+                agrees(after.state, now_ms)
+                queue.append((after.state, now_ms, after.wake_at_ms))
+    assert len(met) > 10
+
+
+def counts_what_lives(metrics: Metrics, state: State) -> None:
+    """Check that a job is counted until it has ended, and that its time runs while it does."""
+    membership = state.membership
+    tally = metrics._tallies.get(membership.rdzv_id)
+    assert (tally is not None) is (bool(membership.run) and membership.ended is None)
+    if tally is not None:
+        live = job_state(state) is JobState.RUNNING
+        assert (tally.running_since_ms is not None) is live
+
+
+def _growing(queue: list[tuple[State, int, int | None]]) -> object:
+    for number in itertools.count():
+        if number == len(queue):
+            return
+        yield queue[number]
+
+
+# ------------------------------------------------------------------ many jobs
+
+
+@pytest.mark.slow
+async def test_many_jobs_leave_the_event_loop_to_others() -> None:
+    states = []
+    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
+    for number in range(2_000):
+        state = vacant(f"job-{number}", CONFIG.tuning)
+        began = step(state, _first_join(), 0)
+        states.append(began.state)
+        metrics.stepped(state, began.state, (RunBegan("run-1", 1, ""),), 0)
+    figures = Figures(0, 1, 0, 0, 0, 0, 0, tuple(states))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(others())
+    try:
+        text = await metrics.text()
+    finally:
+        other.cancel()
+    assert text.count(b"rdzv_job_min_nodes{") == 2_000
+    # One turn for each slice of jobs, and one for each metric.
+    assert turns >= 2_000 // SLICE_JOBS + len(JOB_METRICS) - 2
+
+
+async def test_readers_are_bounded() -> None:
+    config = replace(CONFIG, limits=Limits(scrapes=2))
+    figures = Figures(0, 1, 0, 0, 0, 0, 0, ())
+    metrics = Metrics(lambda: figures, config, "1.2.3")
+    answers = await asyncio.gather(*(metrics.text() for _ in range(3)), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [bytes, bytes, LimitExceededError]
+    assert isinstance(await metrics.text(), bytes)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "é"])
+async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) -> None:
+    state = vacant(name, CONFIG.tuning)
+    began = step(state, _first_join(), 0)
+    figures = Figures(0, 1, 0, 0, 0, 0, 0, (began.state,))
+    metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
+    metrics.stepped(state, began.state, began.events, 0)
+    assert values(await metrics.text())[f"rdzv_job_min_nodes{{rdzv_id={name}}}"] == 2
+
+
+def test_results_and_states_have_the_same_words() -> None:
+    assert {r.value for r in Result} < {s.value for s in JobState}

@@ -1,0 +1,415 @@
+"""Quarantine at a server: a node that fails again and again is let go of, and stays away.
+
+Three daemons, two of which train. n2's worker fails three times; in the very step that settles the
+third round the job lets go of it, and n3 takes the seat. Time is moved by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rdzv.core.commands import Bar, Fail, FailureReport, Join, Place, ReportStuck
+from rdzv.core.events import NodesPlaced
+from rdzv.core.model import Offer, Settings
+from rdzv.core.nodes import AgentKind
+from rdzv.core.quarantine import QuarantineTuning
+from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
+from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config, Listen
+from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
+from tests.support.builders import Job
+from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
+from tests.unit.server.test_placer import QUIET_MS, daemons, live, submission
+
+SETTINGS = Settings(2, 2, max_restarts=9, restart_backoff_ms=0)
+HOUR_MS = 3_600_000
+
+
+class Documents(FlakyStore):
+    """A store whose documents can not always be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuse: list[str] = []
+        """How the next writes of a document fail."""
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        how = self.refuse.pop(0) if self.refuse else ""
+        if how == "lost before":
+            raise RendezvousConnectionError("no answer")
+        new = await super().swap_document(name, data, revision)
+        if how == "lost after":
+            raise RendezvousConnectionError("no answer")
+        return new
+
+
+@asynccontextmanager
+async def server(
+    store: MemoryStore | None = None, clock: FakeClock | None = None, **tuning: int
+) -> AsyncIterator[Server]:
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), quarantine=QuarantineTuning(**tuning))
+    clock = clock or FakeClock()
+    async with Driver.running(store or MemoryStore(), clock, config) as driver:
+        yield Server(driver, clock)
+
+
+def offer(stream: Stream) -> Offer:
+    return Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
+
+
+async def join(s: Server, stream: Stream, left_round: int | None = None) -> None:
+    run = (await s.driver.status("job-7")).run
+    asked = Join(stream.node_id, stream.incarnation, run, SETTINGS, offer(stream), left_round)
+    # While the store is away it waits to be heard.
+    s.driver._tasks.start(s.driver.hear(stream, "job-7", asked))
+    await settle()
+
+
+async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> None:
+    """Submit a job, and let whoever gets it run its first round."""
+    await s.driver.submit_job("job-7", replace(submission(run), settings=SETTINGS))
+    await s.clock.advance(QUIET_MS)
+    placed = (await s.driver.status("job-7")).submission
+    assert placed is not None
+    for stream in streams:
+        if stream.node_id in placed.placed:
+            await join(s, stream)
+
+
+def lines(stream: Stream) -> list[Line]:
+    return [told for told in read(stream) if isinstance(told, Line)]
+
+
+async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: str = "") -> None:
+    """A worker of one node fails, and all stop and come back, that node first."""
+    status = await s.driver.status("job-7")
+    number = status.round
+    assert status.state == "running" and number is not None
+    report = FailureReport(0, 1, 99, 3, None, message or "uncorrectable ECC error", "", 10)
+    fail = Fail(at_fault.node_id, at_fault.incarnation, status.run, number, (report,))
+    await s.driver.hear(at_fault, "job-7", fail)
+    for stream in (at_fault, *others):
+        await join(s, stream, number)
+    await s.clock.advance(QUIET_MS)
+
+
+async def shown(s: Server, node_id: str) -> NodeSummary:
+    return next(node for node in s.driver.nodes() if node.node_id == node_id)
+
+
+async def quarantined(s: Server) -> list[str]:
+    return [node.node_id for node in s.driver.nodes() if node.quarantine]
+
+
+async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server() as s:
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        await training(s, (n1, n2))
+        for _ in range(2):
+            await fails(s, n2, [n1])
+            assert lines(n2)
+            assert not await quarantined(s)
+        with caplog.at_level(logging.WARNING):
+            await fails(s, n2, [n1])
+        why = (
+            "at fault 3 times within 0.2 s, last in job-7: rank 1 (local_rank 0) on n2: exit code "
+            "3: uncorrectable ECC error"
+        )
+        assert f"n2 is quarantined for 12 h 0 min: {why}" in caplog.text
+        told = read(n2)
+        # No round was formed with it, and it is let go of.
+        assert not any(isinstance(message, Line) for message in told)
+        assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
+        assert any(isinstance(message, Placed) for message in read(n3))
+        await join(s, n3)
+        status = await s.driver.status("job-7")
+        assert (status.state, [n.node_id for n in status.nodes][:2]) == ("running", ["n1", "n3"])
+        # The third failure was charged as every other.
+        assert status.restarts == 3
+        assert (await shown(s, "n2")).quarantine == why
+        assert (await shown(s, "n2")).quarantine_left_ms > 11 * HOUR_MS
+        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert "NodeQuarantined" in names
+
+
+async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
+    async with server(failures=1) as s:
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        await training(s, (n1, n2))
+        status = await s.driver.status("job-7")
+        report = FailureReport(0, 1, 99, 3, None, "", "", 10)
+        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,)))
+        await join(s, n1, 0)
+        read(n2)
+        await join(s, n2, 0)
+        assert not lines(n2)
+        assert (await s.driver.status("job-7")).state == "joining"
+        await s.clock.advance(QUIET_MS)
+        assert any(isinstance(message, Placed) for message in read(n3))
+
+
+async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
+    async with server(failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1])
+        reason = (await s.driver.status("job-7")).reason
+        assert "; n2: quarantined (at fault once, last in job-7: " in reason
+
+
+def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
+    """Else it would hear that it is placed, and withdrawn in the same step."""
+    job = Job()
+    job.do(submission())
+    job.do(Bar((("n1", "quarantined: it is slow"),)))
+    assert job.do(Place("sub-1", ("n1",))) == ()
+    assert job.do(Place("sub-1", ("n1", "n2"))) == (NodesPlaced(("n2",)),)
+
+
+def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
+    """Else it would be let in and withdrawn in the same step."""
+    job = Job()
+    job.do(submission())
+    job.do(Place("sub-1", ("n1", "n2")))
+    settings = job.membership.settings
+    job.join("n1", run="sub-1", settings=settings)
+    job.do(Bar((("n1", "quarantined: it is slow"),)))
+    assert job.state.placed == ("n2",)
+    assert job.join("n1", run="sub-1", settings=settings) == ()
+
+
+async def test_an_operator_lifts_it() -> None:
+    async with server(failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1])
+        assert await quarantined(s) == ["n2"]
+        summary = await s.driver.uncordon("n2")
+        assert not summary.quarantine
+        read(n2)
+        await s.clock.advance(QUIET_MS)
+        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        await join(s, n2)
+        assert lines(n2)
+        with pytest.raises(UnknownNodeError):
+            await s.driver.uncordon("n9")
+
+
+async def test_it_ends_with_its_time() -> None:
+    async with server(failures=1, ttl_ms=60_000) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1])
+        await live(s, 59_000, n1, n2)
+        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        await live(s, 2_000, n1, n2)
+        assert not await quarantined(s)
+        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+
+
+async def test_it_outlives_the_server() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock, failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1])
+    async with server(store, clock) as s:
+        # Also before the node has come back.
+        assert await quarantined(s) == ["n2"]
+        assert (await shown(s, "n2")).state == "gone"
+        n1, n2 = await daemons(s, "n1", "n2")
+        await s.clock.advance(QUIET_MS)
+        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+
+
+async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
+    """Two jobs share two nodes. One has n2 quarantined; the other lets go of it at its next end."""
+    async with server(failures=2, max_nodes=2) as s:
+        roomy = replace_capacity(2)
+        s.driver._placer._settled_at_ms = 0
+        n1, n2, n3 = [await s.connect(name, resources=roomy) for name in ("n1", "n2", "n3")]
+        await s.clock.advance(QUIET_MS)
+        await training(s, (n1, n2, n3))
+        other = replace(submission("sub-2"), settings=SETTINGS)
+        await s.driver.submit_job("job-8", other)
+        await s.clock.advance(QUIET_MS)
+        second = (await s.driver.status("job-8")).submission
+        assert second is not None
+        shared = next(n for n in (n1, n2, n3) if n.node_id in second.placed)
+        mate = next(n for n in (n1, n2, n3) if n.node_id in second.placed and n is not shared)
+        first = (await s.driver.status("job-7")).submission
+        assert first is not None and shared.node_id in first.placed
+        for stream in (shared, mate):
+            asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream))
+            await s.driver.hear(stream, "job-8", asked)
+        await settle()
+        peer = next(n for n in (n1, n2, n3) if n.node_id in first.placed and n is not shared)
+        for _ in range(2):
+            await fails(s, shared, [peer])
+        assert await quarantined(s) == [shared.node_id]
+        status = await s.driver.status("job-8")
+        assert status.state == "running"
+        assert {n.node_id for n in status.nodes} == set(second.placed)
+        report = FailureReport(0, 1, 99, 3, None, "", "", 10)
+        fail = Fail(mate.node_id, mate.incarnation, "sub-2", 0, (report,))
+        await s.driver.hear(mate, "job-8", fail)
+        for stream in (mate, shared):
+            asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream), 0)
+            await s.driver.hear(stream, "job-8", asked)
+        await s.clock.advance(QUIET_MS)
+        status = await s.driver.status("job-8")
+        assert shared.node_id not in status.submission.placed  # type: ignore[union-attr]
+        assert status.state == "joining"
+
+
+def replace_capacity(capacity: int):  # type: ignore[no-untyped-def]
+    from tests.unit.server.test_placer import HAS
+
+    gpus = tuple(replace(HAS.gpus[0], uuid=f"u{number}") for number in range(capacity))
+    return replace(HAS, capacity=capacity, gpus=gpus)
+
+
+async def test_a_broken_job_has_one_node_quarantined_and_then_is_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server(failures=1, max_nodes=3) as s:
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1], "TypeError: a bug of the user")
+        await join(s, n3)
+        with caplog.at_level(logging.WARNING):
+            await fails(s, n3, [n1], "TypeError: a bug of the user")
+        assert await quarantined(s) == ["n2"]
+        assert "so it is rather the job that is wrong" in caplog.text
+        rows = await s.driver.history("job-7", 100)
+        assert [row.name for row in rows if "Quarantined" in row.name] == [
+            "NodeQuarantined",
+            "NodeNotQuarantined",
+        ]
+        assert (await s.driver.status("job-7")).state == "running"
+
+
+async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
+    async with server(failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await s.driver.submit_job("job-7", submission())
+        await s.clock.advance(QUIET_MS)
+        for stream in (n1, n2):
+            asked = Join(stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream))
+            await s.driver.hear(stream, "job-7", asked)
+        await settle()
+        report = FailureReport(0, 1, 99, 3, None, "", "", 10)
+        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (report,)))
+        for stream in (n1, n2):
+            ask = Join(
+                stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream), 0
+            )
+            await s.driver.hear(stream, "job-7", ask)
+        await settle()
+        assert (await s.driver.status("job-7")).state == "failed"
+        assert await quarantined(s) == ["n2"]
+
+
+async def test_processes_that_survive_sigkill_count_as_a_failure() -> None:
+    async with server(failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        stuck = ReportStuck("n2", n2.incarnation, "sub-1", 0, (99,))
+        await s.driver.hear(n2, "job-7", stuck)
+        await s.clock.advance(QUIET_MS)
+        assert await quarantined(s) == ["n2"]
+        status = await s.driver.status("job-7")
+        # It is let go of once its processes are gone.
+        assert ("n2", "stopping") in [(n.node_id, n.state) for n in status.nodes]
+        await join(s, n2, 0)
+        status = await s.driver.status("job-7")
+        assert ("n2", "left") in [(n.node_id, n.state) for n in status.nodes]
+
+
+async def test_nodes_of_rdzvrun_are_not_judged() -> None:
+    async with server(failures=1) as s:
+        await daemons(s, "n3", "n4")
+        n1 = await s.connect("n1", kind=AgentKind.FOREGROUND)
+        n2 = await s.connect("n2", kind=AgentKind.FOREGROUND)
+        for stream in (n1, n2):
+            asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
+            await s.driver.hear(stream, "job-7", asked)
+        await settle()
+        await fails(s, n2, [n1])
+        assert not await quarantined(s)
+        assert (await s.driver.status("job-7")).state == "running"
+
+
+async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> None:
+    """The job of an agent.toml is not the server's to take a node from."""
+    async with server(failures=1) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        for stream in (n1, n2):
+            asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
+            await s.driver.hear(stream, "job-7", asked)
+        await settle()
+        await fails(s, n2, [n1])
+        assert await quarantined(s) == ["n2"]
+        assert (await s.driver.status("job-7")).state == "running"
+        assert lines(n2)
+
+
+@pytest.mark.parametrize("how", ["lost before", "lost after"])
+async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how: str) -> None:
+    store = Documents()
+    async with server(store, failures=2) as s:
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        await training(s, (n1, n2))
+        store.refuse = [how]
+        await fails(s, n2, [n1])
+        await live(s, 3_000, n1, n2, n3)
+        # The round was settled once the strike was stored; it counts once.
+        assert (await s.driver.status("job-7")).state == "running"
+        assert not await quarantined(s)
+        store.refuse = [how]
+        await fails(s, n2, [n1])
+        await live(s, 3_000, n1, n2, n3)
+        assert await quarantined(s) == ["n2"]
+        status = await s.driver.status("job-7")
+        assert status.restarts == 2
+        assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
+
+
+async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() -> None:
+    store = Documents()
+    async with server(store, failures=1) as s:
+        n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
+        await training(s, (n1, n2))
+        status = await s.driver.status("job-7")
+        report = FailureReport(0, 1, 99, 3, None, "", "", 10)
+        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,)))
+        await join(s, n2, 0)
+        store.next_write = "lost before"
+        await join(s, n1, 0)
+        assert await quarantined(s) == ["n2"]
+        store.away = None
+        await live(s, 3_000, n1, n2, n3)
+        status = await s.driver.status("job-7")
+        assert status.restarts == 1
+        assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
+        rows = await s.driver.history("job-7", 100)
+        assert [row.name for row in rows].count("NodeQuarantined") == 1
+
+
+async def test_a_document_that_can_not_be_read_is_left_untouched() -> None:
+    store = MemoryStore()
+    await store.swap_document("quarantine", b"not json", 0)
+    with pytest.raises(RendezvousStateError, match="the document quarantine can not be read"):
+        async with server(store):
+            pass
+    assert await store.load_document("quarantine") == (b"not json", 1)

@@ -1,0 +1,573 @@
+"""Who may do what: every call and every path, with every role, at a real server.
+
+What is expected is written here once more, and not read from the table that is tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+from grpc_reflection.v1alpha import reflection
+
+from rdzv.core.commands import Tick
+from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
+from rdzv.server.http.listener import serving_http
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc import access, service
+from rdzv.server.rpc.service import serving
+from rdzv.server.security import roles
+from rdzv.server.security.callers import Role
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Listen
+from rdzv.server.telemetry.metrics import Metrics
+from rdzv.stores.memory import MemoryStore
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.unit.server.test_driver import FakeClock
+
+ADMIN = frozenset({"admin"})
+READERS = frozenset({"read", "submit", "admin"})
+SUBMITTERS = frozenset({"submit", "admin"})
+
+EXPECTED = {
+    "Attach": frozenset({"node", "submit", "admin"}),
+    **dict.fromkeys(("GetStatus", "WatchJob", "ListJobs", "ListEvents"), READERS),
+    **dict.fromkeys(("ListServers", "ListNodes", "ServerReflectionInfo"), READERS),
+    **dict.fromkeys(("ReadLogs", "TakeStacks", "StopJob", "RestartJob", "ScaleJob"), SUBMITTERS),
+    **dict.fromkeys(("SubmitJob", "ForgetJob"), SUBMITTERS),
+    **dict.fromkeys(("CordonNode", "UncordonNode", "DrainNode", "UndrainNode", "Backup"), ADMIN),
+    **dict.fromkeys(("CreateToken", "ListTokens", "RevokeTokens", "ListAudit"), ADMIN),
+}
+"""Who has these roles may call this; others may not."""
+
+OPEN_CALLS = {"Check", "Watch"}
+
+REFUSALS = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
+WHO_IS_LET_IN_HEARS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+
+EXPECTED_PATHS = {
+    **dict.fromkeys(("/metrics", "/sd"), READERS),
+    **dict.fromkeys(("/api/v1/jobs", "/api/v1/jobs/{rdzv_id}", "/api/v1/servers"), READERS),
+    **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes"), READERS),
+    **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
+    "/api/v1/openapi.json": READERS,
+    "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,
+    "/api/v1/jobs/{rdzv_id}/stacks": SUBMITTERS,
+}
+
+OPEN_PATHS = {"/", "/healthz", "/readyz"}
+
+
+@dataclass
+class Guarded:
+    """A server that wants proof, with a token for each role, and for some people."""
+
+    driver: Driver
+    clock: FakeClock
+    target: str
+    url: str
+    routes: list[str]
+    methods: list[str]
+    tokens: dict[str, str]
+
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.target)
+
+    def header(self, name: str | None) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.tokens[name]}"),) if name else ()
+
+
+@asynccontextmanager
+async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIterator[Guarded]:
+    made: list[Any] = []
+    methods: list[str] = []
+    seen = access.Interceptor.intercept_service
+
+    async def noting(self: Any, continuation: Any, details: Any) -> Any:
+        methods.append(details.method)
+        return await seen(self, continuation, details)
+
+    monkeypatch.setattr(access.Interceptor, "intercept_service", noting)
+    application = aiohttp.web.Application
+    monkeypatch.setattr(
+        aiohttp.web,
+        "Application",
+        lambda *args, **more: made.append(application(*args, **more)) or made[-1],
+    )
+    clock = FakeClock()
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), auth=True, **config_as)
+    replica = Replica(clock, "memory", "1.2.3")
+    metrics = Metrics(lambda: None, config, "1.2.3")
+    async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
+        replica.lead(driver)
+        gate = access.Gate(replica, clock, config, metrics)
+        async with (
+            serving(replica, clock, config, gate=gate) as grpc_bound,
+            serving_http(replica, metrics, config, config.listen, clock, gate=gate) as http,
+        ):
+            tokens = {}
+            for name in ("read", "submit", "node", "admin", "ada", "bob"):
+                role = Role(name) if name in set(Role) else Role.SUBMIT
+                _, tokens[name] = await driver.create_token(name, [role], 0)
+            routes = [str(r.resource.canonical) for r in made[0].router.routes() if r.resource]
+            url = f"http://{http.bound}"
+            yield Guarded(driver, clock, str(grpc_bound), url, routes, methods, tokens)
+
+
+async def refusal(guarded: Guarded, method: str, name: str | None) -> str | None:
+    """Make a call with nothing in it; return the code of the error that it is refused with.
+
+    The one message goes with the call, also where a stream may be sent: gRPC's client tells of a
+    write that comes after the refusal as INTERNAL, and the refusal is lost.
+    """
+    async with guarded.channel() as channel:
+        call: Any = channel.unary_stream(method)
+        found = call(b"", metadata=guarded.header(name), timeout=60)
+        try:
+            await found.read()
+            return None
+        except grpc.aio.AioRpcError as error:
+            if error.code() in REFUSALS:
+                return dict(error.trailing_metadata() or ())[ERROR_CODE_METADATA_KEY]
+            # Who is let in hears what is wrong with a call that has nothing in it.
+            assert error.code() in WHO_IS_LET_IN_HEARS, f"{name}: {error.code()} {error.details()}"
+            return None
+        finally:
+            found.cancel()
+
+
+def every_method() -> list[str]:
+    """Return the full name of every method that a server has."""
+    own = [
+        f"/{one.full_name}/{method.name}"
+        for one in pb.DESCRIPTOR.services_by_name.values()
+        for method in one.methods
+    ]
+    health, asking = service.health.SERVICE_NAME, reflection.SERVICE_NAME
+    return [*own, f"/{health}/Check", f"/{health}/Watch", f"/{asking}/ServerReflectionInfo"]
+
+
+def test_every_call_has_a_row_and_no_row_is_of_nothing() -> None:
+    assert set(roles.CALLS) == set(every_method())
+
+
+@pytest.mark.parametrize("method", every_method())
+async def test_every_call_with_every_role(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = method.rpartition("/")[2]
+    async with guarded(monkeypatch) as server:
+        found = {who: await refusal(server, method, who) for who in (None, *Role)}
+        assert method in server.methods, "the gate stands before it"
+    if name in OPEN_CALLS:
+        assert set(found.values()) == {None}
+        return
+    assert found.pop(None) == UnauthenticatedError.code
+    assert {who for who, code in found.items() if code is None} == EXPECTED[name]
+    assert {code for code in found.values() if code} <= {DeniedError.code}
+
+
+async def test_a_status_that_is_no_refusal_is_not_taken_for_being_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with guarded(monkeypatch) as server:
+        with pytest.raises(AssertionError, match="UNIMPLEMENTED"):
+            await refusal(server, "/rdzv.v1.Control/Nothing", "admin")
+
+
+async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
+        asked = set()
+        for path in server.routes:
+            asked.add(path)
+            statuses = {}
+            for who in (None, *Role):
+                url = server.url + path.format(rdzv_id="nobodys", node_id="n1")
+                async with session.get(url, headers=dict(server.header(who))) as answer:
+                    statuses[who] = answer.status
+            if path in OPEN_PATHS or path.startswith("/web/"):
+                assert not set(statuses.values()) & {401, 403}, path
+                continue
+            assert statuses.pop(None) == 401, path
+            allowed = {who for who, status in statuses.items() if status != 403}
+            assert allowed == EXPECTED_PATHS[path], path
+        assert asked >= OPEN_PATHS | set(EXPECTED_PATHS)
+
+
+async def test_a_path_without_a_row_is_open_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(roles.PATHS, "/healthz")
+    monkeypatch.delitem(roles.CALLS, "/rdzv.v1.Control/ListJobs")
+    async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/healthz") as answer:
+            assert answer.status == 403
+        denied = await refusal(server, "/rdzv.v1.Control/ListJobs", "admin")
+        assert denied == DeniedError.code
+
+
+# ------------------------------------------------------------------ whose job, whose node
+
+
+async def control(server: Guarded, who: str, method: str, request: Any) -> Any:
+    async with server.channel() as channel:
+        call: Any = channel.unary_unary(
+            f"/rdzv.v1.Control/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=lambda data: data,
+        )
+        return await call(request, metadata=server.header(who), timeout=60)
+
+
+async def denied(server: Guarded, who: str, method: str, request: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await control(server, who, method, request)
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    return refused.value.details() or ""
+
+
+def submission(rdzv_id: str, run: str) -> pb.SubmitJobRequest:
+    return pb.SubmitJobRequest(
+        rdzv_id=rdzv_id,
+        run=run,
+        settings=pb.Settings(
+            min_nodes=1,
+            max_nodes=1,
+            max_restarts=0,
+            join_timeout_ms=60_000,
+            scale_up=pb.SCALE_UP_EAGER,
+        ),
+        spec=pb.JobSpec(args=["train.py"], submitter="root"),
+        submitted_by="root at head-1",
+    )
+
+
+async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as server:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        state = await server.driver.look("job-7")
+        assert state.membership.owner == "ada"
+        assert state.membership.submission is not None
+        assert state.membership.submission.spec.submitter == "ada", "whatever the caller says"
+
+        run = {"rdzv_id": "job-7", "run": "r1"}
+        stop = pb.StopJobRequest(**run, reason="enough")  # type: ignore[arg-type]
+        scale = pb.ScaleJobRequest(**run, min_nodes=1, max_nodes=2)  # type: ignore[arg-type]
+        assert "it belongs to ada" in await denied(server, "bob", "StopJob", stop)
+        await denied(server, "bob", "ScaleJob", scale)
+        await denied(server, "bob", "TakeStacks", pb.TakeStacksRequest(rdzv_id="job-7"))
+        await denied(server, "bob", "ReadLogs", pb.ReadLogsRequest(rdzv_id="job-7"))
+        await denied(server, "bob", "SubmitJob", submission("job-7", "r2"))
+        await denied(server, "bob", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
+        # Everyone who may read sees that it is there, and whose it is.
+        assert await control(server, "bob", "GetStatus", pb.GetStatusRequest(rdzv_id="job-7"))
+
+        await control(server, "ada", "ScaleJob", scale)
+        await control(server, "ada", "StopJob", stop)
+        # Its name stays hers, until she, or an admin, gives it up.
+        await denied(server, "bob", "SubmitJob", submission("job-7", "r2"))
+        await control(server, "admin", "SubmitJob", submission("job-7", "r3"))
+        state = await server.driver.look("job-7")
+        assert state.membership.owner == "ada"
+        assert state.membership.submission is not None
+        assert state.membership.submission.spec.submitter == "admin", "it runs as who submits it"
+        await control(server, "ada", "StopJob", pb.StopJobRequest(rdzv_id="job-7", run="r3"))
+        await control(server, "ada", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
+        await control(server, "bob", "SubmitJob", submission("job-7", "r4"))
+        assert (await server.driver.look("job-7")).membership.owner == "bob"
+
+
+@pytest.mark.parametrize("what", ["logs", "stacks"])
+async def test_what_workers_write_and_do_is_the_owners_by_http_too(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        found = {}
+        for who in ("ada", "bob", "admin", "read"):
+            url = f"{server.url}/api/v1/jobs/job-7/{what}"
+            async with session.get(url, headers=dict(server.header(who))) as answer:
+                found[who] = answer.status == 403
+        assert found == {"ada": False, "admin": False, "bob": True, "read": True}
+
+
+class Node:
+    """One node's stream, over the wire."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def say(self, **body: Any) -> None:
+        await self._call.write(pb.NodeMessage(**body).SerializeToString())
+
+    async def hear(self) -> pb.ServerMessage:
+        async with asyncio.timeout(100):
+            return pb.ServerMessage.FromString(await self._call.read())
+
+    async def hear_of_job(self) -> pb.ServerMessage:
+        while (said := await self.hear()).WhichOneof("body") in ("welcome", "lease"):
+            pass
+        return said
+
+    async def end(self) -> str:
+        """Wait until the server ends the stream, and return why."""
+        try:
+            async with asyncio.timeout(100):
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+        except grpc.aio.AioRpcError as error:
+            return error.details() or ""
+        return ""
+
+
+def join_of(rdzv_id: str, secret: str = "") -> pb.Join:
+    return pb.Join(
+        rdzv_id=rdzv_id,
+        settings=pb.Settings(
+            min_nodes=1,
+            max_nodes=2,
+            max_restarts=0,
+            join_timeout_ms=600_000,
+            last_call_timeout_ms=60_000,
+            scale_up=pb.SCALE_UP_EAGER,
+        ),
+        offer=pb.Offer(
+            address="10.0.0.1", machine="m", local_world_size=1, store_port=4711, role="default"
+        ),
+        secret=secret,
+    )
+
+
+@asynccontextmanager
+async def node(
+    server: Guarded, who: str | None, node_id: str, kind: Any = pb.AGENT_KIND_FOREGROUND
+) -> AsyncIterator[Node]:
+    async with server.channel() as channel:
+        call = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")(
+            metadata=server.header(who), timeout=120
+        )
+        made = Node(call)
+        hello = pb.Hello(
+            protocol_version=1,
+            node_id=node_id,
+            instance=f"i-{node_id}-{who}",
+            kind=kind,
+            address="10.0.0.1",
+            pid=1,
+        )
+        await made.say(hello=hello)
+        try:
+            yield made
+        finally:
+            call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("who", "node_id", "kind", "says"),
+    [
+        ("node", "node", pb.AGENT_KIND_DAEMON, ""),
+        ("node", "n2", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
+        ("node", "node-4711", pb.AGENT_KIND_FOREGROUND, ""),
+        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
+        ("ada", "head-4711", pb.AGENT_KIND_FOREGROUND, ""),
+        ("ada", "ada", pb.AGENT_KIND_DAEMON, "needs the role node"),
+        ("admin", "n2", pb.AGENT_KIND_DAEMON, ""),
+        ("read", "read", pb.AGENT_KIND_FOREGROUND, "needs the role submit or node"),
+    ],
+)
+async def test_a_node_speaks_for_itself_alone(
+    who: str, node_id: str, kind: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with guarded(monkeypatch) as server, node(server, who, node_id, kind) as stream:
+        if says:
+            assert says in await stream.end()
+        else:
+            assert (await stream.hear()).HasField("welcome")
+
+
+async def test_another_user_does_not_take_over_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as server, node(server, "ada", "head-1") as stream:
+        assert (await stream.hear()).HasField("welcome")
+        async with node(server, "bob", "head-1") as other:
+            assert "may not speak for node head-1: ada does" in await other.end()
+
+
+async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        guarded(monkeypatch) as server,
+        node(server, "ada", "head-1") as ada,
+        node(server, "bob", "head-2") as bob,
+        node(server, "node", "node", pb.AGENT_KIND_DAEMON) as daemon,
+    ):
+        await ada.say(join=join_of("job-7"))
+        assert (await ada.hear_of_job()).HasField("joined")
+        assert (await server.driver.look("job-7")).membership.owner == "ada"
+
+        await bob.say(join=join_of("job-7"))
+        refused = (await bob.hear_of_job()).refused
+        assert refused.code == DeniedError.code
+        assert "bob (token" in refused.message
+        assert "it belongs to ada" in refused.message
+
+        await daemon.say(join=join_of("job-7"))
+        refused = (await daemon.hear_of_job()).refused
+        assert "the server has not placed it there" in refused.message
+
+        # What nodes begin by themselves is nobody's, and no user's to join.
+        await daemon.say(join=join_of("nightly"))
+        assert (await daemon.hear_of_job()).HasField("joined")
+        assert (await server.driver.look("nightly")).membership.owner == ""
+        await bob.say(join=join_of("nightly"))
+        assert "it belongs to nobody" in (await bob.hear_of_job()).refused.message
+
+
+async def test_a_revoked_token_ends_the_streams_that_it_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        guarded(monkeypatch) as server,
+        node(server, "ada", "head-1") as ada,
+        node(server, "bob", "head-2") as bob,
+    ):
+        assert (await ada.hear()).HasField("welcome")
+        assert (await bob.hear()).HasField("welcome")
+        await control(server, "admin", "RevokeTokens", pb.RevokeTokensRequest(id_or_name="ada"))
+        assert "was revoked" in await ada.end()
+        await bob.say(join=join_of("job-7"))
+        assert (await bob.hear_of_job()).HasField("joined")
+
+
+# ------------------------------------------------------------------ audit
+
+
+async def audited(server: Guarded) -> list[str]:
+    answer = await control(server, "admin", "ListAudit", pb.ListAuditRequest())
+    return [event.text for event in pb.ListEventsResponse.FromString(answer).events]
+
+
+async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as server:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
+        await denied(server, "bob", "StopJob", stop)
+        scale = pb.ScaleJobRequest(
+            rdzv_id="job-7", run="r1", min_nodes=2, max_nodes=3, reason="by night rate"
+        )
+        await control(server, "ada", "ScaleJob", scale)
+        await control(server, "ada", "StopJob", stop)
+        await control(server, "ada", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
+        made = await control(
+            server, "admin", "CreateToken", pb.CreateTokenRequest(name="eve", roles=["read"])
+        )
+        rows = await audited(server)
+        id_ = server.tokens["ada"].split("_")[1]
+        at = f"[ada (token {id_})], from address 127.0.0.1"
+        assert rows[0] == f"submit job job-7 from unknown to queued: by root at head-1 {at}"
+        assert rows[1] == f"scale job job-7 from 1:1 nodes to 2:3 nodes: by night rate {at}"
+        assert rows[2] == f"stop job job-7 from queued to stopped: enough {at}"
+        assert rows[3] == (
+            f"forget job job-7 from stopped to forgotten, by ada (token {id_}), "
+            "from address 127.0.0.1"
+        )
+        made = pb.CreateTokenResponse.FromString(made)
+        assert rows[4].startswith(
+            f"create token eve from nothing to token {made.token.id} with read, by admin (token "
+        )
+        secret = made.text
+        assert secret.split("_", 2)[2] not in "".join(rows)
+
+
+async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with guarded(monkeypatch) as server:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        store = server.driver._jobs._store
+        swap, append = store.compare_and_swap, store.append
+        reached, gate, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def held_up(*what: Any) -> int:
+            reached.set()
+            await gate.wait()
+            return await swap(*what)
+
+        async def appended(records: Any) -> None:
+            await append(records)
+            written.set()
+
+        monkeypatch.setattr(store, "compare_and_swap", held_up)
+        monkeypatch.setattr(store, "append", appended)
+        stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
+        asked = asyncio.ensure_future(control(server, "ada", "StopJob", stop))
+        await reached.wait()
+        asked.cancel()
+        await asyncio.wait([asked])
+        async with asyncio.timeout(20):
+            await written.wait()
+        rows = await audited(server)
+        id_ = server.tokens["ada"].split("_")[1]
+        assert rows[1:] == [
+            f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; whether it was "
+            "done is not known"
+        ]
+        # It was, for a change is not cut in two.
+        gate.set()
+        assert (await server.driver.submit("job-7", Tick())).membership.ended is not None
+
+
+async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as server:
+        await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
+        stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
+        await control(server, "ada", "StopJob", stop)
+        rows = {row.name: row.text for row in await server.driver.history("job-7", 10)}
+        id_ = server.tokens["ada"].split("_")[1]
+        assert "submitted by root at head-1" in rows["RunBegan"]
+        assert "[ada]" in rows["RunBegan"]
+        assert f"enough [ada (token {id_})]" in rows["RunEnded"]
+
+
+async def test_refused_calls_are_counted_and_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded(monkeypatch) as server:
+        for who in ("read", "read", None):
+            await refusal(server, "/rdzv.v1.Control/Backup", who)
+        assert len([r for r in caplog.records if r.name == "rdzv.access"]) == 1
+        await server.clock.advance(access.LOG_EVERY_MS)
+        await refusal(server, "/rdzv.v1.Control/Backup", "read")
+        lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
+        assert "2 more were refused" in lines[-1]
+        assert "needs the role admin, and it has read" in lines[-1]
+        async with aiohttp.ClientSession() as session:
+            url = f"{server.url}/metrics"
+            async with session.get(url, headers=dict(server.header("read"))) as answer:
+                text = await answer.text()
+        assert 'rdzv_refused_calls_total{reason="DeniedError"} 3' in text
+        assert 'rdzv_refused_calls_total{reason="UnauthenticatedError"} 1' in text
+
+
+async def test_where_nobody_proves_anything_everybody_may_do_everything() -> None:
+    clock = FakeClock()
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
+    replica = Replica(clock, "memory", "1.2.3")
+    async with Driver.running(MemoryStore(), clock, config) as driver:
+        replica.lead(driver)
+        async with serving(replica, clock, config) as bound:
+            server = Guarded(driver, clock, str(bound), "", [], [], {"": "rdzv_nonsense"})
+            await control(server, "", "SubmitJob", submission("job-7", "r1"))
+            state = await driver.look("job-7")
+            assert state.membership.owner == ""
+            assert state.membership.submission is not None
+            assert state.membership.submission.spec.submitter == ""
+            with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
+                request = pb.CreateTokenRequest(name="ada", roles=["read"])
+                await control(server, "", "CreateToken", request)
+            rows = [row.text for row in await driver.past(access.AUDIT, 10)]
+            assert rows == [
+                "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
+            ]

@@ -1,0 +1,204 @@
+"""Tokens: made once, kept as hashes, good until they expire or are revoked."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousStateError,
+    UnauthenticatedError,
+    UnknownTokenError,
+)
+from rdzv.server.security import callers, tokens
+from rdzv.server.security.callers import Caller, Role
+from rdzv.server.sessions.driver import Driver
+from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.stores.memory import MemoryStore
+from rdzv.transport.certificates import read_certificate
+from tests.unit.server.test_driver import FakeClock, settle
+
+HOUR_MS = 3_600_000
+
+
+@asynccontextmanager
+async def driving(
+    store: MemoryStore, clock: FakeClock | None = None, **config_as: Any
+) -> AsyncIterator[Driver]:
+    given = {"auth": True, **config_as}
+    config = Config(Listen("127.0.0.1", 0), Path("/nowhere"), **given)
+    async with Driver.running(store, clock or FakeClock(), config) as driver:
+        yield driver
+
+
+async def stored(store: MemoryStore) -> str:
+    found = await store.load_document(tokens.TOKENS)
+    assert found is not None
+    return found[0].decode()
+
+
+async def test_a_token_says_who_calls_also_after_a_restart_and_is_stored_as_a_hash() -> None:
+    store = MemoryStore()
+    async with driving(store) as driver:
+        token, text = await driver.create_token("ada", [Role.SUBMIT], 0)
+    secret = text.split("_", 2)[2]
+    assert secret not in await stored(store)
+    async with driving(store) as driver:
+        caller = driver.tokens.caller(text)
+    proof = f"token {token.id}"
+    assert caller == Caller("ada", frozenset({Role.SUBMIT, Role.READ}), proof, token.id)
+    assert str(caller) == f"ada (token {token.id})"
+    assert caller.shown == "submit"
+
+
+@pytest.mark.parametrize("change", ["", "x", "rdzv_", "rdzv_00000000_" + 43 * "a", "\udcff"])
+async def test_what_is_no_token_of_ours_says_nothing_of_itself(change: str) -> None:
+    async with driving(MemoryStore()) as driver:
+        _, text = await driver.create_token("ada", [Role.SUBMIT], 0)
+        wrong = [change, text[:-1], f"{text}a", text[:-1] + ("A" if text[-1] != "A" else "B")]
+        for one in wrong:
+            with pytest.raises(UnauthenticatedError) as refused:
+                driver.tokens.caller(one)
+            assert text[14:] not in str(refused.value)
+
+
+async def test_a_token_expires() -> None:
+    clock = FakeClock()
+    async with driving(MemoryStore(), clock) as driver:
+        token, text = await driver.create_token("ada", [Role.READ], HOUR_MS)
+        clock.at_ms += HOUR_MS - 1
+        driver.tokens.caller(text)
+        clock.at_ms += 1
+        with pytest.raises(UnauthenticatedError, match=f"token {token.id} of ada has expired"):
+            driver.tokens.caller(text)
+        # It is listed for a while, so that people see why; then the next one takes its place.
+        assert driver.tokens.listed()[0].id == token.id
+        clock.at_ms += tokens.EXPIRED_KEPT_MS + HOUR_MS
+        await driver.create_token("ada", [Role.READ], HOUR_MS)
+        assert token.id not in {one.id for one in driver.tokens.listed()}
+
+
+async def test_one_is_rotated_while_the_other_is_good() -> None:
+    async with driving(MemoryStore()) as driver:
+        first, old = await driver.create_token("ada", [Role.SUBMIT], 0)
+        _, new = await driver.create_token("ada", [Role.SUBMIT], 0)
+        await driver.tokens.revoke(first.id)
+        assert driver.tokens.caller(new).name == "ada"
+        with pytest.raises(UnauthenticatedError):
+            driver.tokens.caller(old)
+        await driver.tokens.revoke("ada")
+        with pytest.raises(UnauthenticatedError):
+            driver.tokens.caller(new)
+        with pytest.raises(UnknownTokenError, match="there is no token ada"):
+            await driver.tokens.revoke("ada")
+
+
+async def test_when_it_was_used_is_stored_now_and_then() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with driving(store, clock) as driver:
+        _, text = await driver.create_token("ada", [Role.READ], 0)
+        assert driver.tokens.listed()[0].used_ms is None
+        driver.tokens.caller(text)
+        await settle()
+        used_ms = json.loads(await stored(store))["tokens"][0]["used_ms"]
+        assert used_ms == clock.now_ms()
+        revision = (await store.load_document(tokens.TOKENS) or (b"", 0))[1]
+        clock.at_ms += HOUR_MS // 2
+        driver.tokens.caller(text)
+        await settle()
+        assert (await store.load_document(tokens.TOKENS) or (b"", 0))[1] == revision
+
+
+async def test_too_many_are_refused() -> None:
+    async with driving(MemoryStore(), limits=Limits(tokens=1)) as driver:
+        await driver.create_token("ada", [Role.READ], 0)
+        with pytest.raises(LimitExceededError, match="raise the limit `tokens`"):
+            await driver.create_token("bob", [Role.READ], 0)
+
+
+async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
+    file, store = tmp_path / "admin", MemoryStore()
+    async with driving(store, init_admin_token=file) as driver:
+        text = file.read_text().strip()
+        assert driver.tokens.caller(text).admin
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.unlink()
+    async with driving(store, init_admin_token=file) as driver:
+        assert driver.tokens.caller(text).admin
+        assert not file.exists(), "there is an admin"
+        await driver.tokens.revoke("admin")
+    # Nobody can administer any more: the file's token can, or a new one.
+    async with driving(store, init_admin_token=file) as driver:
+        assert driver.tokens.caller(file.read_text().strip()).admin
+
+
+async def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "admin"
+    file.write_text("my shopping list")
+    with pytest.raises(InvalidRequestError, match="holds no token"):
+        async with driving(MemoryStore(), init_admin_token=file):
+            pass
+    assert file.read_text() == "my shopping list"
+
+
+async def test_nobody_opens_a_server_by_leaving_a_flag_out() -> None:
+    store = MemoryStore()
+    async with driving(store) as driver:
+        await driver.create_token("ada", [Role.READ], 0)
+    with pytest.raises(InvalidRequestError, match="start it with --auth=required"):
+        async with driving(store, auth=False):
+            pass
+
+
+@pytest.mark.parametrize("data", [b"no json", b'{"format":2,"tokens":[]}', b'{"tokens":[{}]}'])
+def test_what_can_not_be_read_is_left_alone(data: bytes) -> None:
+    with pytest.raises(RendezvousStateError):
+        tokens.decode(data)
+
+
+# ------------------------------------------------------------------ certificates
+
+
+def certificate(tmp_path: Path, name: str, *roles: str) -> bytes:
+    from rdzv.ctl.authority import Authority
+
+    authority = Authority.make(tmp_path, 30, replace=False)
+    made = authority.caller("client", name, roles, 1, replace=False)
+    return made.cert.read_bytes()
+
+
+def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
+    pem = certificate(tmp_path, "ada", "submit", "Example GmbH", "read")
+    assert "Example GmbH" in read_certificate(pem, "it").organizations
+    caller = callers.certified(pem)
+    assert (caller.name, caller.proof) == ("ada", "certificate")
+    assert caller.roles == {Role.SUBMIT, Role.READ}
+
+
+def test_a_certificate_without_a_name_of_a_caller_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other authorities make such ones.
+    monkeypatch.setattr("rdzv.ctl.authority._NAME", re.compile(".*"))
+    with pytest.raises(UnauthenticatedError, match="has the common name 'Ada Lovelace'"):
+        callers.certified(certificate(tmp_path, "Ada Lovelace", "admin"))
+
+
+@pytest.mark.parametrize(
+    ("header", "text"), [("Bearer x", "x"), ("bearer  x ", "x"), ("Basic x", ""), ("Bearer", "")]
+)
+def test_a_header_carries_a_token_or_is_refused(header: str, text: str) -> None:
+    if text:
+        assert callers.bearer(header) == text
+        return
+    with pytest.raises(UnauthenticatedError, match="carries no token"):
+        callers.bearer(header)

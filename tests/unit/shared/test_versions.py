@@ -1,0 +1,518 @@
+"""What was once said keeps its meaning, so programs of different versions understand each other.
+
+`protocol/v1.jsonl` has messages as the programs of protocol 1 wrote them, byte for byte, with what
+they mean; `protocol/v1.fields.json` has the number and type of every field. What is recorded is
+never changed, only added to: a change that breaks it needs a new protocol.
+
+    python -m tests.unit.shared.test_versions     # record what was added
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.message import Message
+
+from rdzv.agent.output import log_reading
+from rdzv.agent.server_link import encoding as agent_wire
+from rdzv.client import LOG_POSITIONS
+from rdzv.errors import InvalidRequestError
+from rdzv.server.diagnosis import log_relay
+from rdzv.server.settings import config
+from rdzv.server.wire import conversion
+from rdzv.structs import as_dict
+from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
+from rdzv.v1 import rdzv_pb2 as pb
+
+FOLDER = Path(__file__).parents[1] / "protocol"
+LIMITS = config.Limits()
+SPEAKER = conversion.Speaker("n1", 7)
+KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
+
+
+# ------------------------------------------------------------------ what a message means
+
+
+def meaning(message: Message) -> Any:
+    """Say what a message is to its reader, in plain JSON."""
+    if isinstance(message, pb.ServerMessage):
+        body = message.WhichOneof("body")
+        if body == "read_log":
+            return _read_request(agent_wire.read_request(message.read_log))
+        if body == "take_stacks":
+            return as_dict(agent_wire.stacks_asked(message.take_stacks))
+        if body == "placed":
+            return _plain(as_dict(agent_wire.placed(message.placed)))
+        event = agent_wire.event(message, now_ms=0)
+        said = as_dict(event) if event else _fields(getattr(message, str(body)))
+        return _plain({"leadership": message.leadership, "body": body, "said": said})
+    assert isinstance(message, pb.NodeMessage)
+    match message.WhichOneof("body"):
+        case "hello":
+            beliefs = [conversion.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
+            hello = as_dict(conversion.hello_of(message.hello, LIMITS))
+            return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
+        case "away":
+            return {"away_ms": conversion.away_ms_of(message.away, LIMITS)}
+        case "heartbeat":
+            return {"number": message.heartbeat.number}
+        case "log_piece":
+            piece = as_dict(conversion.log_piece_of(message.log_piece, LIMITS))
+            return {**piece, "data": piece["data"].hex()}
+        case "progress":
+            return _plain(as_dict(conversion.progress_of(message.progress, LIMITS)))
+        case "hung":
+            return _plain(as_dict(conversion.hung_of(message.hung, LIMITS)))
+        case "stacks":
+            return _plain(as_dict(conversion.stacks_of(message.stacks, LIMITS)))
+        case "health":
+            failing = conversion.failing_of(message.health, LIMITS)
+            return {"failing": [as_dict(check) for check in failing]}
+        case "draining":
+            return as_dict(conversion.draining_of(message.draining, LIMITS))
+        case "holdings":
+            held = conversion.holdings_of(message.holdings, LIMITS)
+            return {"holdings": [as_dict(holding) for holding in held]}
+        case _:
+            rdzv_id, command = conversion.command_of(message, SPEAKER, LIMITS)
+            return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
+
+
+def _read_request(request: Any) -> dict[str, Any]:
+    at = [[*place, offset] for place, offset in request.positions.items()]
+    return {**as_dict(request), "positions": at}
+
+
+def _belief(belief: Any) -> dict[str, Any]:
+    said = [{type(command).__name__: as_dict(command)} for command in belief.commands]
+    return {**as_dict(belief), "commands": said}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> Any:
+    def name(other: object) -> str:
+        assert isinstance(other, Enum), other
+        return str(other.value)
+
+    return json.loads(json.dumps(value, default=name))
+
+
+def is_part_of(old: Any, new: Any) -> bool:
+    """Whether all that was once read is read still; there may be more."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(
+            key in new and is_part_of(value, new[key]) for key, value in old.items()
+        )
+    if isinstance(old, list):
+        return (
+            isinstance(new, list)
+            and len(old) == len(new)
+            and all(is_part_of(*pair) for pair in zip(old, new, strict=True))
+        )
+    return bool(old == new)
+
+
+# ------------------------------------------------------------------ the tests
+
+
+def recorded() -> Iterator[Any]:
+    for path in sorted(FOLDER.glob("v*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            yield pytest.param(row, id=f"{path.stem}-{row['name']}")
+
+
+@pytest.mark.parametrize("row", list(recorded()))
+def test_what_was_once_said_keeps_its_meaning(row: dict[str, Any]) -> None:
+    message = KINDS[row["kind"]].FromString(bytes.fromhex(row["bytes"]))
+    assert is_part_of(row["means"], meaning(message)), json.dumps(meaning(message), indent=1)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("v*.fields.json")), ids=lambda path: path.stem)
+def test_no_field_changes_its_number_or_type(path: Path) -> None:
+    now = fields_of_all()
+    lost = {key: was for key, was in json.loads(path.read_text()).items() if now.get(key) != was}
+    assert not lost, "these were changed or removed; older programs still send them"
+
+
+def test_the_present_protocol_is_recorded_with_every_message() -> None:
+    rows = (FOLDER / f"v{config.PROTOCOL_VERSION}.jsonl").read_text().splitlines()
+    names = {json.loads(row)["name"].split(":")[0] for row in rows}
+    bodies = {
+        field.name
+        for kind in (pb.NodeMessage, pb.ServerMessage)
+        for field in kind.DESCRIPTOR.oneofs_by_name["body"].fields
+    }
+    assert bodies <= names
+
+
+def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
+    assert AGENT_PROTOCOL_VERSION == config.PROTOCOL_VERSION
+    assert log_reading.PIECE_COST == log_relay.PIECE_COST
+    assert LIMITS.log_piece_bytes == log_reading.PIECE_BYTES
+    assert LIMITS.log_positions == LOG_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("ours", "accepted", "refused"),
+    [(1, [1], [0, 2, 9]), (2, [1, 2], [0, 3]), (7, [6, 7], [0, 1, 5, 8, 2**31])],
+)
+def test_a_server_accepts_its_own_protocol_and_the_one_before(
+    ours: int, accepted: list[int], refused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "PROTOCOL_VERSION", ours)
+    monkeypatch.setattr(conversion, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours))
+    for version in accepted:
+        conversion.check_protocol(version)
+    for version in refused:
+        older = version < accepted[0]
+        with pytest.raises(InvalidRequestError) as refusal:
+            conversion.check_protocol(version)
+        assert f"speaks protocol {version}" in str(refusal.value)
+        assert str(refusal.value).endswith(f"upgrade the {'agent' if older else 'server'}")
+
+
+def test_what_is_of_a_later_version_is_passed_over() -> None:
+    """Fields and messages that are added do no harm to those who do not know them."""
+    later = b"\xfa\x3e\x03new"
+    message = pb.NodeMessage.FromString(next(samples_of_nodes())[1].SerializeToString() + later)
+    assert message.WhichOneof("body") == "hello"
+    unknown = pb.ServerMessage.FromString(b"\x08\x05\xfa\x3e\x03new")
+    assert agent_wire.event(unknown, now_ms=0) is None
+    assert agent_wire.rdzv_id_of(unknown) == ""
+
+
+# ------------------------------------------------------------------ recording
+
+
+def fields_of_all() -> dict[str, list[Any]]:
+    """Return number, type and kind of every field of the protocol, by its full name."""
+    found: dict[str, list[Any]] = {}
+
+    def visit(descriptor: Descriptor) -> None:
+        for field in descriptor.fields:
+            kind = field.message_type or field.enum_type
+            of = kind.full_name if kind else ""
+            # Not field.label, which newer runtimes of protobuf do not have any more.
+            found[field.full_name] = [field.number, field.type, of, field.has_presence]
+        for enum in descriptor.enum_types:
+            found.update(_values(enum))
+        for nested in descriptor.nested_types:
+            visit(nested)
+
+    for descriptor in pb.DESCRIPTOR.message_types_by_name.values():
+        visit(descriptor)
+    for enum in pb.DESCRIPTOR.enum_types_by_name.values():
+        found.update(_values(enum))
+    return found
+
+
+def _values(enum: EnumDescriptor) -> dict[str, list[Any]]:
+    return {f"{enum.full_name}.{value.name}": [value.number] for value in enum.values}
+
+
+def _short_hellos() -> Iterator[tuple[str, pb.NodeMessage]]:
+    bare = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=1)
+    yield "hello:bare", pb.NodeMessage(hello=bare)
+    bare.metrics = "10.0.0.5:29481"
+    yield "hello:metrics", pb.NodeMessage(hello=bare)
+
+
+def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
+    """Yield every message of a node, with every field set, or set otherwise."""
+    settings = pb.Settings(
+        min_nodes=2,
+        max_nodes=4,
+        max_restarts=0,
+        join_timeout_ms=600_000,
+        last_call_timeout_ms=30_000,
+        scale_up=pb.SCALE_UP_ON_RESTART,
+        restart_window_ms=60_000,
+    )
+    offer = pb.Offer(
+        address="10.0.0.5",
+        host_name="n1.cluster",
+        machine="boot/net",
+        local_world_size=8,
+        role="trainer",
+        topology="rack 1",
+        store_port=4711,
+        can_host_store=True,
+        shutdown_timeout_ms=30_000,
+    )
+    failures = [
+        pb.WorkerFailure(
+            local_rank=3, rank=11, pid=99, signal=9, message="m", traceback="t", age_ms=5
+        ),
+        pb.WorkerFailure(local_rank=2, rank=10, pid=98, exit_code=0, age_ms=4),
+    ]
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    join = pb.Join(**job, settings=settings, offer=offer)
+    stopped = pb.Join(
+        **job, settings=settings, offer=offer, left_round=2, failures=failures, refuse_reuse=True
+    )
+    uncounted = pb.Join()
+    uncounted.CopyFrom(join)
+    uncounted.settings.ClearField("max_restarts")
+    leave = pb.Leave(**job, cause=pb.Leave.SIGNAL, reason="SIGTERM", left_round=2)
+    line = _line()
+    belief = pb.Belief
+    hello = pb.Hello(
+        protocol_version=1,
+        node_id="n1",
+        instance="0b-ad",
+        kind=pb.AGENT_KIND_DAEMON,
+        address="10.0.0.5",
+        pid=99,
+        leadership=3,
+        incarnation=7,
+        agent_version="0.1.0",
+        beliefs=[
+            belief(phase=belief.JOINING, join=join),
+            belief(phase=belief.JOINING, join=stopped, round=line, store_host_failed="died"),
+            belief(phase=belief.RUNNING, join=join, round=line),
+            belief(phase=belief.STOPPING, join=join, round=line, failures=failures),
+            belief(phase=belief.SUCCEEDED, join=join, round=line),
+            belief(phase=belief.LEAVING, join=join, round=line, leave=leave),
+        ],
+        fence_after_ms=4_000,
+    )
+    message = pb.NodeMessage
+    yield "hello", message(hello=hello)
+    yield from _short_hellos()
+    holdings = pb.Holdings(holdings=[pb.Holding(**job, gpus=4), pb.Holding(rdzv_id="j", run="r")])
+    taking = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, holdings=holdings)
+    taking.resources.CopyFrom(
+        pb.Resources(
+            cpus=96,
+            memory_bytes=1 << 40,
+            gpus=[pb.Gpu(uuid="GPU-1", name="NVIDIA H100", memory_bytes=80 << 30)],
+            labels=[pb.Label(name="gpu", value="h100"), pb.Label(name="spare", value="")],
+            capacity=2,
+            topology="rack 1",
+        )
+    )
+    yield "hello:resources", message(hello=taking)
+    yield "holdings", message(holdings=holdings)
+    yield from _samples_of_health()
+    yield "holdings:none", message(holdings=pb.Holdings())
+    yield "declined", message(declined=pb.Declined(**job, reason="no such folder: /data"))
+    yield "join:after", message(join=_after(join))
+    yield "join:budgets", message(join=_budgeted(stopped))
+    yield "heartbeat", message(heartbeat=pb.Heartbeat(number=5))
+    yield "heartbeat:bare", message(heartbeat=pb.Heartbeat())
+    yield "join", message(join=stopped)
+    yield "join:fresh", message(join=join)
+    yield "join:uncounted", message(join=uncounted)
+    yield "failed", message(failed=pb.Failed(**job, round=2, failures=failures))
+    yield "succeeded", message(succeeded=pb.Succeeded(**job, round=2))
+    for cause in (pb.Leave.SIGNAL, pb.Leave.START_FAILED, pb.Leave.TIMEOUT, pb.Leave.FAILED):
+        said = pb.Leave(**job, cause=cause, reason="because")
+        yield f"leave:{pb.Leave.Cause.Name(cause)}", message(leave=said)
+    yield from _samples_of_leaving(leave)
+    yield "stuck", message(stuck=pb.Stuck(**job, round=2, pids=[8, 9]))
+    failed = pb.StoreHostFailed(**job, round=2, reason="died")
+    yield "store_host_failed", message(store_host_failed=failed)
+    yield "away", message(away=pb.Away(deadline_ms=60_000))
+    piece = pb.LogPiece(
+        request=5, local_rank=3, rank=11, stderr=True, round=2, offset=4_711, data=b"x\xff\n"
+    )
+    yield "log_piece", message(log_piece=piece)
+    yield "log_piece:round", message(log_piece=pb.LogPiece(request=5, round=2))
+    last = pb.LogPiece(request=5, last=True, error="it is not there")
+    yield "log_piece:last", message(log_piece=last)
+    ranks = [
+        pb.RankProgress(rank=8, step=1_204, age_ms=300, rate=14.25),
+        pb.RankProgress(rank=9, step=0),
+    ]
+    yield "progress", message(progress=pb.Progress(**job, round=2, ranks=ranks))
+
+    yield from _samples_of_stacks()
+
+
+def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
+    frames = [pb.StackFrame(name="step", file="/home/ada/train.py", line=41)]
+    threads = [
+        pb.ThreadStack(name="MainThread", main=True, frames=frames),
+        pb.ThreadStack(name="side"),
+    ]
+    stack = pb.WorkerStack(
+        rank=9, local_rank=1, pid=99, state="D", threads=threads, note="n", kernel=["futex_wait"]
+    )
+    hung = pb.HungWorker(rank=9, local_rank=1, pid=99, silent_ms=61_000, reason="no progress")
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
+    yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
+    yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))
+    yield (
+        "stacks:last",
+        pb.NodeMessage(stacks=pb.Stacks(request=5, last=True, error="all have exited")),
+    )
+
+
+def _samples_of_leaving(leave: pb.Leave) -> Iterator[tuple[str, pb.NodeMessage]]:
+    yield "leave", pb.NodeMessage(leave=leave)
+    done = pb.Leave()
+    done.CopyFrom(leave)
+    done.exited_zero = True
+    yield "leave:exited_zero", pb.NodeMessage(leave=done)
+    draining = pb.Draining(deadline_ms=60_000, reason="preempted", number=3, own=True)
+    yield "draining", pb.NodeMessage(draining=draining)
+    leaves = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, draining=draining)
+    yield "hello:draining", pb.NodeMessage(hello=leaves)
+
+
+def _after(join: pb.Join) -> pb.Join:
+    after = pb.Join()
+    after.CopyFrom(join)
+    after.settings.scale_up, after.settings.scale_up_after_ms = pb.SCALE_UP_AFTER, 600_000
+    return after
+
+
+def _budgeted(stopped: pb.Join) -> pb.Join:
+    join = pb.Join(furthest_step=120, snapshot_changed=True)
+    join.settings.restart_backoff_ms, join.settings.restart_backoff_max_ms = 0, 5_000
+    join.settings.max_preemptions, join.settings.max_store_failures = 7, 0
+    join.settings.no_progress_restarts = 3
+    join.MergeFrom(stopped)
+    return join
+
+
+def _line() -> pb.RoundCompleted:
+    return pb.RoundCompleted(
+        rdzv_id="job-7",
+        run="feed",
+        round=2,
+        group_rank=1,
+        group_world_size=3,
+        rank_first=2,
+        world_size=6,
+        role_rank_first=2,
+        role_world_size=6,
+        master_addr="10.0.0.9",
+        master_port=29501,
+        use_agent_store=True,
+        restarts=4,
+        max_restarts=5,
+    )
+
+
+def _samples_of_health() -> Iterator[tuple[str, pb.NodeMessage]]:
+    health = pb.Health(failing=[pb.FailingCheck(name="disk /data", reason="has 1 % free")])
+    yield "health", pb.NodeMessage(health=health)
+    yield "health:well", pb.NodeMessage(health=pb.Health())
+    unwell = pb.Hello(protocol_version=1, node_id="n", instance="i", kind=2, health=health)
+    yield "hello:unwell", pb.NodeMessage(hello=unwell)
+    passing = pb.Declined(rdzv_id="job-7", run="r1", reason="unhealthy", passing=True)
+    yield "declined:passing", pb.NodeMessage(declined=passing)
+
+
+def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
+    """Yield every message of a server, with every field set."""
+
+    def message(**body: Any) -> pb.ServerMessage:
+        return pb.ServerMessage(leadership=1_700_000_000, **body)
+
+    job = {"rdzv_id": "job-7", "run": "feed"}
+    welcome = pb.Welcome(
+        protocol_version=1,
+        incarnation=7,
+        heartbeat_interval_ms=1_666,
+        lease_ms=5_000,
+        server_version="0.1.0",
+    )
+    yield "welcome", message(welcome=welcome)
+    yield "lease", message(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000))
+    yield "joined", message(joined=pb.Joined(**job, run_number=2))
+    yield "round_completed", message(round_completed=_line())
+    for cause in pb.Cause.values():
+        ended = pb.RoundEnded(**job, round=2, cause=cause, reason="because", broken=True)
+        yield f"round_ended:{pb.Cause.Name(cause)}", message(round_ended=ended)
+    yield "round_ended", message(round_ended=pb.RoundEnded(**job, round=2, cause=2))
+    failure = pb.WorkerFailure(local_rank=3, rank=11, pid=99, exit_code=1, message="m")
+    root_cause = pb.RootCause(
+        failures=[pb.NodeFailure(node_id="n1", address="10.0.0.5", failure=failure)]
+    )
+    for result in pb.Result.values()[1:]:
+        closed = pb.Closed(
+            **job, result=result, reason="why", retry_sensible=True, root_cause=root_cause
+        )
+        yield f"closed:{pb.Result.Name(result)}", message(closed=closed)
+    yield "closed", message(closed=pb.Closed(**job, result=pb.RESULT_STOPPED))
+    stale = pb.Closed(**job, result=pb.RESULT_FAILED, reason="no progress: why", no_progress=True)
+    yield "closed:no_progress", message(closed=stale)
+    refused = pb.Refused(rdzv_id="job-7", code="SettingsMismatchError", message="differs")
+    yield "refused", message(refused=refused)
+    yield "waiting", message(waiting=pb.Waiting(rdzv_id="job-7", reason="for n2"))
+    yield "heard", message(heard=pb.Heard(number=5))
+    read_log = pb.ReadLog(
+        request=5,
+        rdzv_id="job-7",
+        round=2,
+        local_rank=3,
+        rank=11,
+        stdout=True,
+        stderr=True,
+        follow=True,
+        tail_bytes=65_536,
+        tail_lines=100,
+        credit=262_144,
+        positions=[pb.LogPosition(round=2, local_rank=3, stderr=True, offset=4_711)],
+    )
+    yield "read_log", message(read_log=read_log)
+    everything = pb.ReadLog(request=5, rdzv_id="job-7", stdout=True, credit=4_096)
+    yield "read_log:everything", message(read_log=everything)
+    spec = pb.JobSpec(
+        args=["--nnodes=2:4", "train.py", "--epochs=9"],
+        env=[pb.EnvironmentVariable(name="TOKEN", value="a=b\n")],
+        chdir="/home/ada",
+        labels=[pb.Label(name="gpu", value="h100")],
+        priority=-5,
+        gpus_per_node=0,
+        local_world_size=8,
+    )
+    yield "placed", message(placed=pb.Placed(**job, spec=spec))
+    bare = pb.JobSpec(args=["train.py"])
+    yield "placed:bare", message(placed=pb.Placed(**job, spec=bare))
+    take_stacks = pb.TakeStacks(request=5, **job, round=2, timeout_ms=10_000)
+    yield "take_stacks", message(take_stacks=take_stacks)
+    yield "withdrawn", message(withdrawn=pb.Withdrawn(**job, reason="the job has stopped"))
+    drain = pb.Drain(deadline_ms=60_000, reason="drained by ada", number=3)
+    yield "drain", message(drain=drain)
+    yield "undrain", message(undrain=pb.Undrain())
+    yield "log_credit", message(log_credit=pb.LogCredit(request=5, bytes=131_072))
+    yield "look_again", message(look_again=pb.LookAgain())
+    yield "log_credit:cancel", message(log_credit=pb.LogCredit(request=5, cancel=True))
+
+
+def record() -> None:
+    """Add to the files of the present protocol what they lack; what they have is never changed."""
+    version = config.PROTOCOL_VERSION
+    messages, fields = FOLDER / f"v{version}.jsonl", FOLDER / f"v{version}.fields.json"
+    lines = messages.read_text().splitlines() if messages.exists() else []
+    known = {json.loads(line)["name"] for line in lines}
+    for name, message in (*samples_of_nodes(), *samples_of_servers()):
+        if name not in known:
+            row = {
+                "name": name,
+                "kind": message.DESCRIPTOR.name,
+                "bytes": message.SerializeToString(deterministic=True).hex(),
+                "means": meaning(message),
+            }
+            lines.append(json.dumps(row))
+    messages.write_text("".join(f"{line}\n" for line in lines))
+    old = json.loads(fields.read_text()) if fields.exists() else {}
+    fields.write_text(json.dumps({**fields_of_all(), **old}, indent=0, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    record()
