@@ -41,9 +41,10 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.messages import Belief, Closed, Hello, Line
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
+from rdzv.transport.endpoints import Listen
 
 JOB = "bench"
 CASES = ("form", "fail", "fail-all", "lose", "adopt", "succeed")

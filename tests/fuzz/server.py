@@ -32,10 +32,11 @@ from rdzv.server.rpc.access import Gate
 from rdzv.server.rpc.service import serving
 from rdzv.server.security.tls import Tls
 from rdzv.server.sessions.driver import Driver
-from rdzv.server.settings.config import Config, Limits, Listen, Timings, TlsFiles
+from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.channels import Credentials, Metadata
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alarmed

@@ -21,11 +21,12 @@ from test_rdzvd import Rdzvd, attached, hello, rdzvd, status
 from rdzv.errors import InvalidRequestError
 from rdzv.server.replication import offline as offline_module
 from rdzv.server.replication.offline import check, restore
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.stores import backup
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
@@ -159,7 +160,8 @@ async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) ->
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
         "from rdzv.server import offline\n"
-        "from rdzv.server.settings.config import Config, Listen\n"
+        "from rdzv.server.settings.config import Config\n"
+        "from rdzv.transport.endpoints import Listen\n"
         "from rdzv.stores.sqlite import SqliteStore\n"
         "real = SqliteStore._record\n"
         "def killed(self, rows):\n"

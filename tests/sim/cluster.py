@@ -29,12 +29,13 @@ from rdzv.server.engine.jobs import Job, News
 from rdzv.server.messages import Holdings, Hung, Refused
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Meter
 from rdzv.server.wire import conversion
 from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.loop import Looks, Process
 from tests.sim.network import Connection, End

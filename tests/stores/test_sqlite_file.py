@@ -21,11 +21,12 @@ import pytest
 from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.server.replication import offline
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.stores import sqlite, sqlite_file, sqlite_mark
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
+from rdzv.transport.endpoints import Listen
 
 DATA = Path(__file__).with_name("data")
 OLDER = range(1, sqlite_file.SCHEMA_VERSION)

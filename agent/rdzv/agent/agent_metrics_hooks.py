@@ -5,18 +5,10 @@ So nothing here knows of a library for metrics, and an agent that nobody scrapes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from rdzv.agent.core import commands
 from rdzv.agent.runner_link import RunnerEvent
-
-if TYPE_CHECKING:
-    from rdzv.agent.job.job_driver import JobDriver
-    from rdzv.agent.node.placements import Placements
-    from rdzv.agent.server_link.link import ServerLink
-    from rdzv.server.settings.config import Listen
 
 
 class JobMeter:
@@ -53,27 +45,3 @@ class Meter:
 
     def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
         """Note that there is no stream any more, or that none came to be."""
-
-
-@asynccontextmanager
-async def metered(
-    listen: Listen | None,
-    link: ServerLink,
-    placements: Placements | None = None,
-    drivers: Sequence[JobDriver] = (),
-) -> AsyncIterator[None]:
-    """Count what happens, and answer /metrics and /healthz there until the body ends.
-
-    Nothing if `listen` is None. To be entered before the link runs, and any driver prepares.
-
-    Raises:
-        InvalidRequestError: the address can not be listened on.
-
-    """
-    if listen is None:
-        yield
-        return
-    from rdzv.agent.app.agent_metrics import serving_metrics
-
-    async with serving_metrics(listen, link, placements, drivers):
-        yield

@@ -27,7 +27,7 @@ from rdzv.c10d.unpickle import State, decode
 from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.runtime.clock import Clock
-from rdzv.server.settings.config import Config, Listen
+from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.c10d")
 
@@ -387,20 +387,22 @@ def listening_socket(listen: Listen) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving_c10d(config: Config, clock: Clock) -> AsyncIterator[Facade | None]:
-    """Serve torch's store until the body ends, if that is configured; else yield None.
+async def serving_c10d(
+    listen: Listen | None, python: str, clock: Clock
+) -> AsyncIterator[Facade | None]:
+    """Serve torch's store at `listen` until the body ends; if that is None, yield None.
 
     Raises:
         RendezvousError: it can not be served: no torch, no such interpreter, address in use.
 
     """
-    if config.c10d is None:
+    if listen is None:
         yield None
         return
-    listening = listening_socket(config.c10d)
-    bound = Listen(config.c10d.host, listening.getsockname()[1])
-    server = await _StoreServer.start(listening, config.c10d_python)
-    facade = Facade(bound, config.c10d_python, clock)
+    listening = listening_socket(listen)
+    bound = Listen(listen.host, listening.getsockname()[1])
+    server = await _StoreServer.start(listening, python)
+    facade = Facade(bound, python, clock)
     log.info("c10d: torch's store is served on %s by pid %d", bound, server.pid)
     if not bound.loopback:
         log.warning("insecure: everyone who reaches %s may run code on the nodes there", bound)

@@ -102,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str, exit_code: int) -> int:
-    from rdzv.ctl.layout import harmless
+    from rdzv.view.log_lines import harmless
 
     click.echo(f"{_PROGRAM}: {harmless(message)}", err=True)
     return exit_code

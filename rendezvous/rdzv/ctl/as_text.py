@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import counted, duration, listed
-from rdzv.ctl.layout import Cell, Page, harmless
+from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import (
     OWN_BACKEND,
     Event,
@@ -23,6 +23,7 @@ from rdzv.view.answers import (
     Submission,
     WorkerFailure,
 )
+from rdzv.view.log_lines import harmless
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10

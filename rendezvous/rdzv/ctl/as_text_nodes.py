@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rdzv.core.words import counted, duration
-from rdzv.ctl.layout import Cell, Page, harmless
+from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import Gpu, Node
+from rdzv.view.log_lines import harmless
 
 _UNKNOWN = "-"
 _STATE_STYLES = {

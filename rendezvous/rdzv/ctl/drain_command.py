@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from rdzv.client import ControlClient
 from rdzv.core.words import duration
-from rdzv.ctl.layout import harmless
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,
@@ -24,6 +23,7 @@ from rdzv.errors import (
 )
 from rdzv.structs import struct
 from rdzv.view.answers import JobStatus, Node
+from rdzv.view.log_lines import harmless
 
 LOOK_EVERY_S = 1.0
 """How often it is looked whether a node is empty, or may be drained now."""

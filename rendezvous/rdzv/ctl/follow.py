@@ -8,11 +8,11 @@ import threading
 import click
 
 from rdzv.client import ControlClient
-from rdzv.ctl.layout import harmless
 from rdzv.ctl.logs_text import show
 from rdzv.ctl.watch import EXIT_CODES, exit_code, watching
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.view.answers import JobStatus
+from rdzv.view.log_lines import harmless
 
 _TIMES = re.compile(r"[0-9.]+ (ms|s|min|h|d)\b")
 """What grows or falls in a reason while nothing happens."""

@@ -18,6 +18,7 @@ from typing import TextIO
 import click
 
 from rdzv.structs import struct
+from rdzv.view.log_lines import harmless
 
 _GAP = "  "
 _LABEL_WIDTH = 15
@@ -184,17 +185,6 @@ def page_for(stream: TextIO) -> Page:
         colour=terminal and not plain,
         now_s=time.time(),
     )
-
-
-def harmless(text: str) -> str:
-    r"""Show what a terminal would obey, or what hides or turns text around, as its escape.
-
-    >>> print(harmless("\x1b[2J gone\n"))
-    \x1b[2J gone\n
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @struct(frozen=True)

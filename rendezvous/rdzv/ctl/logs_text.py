@@ -1,30 +1,20 @@
-"""What `logs` prints: what workers have written, in whole lines, with their RANKs before them.
-
-Into a pipe or a file bytes go as they are. On a terminal they are made harmless: a log may hold
-what retitles it, clears it or types into it.
-"""
+"""`rdzvctl logs`: which part of the logs is asked for, and how it is printed."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Iterable
-from typing import BinaryIO
 
 import click
 
-from rdzv.ctl.layout import harmless
 from rdzv.errors import InvalidRequestError
 from rdzv.view.answers import LogLines
-
-LINE_BYTES = 64 * 1024
-"""A longer line is shown in several, so that none is waited for without bound."""
+from rdzv.view.log_lines import Printer, harmless, note_of
 
 _TAIL = re.compile(r"([0-9]{1,15})([kMG]?)")
 _UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MOST_LINES = 2**32 - 1
-
-_Source = tuple[str, int, int, bool]
 
 
 def parse_tail(text: str) -> tuple[int, int]:
@@ -69,79 +59,3 @@ def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> boo
     finally:
         printer.end()
     return whole and not absent
-
-
-def note_of(piece: LogLines) -> str:
-    """Say why something is missing, and of which node, if it is of one."""
-    return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
-
-
-class Printer:
-    """Puts the pieces of several workers' logs into lines."""
-
-    def __init__(self, out: BinaryIO, *, prefixed: bool, escaped: bool, as_it_comes: bool) -> None:
-        """Write to `out`; `as_it_comes` is for one source, whose lines need not be whole."""
-        self._out = out
-        self._prefixed = prefixed
-        self._escaped = escaped
-        self._as_it_comes = as_it_comes
-        self._begun: dict[_Source, bytes] = {}
-        """Lines that have no end yet."""
-        self._rounds: dict[str, int] = {}
-
-    def take(self, piece: LogLines) -> None:
-        """Print a piece, but for the line at its end that is not whole."""
-        if self._as_it_comes:
-            self._out.write(piece.data)
-        else:
-            if self._rounds.get(piece.node_id) != piece.round:
-                self._end_round(piece.node_id)
-                self._rounds[piece.node_id] = piece.round
-            source = (piece.node_id, piece.rank, piece.round, piece.stderr)
-            self._split(source, self._begun.pop(source, b"") + piece.data)
-        self._out.flush()
-
-    def end(self) -> None:
-        """Print what is left: last lines that have no end."""
-        for node_id in tuple(self._rounds):
-            self._end_round(node_id)
-        self._out.flush()
-
-    def _split(self, source: _Source, text: bytes) -> None:
-        ends = self._line_ends(text)
-        start = 0
-        for end in ends:
-            self._line(source, text[start:end])
-            start = end
-        rest = text[start:]
-        while len(rest) >= LINE_BYTES:
-            self._line(source, rest[:LINE_BYTES])
-            rest = rest[LINE_BYTES:]
-        if rest:
-            self._begun[source] = rest
-
-    def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. A progress bar's steps end in CR: each is a line of its own."""
-        lines = text.splitlines(keepends=True)
-        ends, at = [], 0
-        for line in lines:
-            at += len(line)
-            # Whether an LF follows a CR is not known before the next piece.
-            if line.endswith(b"\n") or (line.endswith(b"\r") and at < len(text)):
-                ends.append(at)
-        return ends
-
-    def _line(self, source: _Source, line: bytes) -> None:
-        if not self._prefixed and not self._escaped:
-            self._out.write(line if line.endswith((b"\n", b"\r")) else line + b"\n")
-            return
-        text = line.rstrip(b"\r\n")
-        if self._escaped:
-            decoded = text.decode(errors="backslashreplace")
-            text = "\t".join(map(harmless, decoded.split("\t"))).encode(errors="backslashreplace")
-        prefix = f"[rank {source[1]}] ".encode() if self._prefixed else b""
-        self._out.write(prefix + text + b"\n")
-
-    def _end_round(self, node_id: str) -> None:
-        for source in [source for source in self._begun if source[0] == node_id]:
-            self._line(source, self._begun.pop(source))

@@ -19,11 +19,12 @@ import click
 
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text, live
-from rdzv.ctl.layout import harmless, page_for
+from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousError
 from rdzv.structs import struct
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
+from rdzv.view.log_lines import harmless
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """What `wait` exits with; a state that is none of these is no end."""

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.access import Gate
     from rdzv.server.security.tls import Tls
-    from rdzv.server.settings.config import Config, Listen
+    from rdzv.server.settings.config import Config
     from rdzv.server.telemetry.metrics import Metrics
     from rdzv.server.telemetry.metrics_hooks import Meter
     from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.server")
 
@@ -250,7 +251,7 @@ async def run(configuration: Configuration) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
     with systemd.watched():
-        async with serving_c10d(config, clock) as facade:
+        async with serving_c10d(config.c10d, config.c10d_python, clock) as facade:
             if config.etcd is None:
                 await _run_alone(config, clock, facade, tls, stop)
             else:

@@ -10,7 +10,7 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.structs import struct
 from rdzv.transport.protocol import DEFAULT_PORT
 
-__all__ = ["DEFAULT_PORT", "Endpoint", "parse_endpoint", "parse_endpoints"]
+__all__ = ["DEFAULT_PORT", "Endpoint", "Listen", "parse_endpoint", "parse_endpoints"]
 
 _BRACKETED = re.compile(r"\[(?P<host>[^\[\]]*)\](?::(?P<port>.*))?", re.DOTALL)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
@@ -97,3 +97,54 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
     if not found:
         raise _bad_endpoint(text, "it names no host", "write HOST:PORT, or several with commas")
     return found
+
+
+@struct(frozen=True)
+class Listen:
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Listen:
+        """Read HOST:PORT; an IPv6 host stands in brackets.
+
+        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
+        (Listen(host='127.0.0.1', port=29400), '[::1]:0')
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isascii() or not port.isdigit():
+            raise InvalidRequestError(
+                f"{text!r} is not HOST:PORT; give, for example, 127.0.0.1:{DEFAULT_PORT}"
+            )
+        if int(port) > 65_535:
+            raise InvalidRequestError(f"port {port} of {text!r} is above 65535; give 0 to 65535")
+        bracketed = host.startswith("[") and host.endswith("]")
+        if ":" in host and not bracketed:
+            raise InvalidRequestError(
+                f"{text!r} has an IPv6 address without brackets; give [{host}]:{port}"
+            )
+        return cls(host[1:-1] if bracketed else host, int(port))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def unspecified(self) -> bool:
+        """Whether it means every address of this machine, and so is none to connect to."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

@@ -21,7 +21,7 @@ NEVER = (
     ),
     *("rdzv.stores.backup", "grpc_reflection.v1alpha"),
     *(
-        "rdzv.agent.app.agent_metrics",
+        "rdzv.agent.node.agent_metrics",
         "rdzv.agent.app.daemon",
         "rdzv.agent.node.placements",
         "rdzv.agent.handover.adoption",

@@ -20,10 +20,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rdzv.agent.app.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.app.agent_settings import KNOBS, read_config
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.runner_link import (
     RunnerExited,
@@ -39,8 +39,8 @@ from rdzv.agent.runner_link import (
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Listen
 from rdzv.settings.toml_settings import ConfigurationError
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics" / "agent.txt"

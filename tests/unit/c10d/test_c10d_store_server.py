@@ -18,7 +18,8 @@ from rdzv.c10d.facade import serving_c10d
 from rdzv.c10d.store_server import Looks
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import MonotonicClock
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
+from rdzv.transport.endpoints import Listen
 
 
 class FakeStore:
@@ -206,7 +207,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
     plain = Config(listen=Listen("127.0.0.1", 0), data_dir=tmp_path)
-    async with serving_c10d(plain, MonotonicClock()) as none:
+    async with serving_c10d(plain.c10d, plain.c10d_python, MonotonicClock()) as none:
         assert none is None
 
 
@@ -225,7 +226,7 @@ async def test_a_process_that_does_not_come_to_serve_is_an_error(
 ) -> None:
     script(config, *lines)
     with pytest.raises(RendezvousError, match=why):
-        async with serving_c10d(config, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
             pass
 
 
@@ -236,14 +237,14 @@ async def test_a_process_that_is_not_ready_in_time_is_an_error(
     monkeypatch.setattr(facade, "READY_TIMEOUT_S", 0.2)
     script(config, "time.sleep(600)")
     with pytest.raises(RendezvousError, match="was not ready within"):
-        async with serving_c10d(config, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
             pass
 
 
 async def test_an_interpreter_without_torch_is_refused(config: Config) -> None:
     script(config, "print('ModuleNotFoundError: no torch', file=sys.stderr)", "sys.exit(3)")
     with pytest.raises(InvalidRequestError, match=r"no torch\); install rdzv\[torch\] beside"):
-        async with serving_c10d(config, MonotonicClock()):
+        async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
             pass
 
 
@@ -261,7 +262,7 @@ async def test_a_process_that_answers_nonsense_is_replaced(
     caplog.set_level(logging.INFO, "rdzv.c10d")
     state = f"{{'states': {{'a': {NO_STATE!r}}}}}"
     script(config, f"serve({state}, {answer})", "hear()")
-    async with serving_c10d(config, MonotonicClock()) as served:
+    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
         assert served is not None
         await until_logged(caplog, "a new, empty store is served")
         assert why in caplog.text
@@ -279,7 +280,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
         f"while not os.path.exists({str(go)!r}): time.sleep(0.01)",
         "hear(); say(json.dumps({'gone': ['a']}).encode()); hear(); hear()",
     )
-    async with serving_c10d(config, MonotonicClock()) as served:
+    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()) as served:
         assert served is not None
         await until_logged(caplog, "has not answered for")
         assert [view.rdzv_id for view in served.views()] == ["a"]
@@ -298,6 +299,6 @@ async def test_a_bug_in_a_look_costs_nobody_the_store(
 
     monkeypatch.setattr(facade, "_decoded", broken)
     script(config, "say(b'{\"ready\": true}')", "while hear(): say(b'{}')")
-    async with serving_c10d(config, MonotonicClock()):
+    async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
         await until_logged(caplog, "please report it: a look is lost")
     assert "have lost their store" not in caplog.text

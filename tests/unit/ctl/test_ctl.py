@@ -28,10 +28,11 @@ from fake_control import FakeControl, serving
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.layout import Page, harmless
+from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import job_status_of
+from rdzv.view.log_lines import harmless
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 NOON_S = 1_700_049_600.0

@@ -159,7 +159,6 @@ RULES = (
         but=of(
             *("runtime/exposition.py", "server/telemetry/metrics.py"),
             *("server/telemetry/c10d_metrics.py", "agent/node/agent_metrics.py"),
-            "agent/app/agent_metrics.py",
         ),
     ),
     Rule(
@@ -302,6 +301,65 @@ def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
     }
     # etcd has credentials of its own.
     assert makers == {"transport/channels.py", "stores/etcd_client.py"}
+
+
+MAP = ROOT / "ARCHITECTURE.md"
+_MAPPED = re.compile(r"^( *)([a-z0-9_/]+/|[a-z0-9_]+\.py) ")
+
+
+def mapped() -> list[str]:
+    """List folders and files of the map in ARCHITECTURE.md, by their paths below `rdzv/`."""
+    text = MAP.read_text(encoding="utf-8")
+    block = text[text.index("## Code map") :].split("```")[1]
+    found: list[str] = []
+    above: list[tuple[int, str]] = []
+    for line in block.splitlines():
+        if (match := _MAPPED.match(line)) is None:
+            continue
+        indent, name = len(match[1]), match[2]
+        above = [(left, folder) for left, folder in above if left < indent]
+        path = "".join(folder for _, folder in above) + name
+        if name.endswith("/"):
+            above.append((indent, name))
+        if path.startswith(("rendezvous/rdzv/", "agent/rdzv/")):
+            found.append(path.split("rdzv/", 1)[1])
+    return [path for path in found if path]
+
+
+def room_of(name: str, rooms: list[str]) -> str:
+    """Return the entry of the map that a file belongs to: the longest that it lies in."""
+    return max((room for room in rooms if f"{name}/".startswith(room)), key=len, default="")
+
+
+def test_the_map_is_the_tree() -> None:
+    rooms = mapped()
+    lost = [name for _, name in sources() if not room_of(name, rooms) or name.count("/") > 3]
+    empty = [room for room in rooms if not any((root / "rdzv" / room).exists() for root in SOURCES)]
+    assert (lost, empty) == ([], [])
+    flat = [
+        name
+        for _, name in sources()
+        if room_of(name, rooms) in ("server/", "agent/") and not name.endswith("__init__.py")
+    ]
+    assert not flat, "neither in a folder of the map, nor on the map by itself"
+
+
+def test_a_folder_imports_only_what_stands_above_it_on_the_map() -> None:
+    rooms = mapped()
+    turn = {room: number for number, room in enumerate(rooms)}
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): room_of(name, rooms)
+        for _, name in sources()
+    }
+    upwards = {
+        f"{name} imports rdzv.{module}"
+        for path, name in sources()
+        for module in (one.removeprefix("rdzv.") for one in imports(path, name))
+        if module in modules
+        and modules[module] not in ("server/", "agent/")
+        and turn[modules[module]] > turn[room_of(name, rooms)]
+    }
+    assert not upwards
 
 
 def test_the_rules_are_about_files_that_are_there() -> None:

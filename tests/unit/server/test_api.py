@@ -36,10 +36,11 @@ from rdzv.server.messages import Hung, LogPiece, Progress, RankProgress, ReadLog
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))

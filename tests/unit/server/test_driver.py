@@ -80,11 +80,12 @@ from rdzv.server.messages import (
 )
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 
 TUNING = Tuning()
 

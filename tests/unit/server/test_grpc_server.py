@@ -20,8 +20,9 @@ from rdzv.server.rpc import service
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.service import serving
 from rdzv.server.sessions.driver import Driver
-from rdzv.server.settings.config import Config, Listen, Timings
+from rdzv.server.settings.config import Config, Timings
 from rdzv.stores.memory import MemoryStore
+from rdzv.transport.endpoints import Listen
 
 LONG_S = 100
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"

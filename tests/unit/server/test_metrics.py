@@ -28,7 +28,7 @@ from rdzv.errors import LimitExceededError, RendezvousConnectionError, Rendezvou
 from rdzv.server.messages import Progress, RankProgress
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.job_metrics import (
     JOB_METRICS,
     missing_nodes,
@@ -38,6 +38,7 @@ from rdzv.server.telemetry.job_metrics import (
 from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.telemetry.metrics_hooks import Figures
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
 

@@ -13,9 +13,10 @@ from stories import STORIES, told
 
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings import config as config_module
-from rdzv.server.settings.config import Config, Listen, check_otlp
+from rdzv.server.settings.config import Config, check_otlp
 from rdzv.server.telemetry.otlp import OtlpSender
 from rdzv.server.telemetry.traces import TraceSpan, tracing
+from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_traces import rows_of, unread
 
 CLOSE_MS = 60_000

@@ -22,10 +22,11 @@ from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Line, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.service import Conversation, Inbox
-from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.settings.config import Config, Limits
 from rdzv.server.wire import conversion
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
 from rdzv.view.answers import JobStatus, RankProgress

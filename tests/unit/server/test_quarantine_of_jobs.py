@@ -22,9 +22,10 @@ from rdzv.errors import RendezvousConnectionError, RendezvousStateError, Unknown
 from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from tests.support.builders import Job
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placer import QUIET_MS, daemons, live, submission

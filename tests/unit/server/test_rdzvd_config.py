@@ -14,9 +14,10 @@ from tls_files import Files
 from rdzv.errors import InvalidRequestError
 from rdzv.server.__main__ import _reaches_etcd_by_tls, main
 from rdzv.server.settings import server_settings
-from rdzv.server.settings.config import Config, Limits, Listen, Timings
+from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.server.settings.server_settings import _BOUND, KNOBS, Configuration, make_config
 from rdzv.settings.toml_settings import Kind, load, render
+from rdzv.transport.endpoints import Listen
 
 
 @pytest.fixture(autouse=True)

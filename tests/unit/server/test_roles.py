@@ -27,9 +27,10 @@ from rdzv.server.rpc.service import serving
 from rdzv.server.security import roles
 from rdzv.server.security.callers import Role
 from rdzv.server.sessions.driver import Driver
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.unit.server.test_driver import FakeClock
 

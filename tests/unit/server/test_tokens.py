@@ -22,9 +22,10 @@ from rdzv.errors import (
 from rdzv.server.security import callers, tokens
 from rdzv.server.security.callers import Caller, Role
 from rdzv.server.sessions.driver import Driver
-from rdzv.server.settings.config import Config, Limits, Listen
+from rdzv.server.settings.config import Config, Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.certificates import read_certificate
+from rdzv.transport.endpoints import Listen
 from tests.unit.server.test_driver import FakeClock, settle
 
 HOUR_MS = 3_600_000

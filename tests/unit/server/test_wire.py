@@ -41,10 +41,11 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
-from rdzv.server.settings.config import Limits, Listen
+from rdzv.server.settings.config import Limits
 from rdzv.server.wire import conversion
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
 LIMITS = Limits()

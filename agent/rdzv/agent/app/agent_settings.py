@@ -40,11 +40,10 @@ from rdzv.launch_options.job_options import (
     WORKERS_OWN,
     check_printable,
 )
-from rdzv.server.settings.config import Listen
 from rdzv.settings.toml_settings import Kind, Knob, Knobs, Rule, Values, load
 from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
-from rdzv.transport.endpoints import Endpoint, parse_endpoints
+from rdzv.transport.endpoints import Endpoint, Listen, parse_endpoints
 
 DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 

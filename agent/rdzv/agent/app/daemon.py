@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.agent_metrics_hooks import metered
 from rdzv.agent.app.agent_settings import Config, read_config
 from rdzv.agent.handover.adoption import Heritage, Orphan
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.preemption import heeded
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
+from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.observers.progress_files import PREFIX

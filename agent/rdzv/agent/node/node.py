@@ -11,20 +11,19 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rdzv.agent.agent_metrics_hooks import metered
 from rdzv.agent.core import events
 from rdzv.agent.inventory.preemption import Preemption, heeded
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, local_address
+from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
 from rdzv.agent.runner_link import StartedRunner
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.runtime.concurrency import single_error
-from rdzv.server.settings.config import Listen
 from rdzv.structs import replace
 from rdzv.transport.channels import PLAIN, Credentials
-from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.endpoints import Endpoint, Listen
 from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import VERSION

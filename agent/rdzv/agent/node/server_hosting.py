@@ -26,11 +26,11 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.service import server_version, serving
 from rdzv.server.sessions.driver import Driver
-from rdzv.server.settings.config import DAY_MS, Config, Listen, Timings
+from rdzv.server.settings.config import DAY_MS, Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.addresses import is_loopback, listen_at
-from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.endpoints import Endpoint, Listen
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig

@@ -17,7 +17,6 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from rdzv.ctl.logs_text import Printer, note_of
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -31,6 +30,7 @@ from rdzv.server.messages import LogsWanted
 from rdzv.server.settings.config import Config
 from rdzv.view import as_json
 from rdzv.view.answers import LogLines
+from rdzv.view.log_lines import Printer, note_of
 
 log = logging.getLogger("rdzv.api")
 

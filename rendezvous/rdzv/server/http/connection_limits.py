@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rdzv.server.settings.config import Limits, Listen, Timings
+from rdzv.server.settings.config import Limits, Timings
+from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
 _MAX_HEADER_BYTES = 32 * 1024

@@ -23,9 +23,10 @@ from rdzv.server.http.page import harmless_headers, page_routes, refusing_strang
 from rdzv.server.http.views import Shown
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.access import Gate, checking_roles
-from rdzv.server.settings.config import Config, Listen
+from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.structs import struct
+from rdzv.transport.endpoints import Listen
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Middleware
 from yarl import URL
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Listen
+from rdzv.transport.endpoints import Listen
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

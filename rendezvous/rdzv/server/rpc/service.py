@@ -45,9 +45,10 @@ from rdzv.server.security import callers
 from rdzv.server.security.tokens import Token
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits, Listen, Timings
+from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.server.wire import conversion
 from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION

@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from rdzv.stores.base import HISTORY_ROWS
 from rdzv.structs import struct
 from rdzv.transport import protocol
 from rdzv.transport.certificates import Certificate, check_authorities, check_pair, read_certificate
+from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig
@@ -249,55 +249,6 @@ def alter(held: Limits | Timings, name: str, value: int) -> None:
     object.__setattr__(held, name, value)
 
 
-@struct(frozen=True)
-class Listen:
-    """An address to listen on."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Listen:
-        """Read HOST:PORT; an IPv6 host stands in brackets.
-
-        >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
-        (Listen(host='127.0.0.1', port=29400), '[::1]:0')
-        """
-        host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isascii() or not port.isdigit():
-            raise InvalidRequestError(f"{text!r} is not HOST:PORT; give, for example, {_EXAMPLE}")
-        if int(port) > 65_535:
-            raise InvalidRequestError(f"port {port} of {text!r} is above 65535; give 0 to 65535")
-        bracketed = host.startswith("[") and host.endswith("]")
-        if ":" in host and not bracketed:
-            raise InvalidRequestError(
-                f"{text!r} has an IPv6 address without brackets; give [{host}]:{port}"
-            )
-        return cls(host[1:-1] if bracketed else host, int(port))
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    @property
-    def unspecified(self) -> bool:
-        """Whether it means every address of this machine, and so is none to connect to."""
-        try:
-            return ip_address(self.host).is_unspecified
-        except ValueError:
-            return False
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
 def check_otlp(text: str) -> None:
     """Refuse what is no address of a collector.
 
@@ -320,7 +271,7 @@ def _has_opentelemetry() -> bool:
         return False
 
 
-_EXAMPLE = f"127.0.0.1:{protocol.DEFAULT_PORT}"
+_EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def default_data_dir() -> Path:

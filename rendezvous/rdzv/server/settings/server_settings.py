@@ -20,7 +20,6 @@ from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import (
     Config,
     Limits,
-    Listen,
     Timings,
     TlsFiles,
     alter,
@@ -29,6 +28,7 @@ from rdzv.server.settings.config import (
 )
 from rdzv.settings.toml_settings import Kind, Knob, Knobs, Rule, Values, compare, load, spelled
 from rdzv.structs import struct
+from rdzv.transport.endpoints import Listen
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_client import EtcdConfig

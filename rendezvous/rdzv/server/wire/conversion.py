@@ -85,15 +85,10 @@ from rdzv.server.messages import (
     Withdrawn,
 )
 from rdzv.server.security.tokens import Token
-from rdzv.server.settings.config import (
-    DAY_MS,
-    OLDEST_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Limits,
-    Listen,
-)
+from rdzv.server.settings.config import DAY_MS, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace, struct
+from rdzv.transport.endpoints import Listen
 from rdzv.transport.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 

@@ -30,8 +30,8 @@ from rdzv.agent.server_link.link import ServerLink
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.exposition import CONTENT_TYPE, Collect, Parts, add_process, by_label, expiry
 from rdzv.runtime.http_log import http_log
-from rdzv.server.settings.config import Listen
 from rdzv.transport.addresses import is_loopback
+from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.agent")
 

@@ -1,0 +1,37 @@
+"""The agent's /metrics and /healthz; an agent that nobody scrapes loads no library for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rdzv.agent.job.job_driver import JobDriver
+    from rdzv.agent.node.placements import Placements
+    from rdzv.agent.server_link.link import ServerLink
+    from rdzv.transport.endpoints import Listen
+
+
+@asynccontextmanager
+async def metered(
+    listen: Listen | None,
+    link: ServerLink,
+    placements: Placements | None = None,
+    drivers: Sequence[JobDriver] = (),
+) -> AsyncIterator[None]:
+    """Count what happens, and answer /metrics and /healthz there until the body ends.
+
+    Nothing if `listen` is None. To be entered before the link runs, and any driver prepares.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+
+    """
+    if listen is None:
+        yield
+        return
+    from rdzv.agent.node.agent_metrics import serving_metrics
+
+    async with serving_metrics(listen, link, placements, drivers):
+        yield
