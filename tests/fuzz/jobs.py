@@ -26,8 +26,9 @@ from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
 from rdzv.ctl import submit_command
 from rdzv.server.messages import Placed
+from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_operators, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
@@ -119,14 +120,14 @@ def _read(path: Path, kind: str, data: bytes) -> None:
 def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
     """Go the way of a submission, as far as it is accepted."""
     with refusing():
-        rdzv_id = conversion.rdzv_id_of(request.rdzv_id, _LIMITS)
-        command = conversion.submit_of(request, _LIMITS)
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, _LIMITS)
+        command = inbound_operators.submit_of(request, _LIMITS)
         _place(folder, rdzv_id, command)
 
 
 def _place(folder: Path, rdzv_id: str, command: Submit) -> None:
     told = Placed(rdzv_id, command.run, command.spec)
-    message = conversion.server_message(told, 1, "1.2.3", 0)
+    message = outbound.server_message(told, 1, "1.2.3", 0)
     placed = agent_wire.placed(pb.ServerMessage.FromString(message.SerializeToString()).placed)
     if placed.spec != command.spec:
         raise FoundError(f"a node hears of another job than was submitted: {placed.spec!r:.300}")

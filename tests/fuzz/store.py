@@ -21,7 +21,7 @@ from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
-from rdzv.server.wire import conversion
+from rdzv.server.wire import outbound
 from rdzv.view.answers import job_status_of
 from tests.fuzz import surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
@@ -162,8 +162,8 @@ def _look(answer: _Answer) -> None:
     watch = Watch()
     watch.take(states, (*answer.gone, *unreadable), 1_000)
     for view in watch.views(2_000):
-        message = type(conversion.job_status(view, 2_000)).FromString(
-            conversion.job_status(view, 2_000).SerializeToString()
+        message = type(outbound.job_status(view, 2_000)).FromString(
+            outbound.job_status(view, 2_000).SerializeToString()
         )
         check_text("a job that is watched", as_text.status(job_status_of(message), _PAGE))
 

@@ -31,7 +31,7 @@ from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Meter
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_nodes, outbound
 from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -378,7 +378,7 @@ class Server:
         door = self._doors[connection] = _Door(connection)
         try:
             stream = door.stream = self.driver.attach(
-                conversion.hello_of(message.hello, CONFIG.limits)
+                inbound_nodes.hello_of(message.hello, CONFIG.limits)
             )
         except RendezvousError as error:
             self.world.count(f"attach refused: {error.code}")
@@ -393,40 +393,44 @@ class Server:
         create(self._end(door, stream))
 
     def _beliefs(self, stream: Stream, hello: pb.Hello) -> list[Any]:
-        speaker = conversion.Speaker(stream.node_id, stream.incarnation)
-        return [conversion.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
+        speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
+        return [inbound_nodes.belief_of(belief, speaker, CONFIG.limits) for belief in hello.beliefs]
 
     def _take_in(self, door: _Door, stream: Stream, message: pb.NodeMessage) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
                 pass
             case "away":
-                self.driver.plan_away(stream, conversion.away_ms_of(message.away, CONFIG.limits))
+                self.driver.plan_away(stream, inbound_nodes.away_ms_of(message.away, CONFIG.limits))
             case "hung":
-                hung = conversion.hung_of(message.hung, CONFIG.limits)
+                hung = inbound_nodes.hung_of(message.hung, CONFIG.limits)
                 if stream.greeted:
                     self._note_hung(stream, hung)
                 else:
                     door.early_hung.append(hung)
             case "stacks":
                 self.driver.take_stacks_in(
-                    stream, conversion.stacks_of(message.stacks, CONFIG.limits)
+                    stream, inbound_nodes.stacks_of(message.stacks, CONFIG.limits)
                 )
             case "holdings":
                 self._queue(
-                    door, stream, Holdings(conversion.holdings_of(message.holdings, CONFIG.limits))
+                    door,
+                    stream,
+                    Holdings(inbound_nodes.holdings_of(message.holdings, CONFIG.limits)),
                 )
             case "draining":
-                draining = conversion.draining_of(message.draining, CONFIG.limits)
+                draining = inbound_nodes.draining_of(message.draining, CONFIG.limits)
                 self.driver.note_draining(stream, draining)
             case _:
-                speaker = conversion.Speaker(stream.node_id, stream.incarnation)
+                speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
                 try:
                     self._queue(
-                        door, stream, conversion.command_of(message, speaker, CONFIG.limits)
+                        door, stream, inbound_nodes.command_of(message, speaker, CONFIG.limits)
                     )
                 except InvalidRequestError as error:
-                    stream.send(Refused(conversion.job_named_in(message), error.code, str(error)))
+                    stream.send(
+                        Refused(inbound_nodes.job_named_in(message), error.code, str(error))
+                    )
 
     def _queue(self, door: _Door, stream: Stream, said: tuple[str, Command] | Holdings) -> None:
         try:
@@ -454,7 +458,7 @@ class Server:
     async def _write(self, door: _Door, stream: Stream) -> None:
         while True:
             told = await stream.next()
-            message = conversion.server_message(
+            message = outbound.server_message(
                 told, self.driver.leadership, "simulated", self.process.now_ms()
             )
             door.connection.down(message)

@@ -9,7 +9,7 @@ from datetime import UTC
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
-from rdzv.server.wire import conversion
+from rdzv.server.wire import outbound
 from rdzv.structs import replace
 from rdzv.view.answers import Event, JobStatus, event_of, job_status_of
 from tests.unit.core.test_small_scope import SETTINGS
@@ -39,8 +39,8 @@ async def told(
         view = await s.driver.status(rdzv_id)
         rows = await s.driver.history(rdzv_id, limit)
         progress = s.driver.progress(rdzv_id)
-    status = job_status_of(conversion.job_status(view, now_ms, progress))
-    return Told(status, tuple(event_of(conversion.event_row(row)) for row in rows), now_ms)
+    status = job_status_of(outbound.job_status(view, now_ms, progress))
+    return Told(status, tuple(event_of(outbound.event_row(row)) for row in rows), now_ms)
 
 
 async def crashing(s: Scraped, rounds: int = 20) -> None:

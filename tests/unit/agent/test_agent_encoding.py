@@ -30,7 +30,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.placement import Gpu, Resources
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import conversion as server_wire
+from rdzv.server.wire import inbound_nodes
 from rdzv.structs import field_names, replace
 from rdzv.transport.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
@@ -75,7 +75,7 @@ NOW_MS = 10_000
 FAILURE = WorkerFailure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
 KILLED = WorkerFailure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
 LEAVING = Leaving(LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
-SPEAKER = server_wire.Speaker("n1", 12)
+SPEAKER = inbound_nodes.Speaker("n1", 12)
 LIMITS = Limits()
 
 REPORTED = asked.FailureReport(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", 40)
@@ -85,7 +85,7 @@ REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98
 def heard(message: pb.NodeMessage) -> asked.Command:
     """Return what the server makes of a message that has gone over the wire."""
     message = pb.NodeMessage.FromString(message.SerializeToString())
-    rdzv_id, command = server_wire.command_of(message, SPEAKER, LIMITS)
+    rdzv_id, command = inbound_nodes.command_of(message, SPEAKER, LIMITS)
     assert rdzv_id == "job-7"
     return command
 
@@ -121,7 +121,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
     assert isinstance(command, asked.Join)
     assert command.moved == moved
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False)
-    *_, again = server_wire.belief_of(belief, SPEAKER, LIMITS).commands
+    *_, again = inbound_nodes.belief_of(belief, SPEAKER, LIMITS).commands
     assert isinstance(again, asked.Join)
     assert again.moved == moved
 
@@ -141,7 +141,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     command = heard(pb.NodeMessage(join=join))
     assert isinstance(command, asked.Join)
     belief = encoding.belief(state, OFFER, NOW_MS, refuse_reuse=False, secret=secret)
-    resume = server_wire.belief_of(belief, SPEAKER, LIMITS).commands[0]
+    resume = inbound_nodes.belief_of(belief, SPEAKER, LIMITS).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
     assert command.secret == resume.secret != ""
 
@@ -294,7 +294,7 @@ def belief_of(state: AgentState, offer: Offer = OFFER) -> pb.Belief:
 def test_the_server_learns_all_that_it_missed(
     state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
 ) -> None:
-    found = server_wire.belief_of(belief_of(state), SPEAKER, LIMITS)
+    found = inbound_nodes.belief_of(belief_of(state), SPEAKER, LIMITS)
     assert found.commands == expected
     assert found.has_workers == has_workers
     assert (found.rdzv_id, found.run) == ("job-7", state.run)
@@ -344,7 +344,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
             offer = replace(OFFER, store_port=0)
-            heard_of = server_wire.belief_of(belief_of(state, offer), SPEAKER, LIMITS)
+            heard_of = inbound_nodes.belief_of(belief_of(state, offer), SPEAKER, LIMITS)
             resume = replace(RESUME, claim=replace(CLAIM, offer=offer))
             assert heard_of.commands == (resume, *expected[1:])
 

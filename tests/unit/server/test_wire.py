@@ -42,14 +42,14 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_nodes, inbound_operators, outbound
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
 LIMITS = Limits()
-N1 = conversion.Speaker("n1", 7)
+N1 = inbound_nodes.Speaker("n1", 7)
 
 
 def hello(**changes: object) -> pb.Hello:
@@ -108,12 +108,12 @@ def join(**changes: object) -> pb.Join:
 
 
 def test_hello() -> None:
-    assert conversion.hello_of(hello(), LIMITS) == Hello(
+    assert inbound_nodes.hello_of(hello(), LIMITS) == Hello(
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
-    assert conversion.hello_of(hello(fence_after_ms=4_000), LIMITS).fence_after_ms == 4_000
+    assert inbound_nodes.hello_of(hello(fence_after_ms=4_000), LIMITS).fence_after_ms == 4_000
     for at in ("10.0.0.5:29481", "gpu-7.cluster:1", "[fe80::1]:29481"):
-        assert conversion.hello_of(hello(metrics=at), LIMITS).metrics == at
+        assert inbound_nodes.hello_of(hello(metrics=at), LIMITS).metrics == at
 
 
 CORE_SETTINGS = Settings(2, 4, 3, 600_000, 30_000, ScaleUp.ON_RESTART, 60_000)
@@ -172,10 +172,10 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
     ],
 )
 def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
-    assert conversion.command_of(message, N1, LIMITS) == ("job-7", command)
+    assert inbound_nodes.command_of(message, N1, LIMITS) == ("job-7", command)
     # Through bytes as well: optional fields keep apart "0" and "not said".
     again = pb.NodeMessage.FromString(message.SerializeToString())
-    assert conversion.command_of(again, N1, LIMITS) == ("job-7", command)
+    assert inbound_nodes.command_of(again, N1, LIMITS) == ("job-7", command)
 
 
 LINE = pb.RoundCompleted(
@@ -307,7 +307,7 @@ WITH_TALLY.MergeFrom(LINE)
 def test_beliefs_become_commands(
     belief: pb.Belief, has_workers: bool, said: list[commands.Command]
 ) -> None:
-    read = conversion.belief_of(belief, N1, LIMITS)
+    read = inbound_nodes.belief_of(belief, N1, LIMITS)
     assert (read.rdzv_id, read.run) == ("job-7", "feed")
     assert read.round == (2 if belief.HasField("round") else None)
     assert read.has_workers is has_workers
@@ -315,16 +315,16 @@ def test_beliefs_become_commands(
 
 
 def read_join(**changes: object) -> Callable[[], object]:
-    return lambda: conversion.command_of(pb.NodeMessage(join=join(**changes)), N1, LIMITS)
+    return lambda: inbound_nodes.command_of(pb.NodeMessage(join=join(**changes)), N1, LIMITS)
 
 
 def read_hello(**changes: object) -> Callable[[], object]:
-    return lambda: conversion.hello_of(hello(**changes), LIMITS)
+    return lambda: inbound_nodes.hello_of(hello(**changes), LIMITS)
 
 
 def read_belief(**changes: object) -> Callable[[], object]:
     good: dict[str, object] = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
-    return lambda: conversion.belief_of(pb.Belief(**(good | changes)), N1, LIMITS)  # type: ignore[arg-type]
+    return lambda: inbound_nodes.belief_of(pb.Belief(**(good | changes)), N1, LIMITS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -381,14 +381,14 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_belief(round=pb.RoundCompleted(rdzv_id="other")), "rdzv_id 'other' is not job-7"),
         (read_belief(join=pb.Join()), "min_nodes 0"),
         (read_belief(phase=pb.Belief.LEAVING), "cause 0 is not known"),
-        (lambda: conversion.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
+        (lambda: inbound_nodes.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
         (
-            lambda: conversion.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS),
+            lambda: inbound_nodes.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS),
             "say hello once",
         ),
-        (lambda: conversion.away_ms_of(pb.Away(), LIMITS), "deadline '0 s' is out of bounds"),
-        (lambda: conversion.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline '"),
-        (lambda: conversion.history_limit(10_001, LIMITS), "limit 10001"),
+        (lambda: inbound_nodes.away_ms_of(pb.Away(), LIMITS), "deadline '0 s' is out of bounds"),
+        (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline '"),
+        (lambda: inbound_operators.history_limit(10_001, LIMITS), "limit 10001"),
         (lambda: Listen.parse("host"), "'host' is not HOST:PORT"),
     ],
 )
@@ -404,7 +404,7 @@ def test_what_is_wrong_is_refused_with_value_reason_and_remedy(
 
 def test_what_people_read_is_cut_not_refused() -> None:
     failures = [failure(message="m" * 5_000, traceback="t" * 50_000 + "the end", age_ms=2**60)]
-    command = conversion.command_of(
+    command = inbound_nodes.command_of(
         pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures)), N1, LIMITS
     )[1]
     assert isinstance(command, commands.Fail)
@@ -419,16 +419,16 @@ def test_what_people_read_is_cut_not_refused() -> None:
 def test_of_too_many_failures_the_earliest_are_kept() -> None:
     failures = [failure(local_rank=n, age_ms=n) for n in range(100)]
     message = pb.NodeMessage(failed=pb.Failed(rdzv_id="j", run="r", failures=failures))
-    command = conversion.command_of(message, N1, LIMITS)[1]
+    command = inbound_nodes.command_of(message, N1, LIMITS)[1]
     assert isinstance(command, commands.Fail)
     assert [f.local_rank for f in command.failures] == list(range(99, 35, -1))
 
 
 def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
-    assert conversion.job_named_in(pb.NodeMessage(join=pb.Join(rdzv_id="a/b"))) == "a/b"
-    assert conversion.job_named_in(pb.NodeMessage(heartbeat=pb.Heartbeat())) == ""
-    assert conversion.job_named_in(pb.NodeMessage()) == ""
-    assert conversion.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+    assert inbound_nodes.job_named_in(pb.NodeMessage(join=pb.Join(rdzv_id="a/b"))) == "a/b"
+    assert inbound_nodes.job_named_in(pb.NodeMessage(heartbeat=pb.Heartbeat())) == ""
+    assert inbound_nodes.job_named_in(pb.NodeMessage()) == ""
+    assert inbound_nodes.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
 
 
 # ---------------------------------------------------------------- what nodes are told
@@ -560,17 +560,17 @@ A_LINE = Line(
 )
 def test_what_nodes_are_told(told: Told, expected: pb.ServerMessage) -> None:
     expected.leadership = 3
-    assert conversion.server_message(told, 3, "1.2", 5_000) == expected
+    assert outbound.server_message(told, 3, "1.2", 5_000) == expected
 
 
 def test_every_enum_of_the_core_has_its_place_on_the_wire() -> None:
     for cause in Cause:
         over = RoundOver("j", "r", 0, RoundEnd(cause, "", 0, False))
-        assert conversion.server_message(over, 1, "", 0).round_ended.cause == pb.Cause.Value(
+        assert outbound.server_message(over, 1, "", 0).round_ended.cause == pb.Cause.Value(
             cause.name
         )
     for result in Result:
-        closed = conversion.server_message(Closed("j", "r", Ended(result, "", 0)), 1, "", 0).closed
+        closed = outbound.server_message(Closed("j", "r", Ended(result, "", 0)), 1, "", 0).closed
         assert pb.Result.Name(closed.result) == f"RESULT_{result.name}"
         assert not closed.HasField("root_cause")
 
@@ -613,7 +613,7 @@ VIEW = JobView(
 
 
 def test_status_carries_every_field_of_the_view() -> None:
-    status = conversion.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
+    status = outbound.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
     names = {*field_names(JobView), "progress", "stragglers"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
@@ -634,16 +634,16 @@ def test_status_carries_every_field_of_the_view() -> None:
 def test_a_budget_that_is_none_is_not_told() -> None:
     assert VIEW.budgets is not None
     open_ = replace(VIEW.budgets, max_preemptions=None, max_store_failures=None, furthest_step=None)
-    budgets = conversion.job_status(replace(VIEW, budgets=open_), 0).budgets
+    budgets = outbound.job_status(replace(VIEW, budgets=open_), 0).budgets
     for name in ("max_preemptions", "max_store_failures", "furthest_step"):
         assert not budgets.HasField(name)
-    assert not conversion.job_status(replace(VIEW, budgets=None), 0).HasField("budgets")
+    assert not outbound.job_status(replace(VIEW, budgets=None), 0).HasField("budgets")
 
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     """So that a node of an older version is like one that was launched without the flag."""
     read = [
-        conversion.command_of(pb.NodeMessage(join=join(settings=one)), N1, LIMITS)[1]
+        inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1, LIMITS)[1]
         for one in (
             settings(),
             settings(restart_backoff_ms=1_000, restart_backoff_max_ms=60_000),
@@ -664,21 +664,21 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
         ({"furthest_step": 2**64 - 1, "snapshot_changed": True}, Moved(2**64 - 1, snapshot=True)),
     )
     for given, moved in said:
-        _, read = conversion.command_of(pb.NodeMessage(join=join(**given)), N1, LIMITS)
+        _, read = inbound_nodes.command_of(pb.NodeMessage(join=join(**given)), N1, LIMITS)
         assert isinstance(read, commands.Join)
         assert read.moved == moved
 
 
 def test_what_is_not_known_is_not_set() -> None:
     bare = replace(VIEW, round=None, last_failure=(), last_failure_age_ms=None, last_end=None)
-    status = conversion.job_status(bare, 0)
+    status = outbound.job_status(bare, 0)
     for name in ("round", "last_failure", "last_failure_age_ms", "last_end"):
         assert not status.HasField(name)
-    assert not conversion.job_summary(bare, "").HasField("round")
+    assert not outbound.job_summary(bare, "").HasField("round")
 
 
 def test_the_summary_counts_the_nodes_that_are_seated() -> None:
-    summary = conversion.job_summary(VIEW, "")
+    summary = outbound.job_summary(VIEW, "")
     assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
     for field in summary.DESCRIPTOR.fields:
         if field.name not in {"nodes", "hangs"}:
@@ -687,19 +687,19 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
 
 
 def test_who_forms_the_group_is_told() -> None:
-    assert (conversion.job_status(VIEW, 0).backend, conversion.job_summary(VIEW, "").backend) == (
+    assert (outbound.job_status(VIEW, 0).backend, outbound.job_summary(VIEW, "").backend) == (
         "rdzv",
         "rdzv",
     )
     watched = replace(VIEW, backend="c10d", restarts=None, max_restarts=None)
-    assert conversion.job_status(watched, 0).backend == "c10d"
-    assert conversion.job_summary(watched, "").backend == "c10d"
-    assert not conversion.job_summary(watched, "").HasField("restarts")
+    assert outbound.job_status(watched, 0).backend == "c10d"
+    assert outbound.job_summary(watched, "").backend == "c10d"
+    assert not outbound.job_summary(watched, "").HasField("restarts")
 
 
 def test_a_row_of_history() -> None:
     record = Record(5, "job-7", "feed", "NodeJoined", "n1 joined")
-    assert conversion.event_row(record) == pb.Event(
+    assert outbound.event_row(record) == pb.Event(
         unix_ms=5, rdzv_id="job-7", run="feed", name="NodeJoined", text="n1 joined"
     )
-    assert conversion.history_limit(0, LIMITS) == LIMITS.history_default
+    assert inbound_operators.history_limit(0, LIMITS) == LIMITS.history_default

@@ -13,12 +13,12 @@ from rdzv.core import rendezvous
 from rdzv.core.commands import Resume
 from rdzv.errors import DeniedError, InvalidRequestError
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_nodes
 from rdzv.structs import replace
 from rdzv.transport.job_secret import read_secret
 from rdzv.v1 import rdzv_pb2 as pb
 
-SPEAKER = conversion.Speaker("n1", 7)
+SPEAKER = inbound_nodes.Speaker("n1", 7)
 SECRET = "0123456789abcdef"
 
 
@@ -77,7 +77,7 @@ def read_join(secret: str, rdzv_id: str = "job-7") -> Any:
         ),
         secret=secret,
     )
-    return conversion.command_of(pb.NodeMessage(join=message), SPEAKER, Limits())[1]
+    return inbound_nodes.command_of(pb.NodeMessage(join=message), SPEAKER, Limits())[1]
 
 
 def test_a_server_keeps_a_hash_that_is_good_for_one_job() -> None:

@@ -25,14 +25,14 @@ from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis import log_relay
 from rdzv.server.settings import config
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_nodes
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 
 FOLDER = Path(__file__).parents[1] / "protocol"
 LIMITS = config.Limits()
-SPEAKER = conversion.Speaker("n1", 7)
+SPEAKER = inbound_nodes.Speaker("n1", 7)
 KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessage)}
 
 
@@ -55,32 +55,32 @@ def meaning(message: Message) -> Any:
     assert isinstance(message, pb.NodeMessage)
     match message.WhichOneof("body"):
         case "hello":
-            beliefs = [conversion.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
-            hello = as_dict(conversion.hello_of(message.hello, LIMITS))
+            beliefs = [inbound_nodes.belief_of(b, SPEAKER, LIMITS) for b in message.hello.beliefs]
+            hello = as_dict(inbound_nodes.hello_of(message.hello, LIMITS))
             return _plain({"hello": hello, "beliefs": [_belief(b) for b in beliefs]})
         case "away":
-            return {"away_ms": conversion.away_ms_of(message.away, LIMITS)}
+            return {"away_ms": inbound_nodes.away_ms_of(message.away, LIMITS)}
         case "heartbeat":
             return {"number": message.heartbeat.number}
         case "log_piece":
-            piece = as_dict(conversion.log_piece_of(message.log_piece, LIMITS))
+            piece = as_dict(inbound_nodes.log_piece_of(message.log_piece, LIMITS))
             return {**piece, "data": piece["data"].hex()}
         case "progress":
-            return _plain(as_dict(conversion.progress_of(message.progress, LIMITS)))
+            return _plain(as_dict(inbound_nodes.progress_of(message.progress, LIMITS)))
         case "hung":
-            return _plain(as_dict(conversion.hung_of(message.hung, LIMITS)))
+            return _plain(as_dict(inbound_nodes.hung_of(message.hung, LIMITS)))
         case "stacks":
-            return _plain(as_dict(conversion.stacks_of(message.stacks, LIMITS)))
+            return _plain(as_dict(inbound_nodes.stacks_of(message.stacks, LIMITS)))
         case "health":
-            failing = conversion.failing_of(message.health, LIMITS)
+            failing = inbound_nodes.failing_of(message.health, LIMITS)
             return {"failing": [as_dict(check) for check in failing]}
         case "draining":
-            return as_dict(conversion.draining_of(message.draining, LIMITS))
+            return as_dict(inbound_nodes.draining_of(message.draining, LIMITS))
         case "holdings":
-            held = conversion.holdings_of(message.holdings, LIMITS)
+            held = inbound_nodes.holdings_of(message.holdings, LIMITS)
             return {"holdings": [as_dict(holding) for holding in held]}
         case _:
-            rdzv_id, command = conversion.command_of(message, SPEAKER, LIMITS)
+            rdzv_id, command = inbound_nodes.command_of(message, SPEAKER, LIMITS)
             return _plain({"rdzv_id": rdzv_id, type(command).__name__: as_dict(command)})
 
 
@@ -169,14 +169,16 @@ def test_agent_and_server_of_one_build_speak_the_same_protocol() -> None:
 def test_a_server_accepts_its_own_protocol_and_the_one_before(
     ours: int, accepted: list[int], refused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "PROTOCOL_VERSION", ours)
-    monkeypatch.setattr(conversion, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours))
+    monkeypatch.setattr(inbound_nodes, "PROTOCOL_VERSION", ours)
+    monkeypatch.setattr(
+        inbound_nodes, "OLDEST_PROTOCOL_VERSION", config.oldest_protocol_version(ours)
+    )
     for version in accepted:
-        conversion.check_protocol(version)
+        inbound_nodes.check_protocol(version)
     for version in refused:
         older = version < accepted[0]
         with pytest.raises(InvalidRequestError) as refusal:
-            conversion.check_protocol(version)
+            inbound_nodes.check_protocol(version)
         assert f"speaks protocol {version}" in str(refusal.value)
         assert str(refusal.value).endswith(f"upgrade the {'agent' if older else 'server'}")
 

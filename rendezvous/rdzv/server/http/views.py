@@ -14,7 +14,8 @@ from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
 from rdzv.server.messages import LogsWanted, NodeSummary
 from rdzv.server.rpc.queries import SLICE, Answers
-from rdzv.server.wire import conversion
+from rdzv.server.settings import bounds
+from rdzv.server.wire import inbound_operators, outbound
 from rdzv.view import answers
 
 
@@ -34,13 +35,13 @@ class Shown(Answers):
         """Show a job of which the server has this view."""
         progress = self.replica.driver.progress(view.rdzv_id)
         stragglers = self.replica.driver.stragglers(view.rdzv_id)
-        status = conversion.job_status(view, self.clock.now_ms(), progress, stragglers)
+        status = outbound.job_status(view, self.clock.now_ms(), progress, stragglers)
         return answers.job_status_of(status)
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
         """Show a job as one line."""
         hangs = self.replica.driver.hangs(view.rdzv_id)
-        return answers.job_summary_of(conversion.job_summary(view, hangs))
+        return answers.job_summary_of(outbound.job_summary(view, hangs))
 
     async def jobs(self) -> list[answers.JobSummary]:
         """Show every job as one line, by name."""
@@ -50,8 +51,8 @@ class Shown(Answers):
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
         """Show a job's newest events, oldest first; 0: as many as the server sees fit."""
-        rows = await self.history(asked, conversion.history_limit(limit, self.limits))
-        return [answers.event_of(conversion.event_row(row)) for row in rows]
+        rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
+        return [answers.event_of(outbound.event_row(row)) for row in rows]
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
         """Show what a job's workers did when a round of it hung, the last one or this one.
@@ -61,12 +62,12 @@ class Shown(Answers):
             InvalidRequestError: none are kept.
 
         """
-        rdzv_id = conversion.rdzv_id_of(asked, self.limits)
+        rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         report = await self.replica.driver.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
         # It may be a megabyte, for which no node is to wait.
         return await asyncio.to_thread(
-            lambda: answers.stack_report_of(conversion.stack_report(report, now_ms))
+            lambda: answers.stack_report_of(outbound.stack_report(report, now_ms))
         )
 
     def summaries(self) -> list[NodeSummary]:
@@ -76,7 +77,7 @@ class Shown(Answers):
     @staticmethod
     def node_of(summary: NodeSummary) -> answers.Node:
         """Show a node of which the server has this summary."""
-        return answers.node_of(conversion.node_summary(summary))
+        return answers.node_of(outbound.node_summary(summary))
 
     async def nodes(self) -> list[answers.Node]:
         """Show every node."""
@@ -95,7 +96,7 @@ class Shown(Answers):
             InvalidRequestError: no node can have this name.
 
         """
-        node_id = conversion.node_id_of(asked, self.limits)
+        node_id = bounds.node_id_of(asked, self.limits)
         for summary in self.summaries():
             if summary.node_id == node_id:
                 return self.node_of(summary)
@@ -105,14 +106,14 @@ class Shown(Answers):
 
     async def servers(self) -> list[answers.Server]:
         """Show every rdzvd that shares this one's store; also one that stands by answers."""
-        return [answers.server_of(conversion.server(view)) for view in await self.replica.servers()]
+        return [answers.server_of(outbound.server(view)) for view in await self.replica.servers()]
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""
         try:
-            rdzv_id = conversion.rdzv_id_of(asked, self.limits)
+            rdzv_id = bounds.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield answers.log_lines_of(conversion.log_lines(lines))
+                    yield answers.log_lines_of(outbound.log_lines(lines))
         except (UnknownJobError, InvalidRequestError) as error:
             raise self.why_no_logs(asked, error) from error

@@ -34,9 +34,9 @@ from rdzv.server.replication.replica import Replica
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.security.roles import Row, Whose
+from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Meter
-from rdzv.server.wire import conversion
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 
@@ -138,7 +138,7 @@ class Gate:
         if row.whose is not Whose.OWN_JOB or caller.admin or rdzv_id is None:
             return
         try:
-            named = conversion.rdzv_id_of(rdzv_id, self._config.limits)
+            named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
             # No job has this name: whoever serves the call says so.
             return
@@ -163,7 +163,7 @@ class Gate:
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
         said = getattr(request, "reason", "") or (submitter and f"by {submitter}")
-        reason = conversion.sentence(said, self._config.limits)
+        reason = bounds.sentence(said, self._config.limits)
         why = f": {signed(reason, caller)}" if reason else f", by {caller}"
         text = f"{verb} {target}{change and f' {change}'}{why}, from address {peer}{end}"
         log.info("%s", text, extra={"audit": True})

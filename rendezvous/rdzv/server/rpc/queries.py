@@ -18,8 +18,8 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.server.replication.replica import Replica
+from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import conversion
 from rdzv.stores.base import Record
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Answers:
 
         """
         try:
-            return await self.replica.driver.status(conversion.rdzv_id_of(asked, self.limits))
+            return await self.replica.driver.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
             # Not before: a name that is none here may be one for torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
@@ -84,9 +84,7 @@ class Answers:
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first; of one that is only watched, none."""
         try:
-            return await self.replica.driver.history(
-                conversion.rdzv_id_of(asked, self.limits), limit
-            )
+            return await self.replica.driver.history(bounds.rdzv_id_of(asked, self.limits), limit)
         except (UnknownJobError, InvalidRequestError):
             if self.watched(asked) is None:
                 raise

@@ -45,8 +45,9 @@ from rdzv.server.security import callers
 from rdzv.server.security.tokens import Token
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Config, Limits, Timings
-from rdzv.server.wire import conversion
+from rdzv.server.wire import inbound_nodes, inbound_operators, outbound
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
@@ -152,7 +153,7 @@ class Conversation:
         """Serve the node until either side ends the stream."""
         try:
             message = await self._first_message(context)
-            hello = conversion.hello_of(message, self._limits)
+            hello = inbound_nodes.hello_of(message, self._limits)
             stream = self._driver.attach(hello, callers.present.get())
         except RendezvousError as error:
             await _abort(context, error)
@@ -216,36 +217,36 @@ class Conversation:
                     if message.heartbeat.number:
                         stream.send(Heard(message.heartbeat.number))
                 case "away":
-                    deadline_ms = conversion.away_ms_of(message.away, self._limits)
+                    deadline_ms = inbound_nodes.away_ms_of(message.away, self._limits)
                     self._driver.plan_away(stream, deadline_ms)
                 case "log_piece":
                     self._driver.take_log(
-                        stream, conversion.log_piece_of(message.log_piece, self._limits)
+                        stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
                     )
                 case "progress":
                     self._take_progress(message.progress, stream)
                 case "hung":
-                    self._take_hung(conversion.hung_of(message.hung, self._limits), stream)
+                    self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
                 case "stacks":
-                    said = conversion.stacks_of(message.stacks, self._limits)
+                    said = inbound_nodes.stacks_of(message.stacks, self._limits)
                     self._driver.take_stacks_in(stream, said)
                 case "health":
                     self._driver.note_health(
-                        stream, conversion.failing_of(message.health, self._limits)
+                        stream, inbound_nodes.failing_of(message.health, self._limits)
                     )
                 case "holdings":
-                    holdings = Holdings(conversion.holdings_of(message.holdings, self._limits))
+                    holdings = Holdings(inbound_nodes.holdings_of(message.holdings, self._limits))
                     self._queue(holdings, stream, inbox)
                 case "draining":
-                    draining = conversion.draining_of(message.draining, self._limits)
+                    draining = inbound_nodes.draining_of(message.draining, self._limits)
                     self._driver.note_draining(stream, draining)
                 case _:
-                    speaker = conversion.Speaker(stream.node_id, stream.incarnation)
+                    speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
                     self._queue(
-                        conversion.command_of(message, speaker, self._limits), stream, inbox
+                        inbound_nodes.command_of(message, speaker, self._limits), stream, inbox
                     )
         except (InvalidRequestError, LimitExceededError) as error:
-            stream.send(Refused(conversion.job_named_in(message), error.code, str(error)))
+            stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
         """Take note of progress at once: it must not wait in the inbox while the store is away.
@@ -253,7 +254,7 @@ class Conversation:
         It is for people: what is wrong with it is no reason to refuse the node anything.
         """
         try:
-            said = conversion.progress_of(message, self._limits)
+            said = inbound_nodes.progress_of(message, self._limits)
             if stream.greeted:
                 self._driver.note_progress(stream, said)
             elif said.rdzv_id in self._early or len(self._early) < self._limits.beliefs:
@@ -307,7 +308,7 @@ class Conversation:
 
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
         """Decide what the node says, in its order, beginning with what it believes."""
-        named = [conversion.job_named_in(message) for message in beliefs]
+        named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_progress(stream)
         self._release_hung(stream)
@@ -319,13 +320,13 @@ class Conversation:
         stream.close()
 
     def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
-        speaker = conversion.Speaker(stream.node_id, stream.incarnation)
+        speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
         for message in messages:
             try:
-                yield conversion.belief_of(message, speaker, self._limits)
+                yield inbound_nodes.belief_of(message, speaker, self._limits)
             except InvalidRequestError as error:
                 # One bad job must not keep the others of this node from being heard.
-                stream.send(Refused(conversion.job_named_in(message), error.code, str(error)))
+                stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, context: Context) -> None:
         while True:
@@ -334,7 +335,7 @@ class Conversation:
                 # Another server may have said something else by now.
                 stream.close(RendezvousConnectionError("this server can not prove that it leads"))
                 return
-            message = conversion.server_message(
+            message = outbound.server_message(
                 told, self._driver.leadership, self._version, self._clock.now_ms()
             )
             try:
@@ -369,7 +370,7 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> AsyncIterator[pb.JobStatus]:
         """Show one job whenever it changes."""
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             async with aclosing(self._replica.driver.watch(rdzv_id)) as views:
                 async for view in views:
                     yield self._status(view)
@@ -385,7 +386,7 @@ class ControlService(pb_grpc.ControlServicer):
             views = [view async for view in self._answers.views()]
         except RendezvousError as error:
             await _abort(context, error)
-        jobs = [conversion.job_summary(view, driver.hangs(view.rdzv_id)) for view in views]
+        jobs = [outbound.job_summary(view, driver.hangs(view.rdzv_id)) for view in views]
         return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
@@ -393,37 +394,37 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListEventsResponse:
         """Show a job's history."""
         try:
-            limit = conversion.history_limit(request.limit, self._limits)
+            limit = inbound_operators.history_limit(request.limit, self._limits)
             rows = await self._answers.history(request.rdzv_id, limit)
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListEventsResponse(events=[conversion.event_row(row) for row in rows])
+        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def StopJob(  # noqa: N802
         self, request: pb.StopJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """End a run."""
-        return await self._obey(request, conversion.stop_of, context)
+        return await self._obey(request, inbound_operators.stop_of, context)
 
     async def RestartJob(  # noqa: N802
         self, request: pb.RestartJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """End a round, and have another form."""
-        return await self._obey(request, conversion.restart_of, context)
+        return await self._obey(request, inbound_operators.restart_of, context)
 
     async def ScaleJob(  # noqa: N802
         self, request: pb.ScaleJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Give a run other bounds."""
-        return await self._obey(request, conversion.scale_of, context)
+        return await self._obey(request, inbound_operators.scale_of, context)
 
     async def SubmitJob(  # noqa: N802
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Begin a run whose nodes the server chooses."""
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
-            command = conversion.submit_of(request, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+            command = inbound_operators.submit_of(request, self._limits)
             caller = callers.present.get()
             before = await self._doing(rdzv_id)
             view = await self._replica.driver.submit_job(rdzv_id, command, caller)
@@ -437,9 +438,9 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListNodesResponse:
         """Show every node."""
         try:
-            named = [conversion.node_id_of(node_id, self._limits) for node_id in request.node_ids]
+            named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
             driver = self._replica.driver
-            nodes = [conversion.node_summary(summary) for summary in driver.nodes(named)]
+            nodes = [outbound.node_summary(summary) for summary in driver.nodes(named)]
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
@@ -449,12 +450,12 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.Node:
         """Place nothing more on a node."""
         try:
-            node_id, reason = conversion.cordon_of(request, self._limits)
+            node_id, reason = inbound_operators.cordon_of(request, self._limits)
             reason = signed(reason, callers.present.get())
             before = self._use(node_id)
             found = await self._replica.driver.cordon(node_id, reason)
             note_change(before, _use_of(found))
-            return conversion.node_summary(found)
+            return outbound.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -463,11 +464,11 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.Node:
         """Let a node be placed on again."""
         try:
-            node_id = conversion.node_id_of(request.node_id, self._limits)
+            node_id = bounds.node_id_of(request.node_id, self._limits)
             before = self._use(node_id)
             found = await self._replica.driver.uncordon(node_id)
             note_change(before, _use_of(found))
-            return conversion.node_summary(found)
+            return outbound.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -477,12 +478,12 @@ class ControlService(pb_grpc.ControlServicer):
         """Empty a node."""
         try:
             driver = self._replica.driver
-            node_id, deadline_ms, reason = conversion.drain_of(request, self._limits)
+            node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
             reason = signed(reason, callers.present.get())
             before = self._use(node_id)
             found = await driver.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
             note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
-            return conversion.node_summary(found)
+            return outbound.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -491,11 +492,11 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.Node:
         """Lift a drain."""
         try:
-            node_id = conversion.node_id_of(request.node_id, self._limits)
+            node_id = bounds.node_id_of(request.node_id, self._limits)
             before = self._use(node_id)
             found = await self._replica.driver.undrain(node_id)
             note_change(before, _use_of(found))
-            return conversion.node_summary(found)
+            return outbound.node_summary(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -503,14 +504,14 @@ class ControlService(pb_grpc.ControlServicer):
         self, request: Wish, read: Callable[[Wish, Limits], Obeyed], context: AnyContext
     ) -> pb.JobStatus:
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             command = read(request, self._limits)
             command = replace(command, reason=signed(command.reason, callers.present.get()))
             scales = isinstance(command, Scale)
             before = await self._doing(rdzv_id, scales=scales)
             view = await self._replica.driver.obey(rdzv_id, command)
-            bounds = _bounds(view.min_nodes, view.max_nodes)
-            note_change(before, bounds if scales else view.state)
+            after = _bounds(view.min_nodes, view.max_nodes) if scales else view.state
+            note_change(before, after)
             return self._status(view)
         except RendezvousError as error:
             await _abort(context, error)
@@ -520,7 +521,7 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ForgetJobResponse:
         """Forget a job that has ended."""
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             before = await self._doing(rdzv_id)
             await self._replica.driver.forget(rdzv_id)
             note_change(before, "forgotten")
@@ -533,11 +534,11 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> AsyncIterator[pb.LogLines]:
         """Send what workers have written, as fast as it is taken."""
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
-            wanted = conversion.logs_wanted_of(request, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+            wanted = inbound_operators.logs_wanted_of(request, self._limits)
             async with aclosing(self._replica.driver.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield conversion.log_lines(lines)
+                    yield outbound.log_lines(lines)
         except UnknownJobError as error:
             await _abort(context, self._answers.why_no_logs(request.rdzv_id, error))
         except RendezvousError as error:
@@ -548,11 +549,11 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.StackReport:
         """Show what the workers of a round do, or did when it hung."""
         try:
-            rdzv_id = conversion.rdzv_id_of(request.rdzv_id, self._limits)
-            run, number = conversion.stacks_wanted_of(request, self._limits)
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+            run, number = inbound_operators.stacks_wanted_of(request, self._limits)
             why = "an operator asked for them"
             report = await self._replica.driver.stacks(rdzv_id, run, number, why)
-            return conversion.stack_report(report, self._clock.now_ms())
+            return outbound.stack_report(report, self._clock.now_ms())
         except UnknownJobError as error:
             if self._answers.watched(request.rdzv_id) is not None:
                 await _abort(context, _without_agents(request.rdzv_id))
@@ -578,7 +579,7 @@ class ControlService(pb_grpc.ControlServicer):
             servers = await self._replica.servers()
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListServersResponse(servers=[conversion.server(view) for view in servers])
+        return pb.ListServersResponse(servers=[outbound.server(view) for view in servers])
 
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
@@ -586,15 +587,13 @@ class ControlService(pb_grpc.ControlServicer):
         """Make a token, and show its text once."""
         try:
             name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
-            expires_in_ms = conversion.token_life_of(request, self._limits)
+            expires_in_ms = inbound_operators.token_life_of(request, self._limits)
             driver = self._replica.driver
             token, text = await driver.create_token(name, roles, expires_in_ms)
             note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.CreateTokenResponse(
-            token=conversion.token(token, self._clock.now_ms()), text=text
-        )
+        return pb.CreateTokenResponse(token=outbound.token(token, self._clock.now_ms()), text=text)
 
     async def ListTokens(  # noqa: N802
         self, request: pb.ListTokensRequest, context: AnyContext
@@ -619,18 +618,18 @@ class ControlService(pb_grpc.ControlServicer):
 
     def _tokens(self, tokens: Iterable[Token]) -> pb.ListTokensResponse:
         now_ms = self._clock.now_ms()
-        return pb.ListTokensResponse(tokens=[conversion.token(token, now_ms) for token in tokens])
+        return pb.ListTokensResponse(tokens=[outbound.token(token, now_ms) for token in tokens])
 
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
         """Show who has changed what."""
         try:
-            limit = conversion.history_limit(request.limit, self._limits)
+            limit = inbound_operators.history_limit(request.limit, self._limits)
             rows = await self._replica.driver.past(AUDIT, limit)
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListEventsResponse(events=[conversion.event_row(row) for row in rows])
+        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
         """Say what a job does, or with `scales` which bounds it has, before a call changes it."""
@@ -646,7 +645,7 @@ class ControlService(pb_grpc.ControlServicer):
     def _status(self, view: JobView) -> pb.JobStatus:
         progress = self._replica.driver.progress(view.rdzv_id)
         stragglers = self._replica.driver.stragglers(view.rdzv_id)
-        return conversion.job_status(view, self._clock.now_ms(), progress, stragglers)
+        return outbound.job_status(view, self._clock.now_ms(), progress, stragglers)
 
 
 def _bounds(min_nodes: int, max_nodes: int) -> str:

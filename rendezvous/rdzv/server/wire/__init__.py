@@ -1,4 +1,4 @@
-"""Protobuf to values and back: the server's only sight of messages.
+"""Protobuf messages to values (`inbound_*`) and back (`outbound`).
 
 All that comes in is bounded and validated here. Nothing here waits or decides.
 """

@@ -1,0 +1,518 @@
+"""Messages of nodes to values, bounded and validated."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+
+from rdzv.core.commands import (
+    Command,
+    Decline,
+    Fail,
+    FailureReport,
+    Join,
+    Leave,
+    ReportStoreHost,
+    ReportStuck,
+    Resume,
+    Succeed,
+)
+from rdzv.core.hangs import HungWorker
+from rdzv.core.model import Claim, LeaveCause, Moved, Offer
+from rdzv.core.nodes import AgentKind
+from rdzv.core.placement import FailingCheck, Gpu, Resources
+from rdzv.core.stacks import Frame, Thread, WorkerStack
+from rdzv.errors import InvalidRequestError
+from rdzv.server.messages import (
+    Belief,
+    Draining,
+    Hello,
+    Holding,
+    Hung,
+    LogPiece,
+    Progress,
+    RankProgress,
+    Stacks,
+)
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
+from rdzv.server.wire.inbound_settings import labels_of, settings_of
+from rdzv.structs import replace, struct
+from rdzv.transport.endpoints import Listen
+from rdzv.transport.tallies import tally_of
+from rdzv.v1 import rdzv_pb2 as pb
+
+_KINDS: Mapping[int, AgentKind] = {
+    pb.AGENT_KIND_FOREGROUND: AgentKind.FOREGROUND,
+    pb.AGENT_KIND_DAEMON: AgentKind.DAEMON,
+}
+_LEAVE_CAUSES: Mapping[int, LeaveCause] = {
+    pb.Leave.SIGNAL: LeaveCause.SIGNAL,
+    pb.Leave.START_FAILED: LeaveCause.START_FAILED,
+    pb.Leave.TIMEOUT: LeaveCause.TIMEOUT,
+    pb.Leave.FAILED: LeaveCause.FAILED,
+}
+
+
+@struct(frozen=True)
+class Speaker:
+    """Who says something on a stream."""
+
+    node_id: str
+    incarnation: int
+
+
+def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
+    return Offer(
+        address=bounds.address("address", message.address, limits),
+        local_world_size=bounds.within(
+            "--nproc-per-node: local_world_size",
+            message.local_world_size,
+            1,
+            limits.local_world_size,
+        ),
+        role=bounds.label("role", message.role, limits) or "default",
+        topology=bounds.label("topology", message.topology, limits),
+        host_name=bounds.address("host_name", message.host_name, limits, needed=False),
+        machine=bounds.label("machine", message.machine, limits),
+        store_port=bounds.within("store_port", message.store_port, least_port, 65_535),
+        can_host_store=message.can_host_store,
+        shutdown_timeout_ms=bounds.within(
+            "shutdown_timeout_ms", message.shutdown_timeout_ms, 0, limits.timeout_ms
+        ),
+    )
+
+
+def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
+    """Read reports of failed workers; of too many, the earliest are the ones that matter."""
+    reports = [_failure(message, limits) for message in messages]
+    return tuple(sorted(reports, key=lambda report: -report.age_ms)[: limits.failures])
+
+
+def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
+    return FailureReport(
+        local_rank=bounds.within("local_rank", message.local_rank, 0, limits.local_world_size - 1),
+        rank=message.rank,
+        pid=message.pid,
+        exit_code=message.exit_code if message.HasField("exit_code") else None,
+        signal=message.signal if message.HasField("signal") else None,
+        message=bounds.sentence(message.message, limits),
+        traceback=bounds.traceback(message.traceback, limits),
+        age_ms=min(message.age_ms, limits.timeout_ms),
+    )
+
+
+def hello_of(message: pb.Hello, limits: Limits) -> Hello:
+    """Read who opens a stream; the beliefs are read one by one, with `belief_of`."""
+    check_protocol(message.protocol_version)
+    if len(message.beliefs) > limits.beliefs:
+        raise bounds.refusal(
+            "hello",
+            message.node_id,
+            f"has {len(message.beliefs)} jobs",
+            f"at most {limits.beliefs}",
+        )
+    return Hello(
+        node_id=bounds.name("node_id", message.node_id, limits),
+        instance=bounds.uid("instance", message.instance, limits),
+        kind=bounds.one_of("kind", message.kind, _KINDS),
+        address=bounds.address("address", message.address, limits, needed=False),
+        pid=message.pid,
+        leadership=message.leadership,
+        incarnation=message.incarnation,
+        fence_after_ms=bounds.within(
+            "fence_after_ms", message.fence_after_ms, 0, limits.timeout_ms
+        ),
+        version=bounds.label("agent_version", message.agent_version, limits),
+        resources=_resources(message.resources, limits) if message.HasField("resources") else None,
+        holdings=holdings_of(message.holdings, limits),
+        failing=failing_of(message.health, limits),
+        metrics=_endpoint("metrics", message.metrics, limits),
+        draining=draining_of(message.draining, limits) if message.HasField("draining") else None,
+    )
+
+
+def draining_of(message: pb.Draining, limits: Limits) -> Draining:
+    """Read that a node is about to leave all its jobs."""
+    left_ms = min(message.deadline_ms, limits.timeout_ms)
+    return Draining(left_ms, bounds.sentence(message.reason, limits), message.number, message.own)
+
+
+def _resources(message: pb.Resources, limits: Limits) -> Resources:
+    if len(message.gpus) > limits.gpus:
+        raise bounds.refusal(
+            "gpus", len(message.gpus), "are too many", f"give at most {limits.gpus}"
+        )
+    return Resources(
+        cpus=message.cpus,
+        memory_bytes=message.memory_bytes,
+        gpus=tuple(
+            Gpu(
+                bounds.label("uuid", gpu.uuid, limits),
+                bounds.label("name", gpu.name, limits),
+                gpu.memory_bytes,
+            )
+            for gpu in message.gpus
+        ),
+        labels=labels_of(message.labels, limits),
+        capacity=bounds.within("capacity", message.capacity, 0, limits.capacity),
+        topology=bounds.label("topology", message.topology, limits),
+    )
+
+
+def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
+    """Read of which submitted jobs something may be left on a node."""
+    if len(message.holdings) > limits.beliefs:
+        most = f"at most {limits.beliefs}"
+        raise bounds.refusal(
+            "holdings", len(message.holdings), "are too many jobs of one node", most
+        )
+    return tuple(
+        Holding(
+            rdzv_id=bounds.rdzv_id_of(holding.rdzv_id, limits),
+            run=bounds.uid("run", holding.run, limits),
+            gpus=bounds.within("gpus", holding.gpus, 0, limits.gpus),
+        )
+        for holding in message.holdings
+    )
+
+
+def _endpoint(what: str, text: str, limits: Limits) -> str:
+    """Read HOST:PORT as another machine can connect to it; empty if there is none."""
+    if not text:
+        return ""
+    try:
+        listen = Listen.parse(text)
+    except InvalidRequestError:
+        raise bounds.refusal(what, text, "is no HOST:PORT", "leave it out, or give one") from None
+    if not listen.port:
+        raise bounds.refusal(what, text, "has no port", "give 1 to 65535")
+    bounds.address(what, listen.host, limits)
+    return str(listen)
+
+
+def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
+    """Read what is wrong with a node; the first of too many are reason enough."""
+    return tuple(
+        FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
+        for one in message.failing[: limits.failing_checks]
+    )
+
+
+def check_protocol(version: int) -> None:
+    """Refuse a node that speaks another protocol than this server understands."""
+    if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+        return
+    older = version < OLDEST_PROTOCOL_VERSION
+    accepted = f"{PROTOCOL_VERSION}"
+    if OLDEST_PROTOCOL_VERSION != PROTOCOL_VERSION:
+        accepted = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+    raise InvalidRequestError(
+        f"the node speaks protocol {version}, this server speaks {accepted}; upgrade the "
+        f"{'agent' if older else 'server'}"
+    )
+
+
+def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
+    """Read what a node believes about one job, and the commands that say so."""
+    phase = message.phase
+    # Only who waits for a round holds a port ready for its store.
+    least_port = 1 if phase == pb.Belief.JOINING else 0
+    join = _join(message.join, speaker, limits, least_port)
+    rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id, limits)
+    round_ = message.round.round if message.HasField("round") else None
+    if message.HasField("round") and message.round.rdzv_id != rdzv_id:
+        raise bounds.refusal("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
+    run = bounds.uid("run", message.round.run or join.run, limits, needed=False)
+    claim = _claim(message.round, join, limits) if message.HasField("round") and run else None
+    resume: tuple[Command, ...] = ()
+    if round_ is not None:
+        again = Resume(speaker.node_id, speaker.incarnation, run, round_, claim)
+        resume = (replace(again, secret=join.secret),)
+    store_host: tuple[Command, ...] = ()
+    if round_ is not None and message.store_host_failed:
+        reason = bounds.sentence(message.store_host_failed, limits)
+        failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
+        # Who has moved to another incarnation is heard of its seat after it has taken it.
+        store_host = (*resume, failed)
+    if phase == pb.Belief.JOINING:
+        join = replace(join, claim=claim)
+        return Belief(rdzv_id, run, round_, has_workers=False, commands=(*store_host, join))
+    if phase == pb.Belief.LEAVING:
+        leave = _leave(message.leave, speaker, limits)
+        gone = round_ is None or leave.left_round == round_
+        return Belief(rdzv_id, run, round_, not gone, (*(store_host or resume), leave))
+    if phase not in _WITH_WORKERS:
+        raise bounds.refusal("phase", phase, "is not known to this server", "upgrade the server")
+    if round_ is None or not run:
+        raise bounds.refusal("phase", phase, "needs a round and its run", "name both")
+    failures = _failures(message.failures, limits)
+    commands = [*(store_host or resume)]
+    if phase == pb.Belief.SUCCEEDED:
+        commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
+    elif failures:
+        commands.append(Fail(speaker.node_id, speaker.incarnation, run, round_, failures))
+    return Belief(rdzv_id, run, round_, has_workers=True, commands=tuple(commands))
+
+
+_WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
+
+
+def _claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
+    """Read what was announced to the node; None if no round can be rebuilt from it.
+
+    That is no reason to refuse what else the node says: it may be needed by nobody.
+    """
+    try:
+        return _checked_claim(line, join, limits)
+    except InvalidRequestError:
+        return None
+
+
+def _checked_claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim:
+    nodes = bounds.within("group_world_size", line.group_world_size, 1, limits.nodes_per_job)
+    most = nodes * limits.local_world_size
+    return Claim(
+        round=line.round,
+        group_rank=bounds.within("group_rank", line.group_rank, 0, nodes - 1),
+        group_world_size=nodes,
+        rank_first=bounds.within("rank_first", line.rank_first, 0, most),
+        world_size=bounds.within("world_size", line.world_size, nodes, most),
+        role_rank_first=bounds.within("role_rank_first", line.role_rank_first, 0, most),
+        role_world_size=bounds.within("role_world_size", line.role_world_size, 0, most),
+        master_addr=bounds.address("master_addr", line.master_addr, limits),
+        master_port=bounds.within("master_port", line.master_port, 1, 65_535),
+        use_agent_store=line.use_agent_store,
+        restarts=bounds.within("restarts", line.restarts, 0, limits.restarts),
+        settings=join.settings,
+        offer=join.offer,
+        tally=tally_of(line.tally) if line.HasField("tally") else None,
+    )
+
+
+def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
+    """Read a message about a job: its rdzv_id, and what the node asks of its rendezvous."""
+    body = message.WhichOneof("body")
+    match body:
+        case "join":
+            return _job(message.join, limits), _join(message.join, speaker, limits)
+        case "failed":
+            return _job(message.failed, limits), _fail(message.failed, speaker, limits)
+        case "succeeded":
+            return _job(message.succeeded, limits), _succeed(message.succeeded, speaker, limits)
+        case "leave":
+            return _job(message.leave, limits), _leave(message.leave, speaker, limits)
+        case "stuck":
+            return _job(message.stuck, limits), _stuck(message.stuck, speaker, limits)
+        case "store_host_failed":
+            failed = message.store_host_failed
+            return _job(failed, limits), _store_host(failed, speaker, limits)
+        case "declined":
+            return _job(message.declined, limits), _decline(message.declined, speaker, limits)
+    raise bounds.refusal("message", body, "has no place here", "say hello once; upgrade the server")
+
+
+_AboutJob = (
+    pb.Join | pb.Failed | pb.Succeeded | pb.Leave | pb.Stuck | pb.StoreHostFailed | pb.Declined
+)
+
+
+def _job(message: _AboutJob, limits: Limits) -> str:
+    return bounds.rdzv_id_of(message.rdzv_id, limits)
+
+
+def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
+    """Return the rdzv_id of a message that may be invalid, to name it in the refusal."""
+    if isinstance(message, pb.Belief):
+        return message.join.rdzv_id
+    body = message.WhichOneof("body")
+    return str(getattr(getattr(message, body), "rdzv_id", "")) if body else ""
+
+
+def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 1) -> Join:
+    return Join(
+        node_id=speaker.node_id,
+        incarnation=speaker.incarnation,
+        run=bounds.uid("run", message.run, limits, needed=False),
+        settings=settings_of(message.settings, limits),
+        offer=_offer(message.offer, limits, least_port),
+        left_round=message.left_round if message.HasField("left_round") else None,
+        failures=_failures(message.failures, limits),
+        refuse_reuse=message.refuse_reuse,
+        fenced=message.fenced,
+        fenced_age_ms=min(message.fenced_age_ms, limits.timeout_ms),
+        moved=Moved(
+            message.furthest_step if message.HasField("furthest_step") else None,
+            message.snapshot_changed,
+        ),
+        secret=_secret(message, limits),
+    )
+
+
+def _secret(message: pb.Join, limits: Limits) -> str:
+    """Read a job's secret, and keep what does not tell it: a hash that is good for this job alone.
+
+    Whoever reads it can try secrets, so one of few characters is refused.
+    """
+    if not message.secret:
+        return ""
+    if not limits.secret_chars_least <= len(message.secret) <= limits.label_chars:
+        least = limits.secret_chars_least
+        raise InvalidRequestError(
+            f"the job secret has {len(message.secret)} characters; give {least} to "
+            f"{limits.label_chars}, as `openssl rand -hex 32` makes"
+        )
+    return hashlib.sha256(f"{message.rdzv_id}\0{message.secret}".encode()).hexdigest()
+
+
+def _fail(message: pb.Failed, speaker: Speaker, limits: Limits) -> Fail:
+    failures = _failures(message.failures, limits)
+    run = bounds.uid("run", message.run, limits)
+    return Fail(speaker.node_id, speaker.incarnation, run, message.round, failures)
+
+
+def _succeed(message: pb.Succeeded, speaker: Speaker, limits: Limits) -> Succeed:
+    run = bounds.uid("run", message.run, limits)
+    return Succeed(speaker.node_id, speaker.incarnation, run, message.round)
+
+
+def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
+    return Leave(
+        node_id=speaker.node_id,
+        incarnation=speaker.incarnation,
+        # Unknown to a node that leaves before it has heard which run it is in.
+        run=bounds.uid("run", message.run, limits, needed=False),
+        cause=bounds.one_of("cause", message.cause, _LEAVE_CAUSES),
+        reason=bounds.sentence(message.reason, limits),
+        left_round=message.left_round if message.HasField("left_round") else None,
+        exited_zero=message.exited_zero,
+    )
+
+
+def _stuck(message: pb.Stuck, speaker: Speaker, limits: Limits) -> ReportStuck:
+    run, pids = bounds.uid("run", message.run, limits), tuple(message.pids[: limits.pids])
+    return ReportStuck(speaker.node_id, speaker.incarnation, run, message.round, pids)
+
+
+def _store_host(message: pb.StoreHostFailed, speaker: Speaker, limits: Limits) -> ReportStoreHost:
+    run, reason = bounds.uid("run", message.run, limits), bounds.sentence(message.reason, limits)
+    return ReportStoreHost(speaker.node_id, speaker.incarnation, run, message.round, reason)
+
+
+def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
+    run, reason = bounds.uid("run", message.run, limits), bounds.sentence(message.reason, limits)
+    return Decline(speaker.node_id, run, reason, message.passing)
+
+
+def away_ms_of(message: pb.Away, limits: Limits) -> int:
+    """Read for how long an agent will be away."""
+    return bounds.within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
+
+
+def progress_of(message: pb.Progress, limits: Limits) -> Progress:
+    """Read how far the workers of a node are. Which of them it has is for the job to say."""
+    ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
+    if len(ranks) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        raise bounds.refusal("progress", len(ranks), "are too many workers of one node", most)
+    if len({one.rank for one in ranks}) < len(ranks):
+        raise bounds.refusal("progress", len(ranks), "workers have less RANKs", "name each once")
+    return Progress(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        ranks=ranks,
+    )
+
+
+def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
+    if not 0 <= message.rate < math.inf:
+        raise bounds.refusal("rate", message.rate, "is no rate", "give steps a second, from 0 on")
+    age_ms = min(message.age_ms, limits.timeout_ms)
+    return RankProgress(message.rank, message.step, age_ms, message.rate)
+
+
+def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
+    """Read a piece of a log."""
+    if len(message.data) > limits.log_piece_bytes:
+        raise bounds.refusal(
+            "log_piece",
+            message.request,
+            f"has {len(message.data)} bytes",
+            f"send at most {limits.log_piece_bytes}",
+        )
+    return LogPiece(
+        request=message.request,
+        round=message.round,
+        local_rank=message.local_rank,
+        rank=message.rank,
+        stderr=message.stderr,
+        offset=message.offset,
+        data=message.data,
+        last=message.last,
+        error=bounds.sentence(message.error, limits),
+    )
+
+
+def hung_of(message: pb.Hung, limits: Limits) -> Hung:
+    """Read who hangs on a node. Which workers it has is for the job to say."""
+    if len(message.workers) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)
+    return Hung(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        workers=tuple(
+            HungWorker(
+                rank=one.rank,
+                local_rank=bounds.within(
+                    "local_rank", one.local_rank, 0, limits.local_world_size - 1
+                ),
+                pid=one.pid,
+                silent_ms=min(one.silent_ms, limits.timeout_ms),
+                reason=bounds.sentence(one.reason, limits),
+            )
+            for one in message.workers
+        ),
+    )
+
+
+def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
+    """Read what some workers are doing; what is too long is cut."""
+    if len(message.workers) > limits.stack_workers:
+        most = f"send at most {limits.stack_workers} at once"
+        raise bounds.refusal("stacks", len(message.workers), "are too many workers", most)
+    return Stacks(
+        request=message.request,
+        workers=tuple(_worker_stack(one, limits) for one in message.workers),
+        last=message.last,
+        error=bounds.sentence(message.error, limits),
+    )
+
+
+def _worker_stack(message: pb.WorkerStack, limits: Limits) -> WorkerStack:
+    return WorkerStack(
+        rank=message.rank,
+        local_rank=message.local_rank,
+        pid=message.pid,
+        state=message.state[:1],
+        threads=tuple(
+            Thread(
+                _cut(thread.name, limits),
+                thread.main,
+                tuple(
+                    Frame(_cut(frame.name, limits), _cut(frame.file, limits), frame.line)
+                    for frame in thread.frames[: limits.stack_frames]
+                ),
+            )
+            for thread in message.threads[: limits.stack_threads]
+        ),
+        note=bounds.sentence(message.note, limits),
+        kernel=tuple(_cut(place, limits) for place in message.kernel[: limits.stack_frames]),
+    )
+
+
+def _cut(text: str, limits: Limits) -> str:
+    return text[: limits.label_chars]

@@ -1,0 +1,171 @@
+"""Requests of operators to values, bounded and validated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from rdzv.core.commands import Restart, Scale, Stop, Submit
+from rdzv.core.model import JobSpec
+from rdzv.server.messages import LogPosition, LogsWanted
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import DAY_MS, Limits
+from rdzv.server.wire.inbound_settings import labels_of, nnodes_of, settings_of
+from rdzv.v1 import rdzv_pb2 as pb
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
+    """Read of which run and round stacks are wanted; None: the last."""
+    run = bounds.uid("run", message.run, limits, needed=False)
+    return run, message.round if message.HasField("round") else None
+
+
+def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
+    """Read which logs are wanted."""
+    if len(message.positions) > limits.log_positions:
+        raise bounds.refusal(
+            "positions",
+            len(message.positions),
+            "are too many",
+            f"give at most {limits.log_positions}",
+        )
+    both = not message.stdout and not message.stderr
+    return LogsWanted(
+        rank=message.rank if message.HasField("rank") else None,
+        round=message.round if message.HasField("round") else None,
+        stdout=message.stdout or both,
+        stderr=message.stderr or both,
+        follow=message.follow,
+        tail_bytes=message.tail_bytes,
+        tail_lines=message.tail_lines,
+        run=bounds.uid("run", message.run, limits, needed=False),
+        positions=tuple(
+            LogPosition(
+                bounds.name("node_id", at.node_id, limits),
+                at.round,
+                at.local_rank,
+                at.stderr,
+                at.offset,
+            )
+            for at in message.positions
+        ),
+    )
+
+
+def submit_of(message: pb.SubmitJobRequest, limits: Limits) -> Submit:
+    """Read what is submitted."""
+    settings = settings_of(message.settings, limits)
+    if settings.max_restarts is None:
+        raise bounds.refusal(
+            "max_restarts", None, "is not set", "give a number of restarts, from 0 on"
+        )
+    return Submit(
+        run=bounds.uid("run", message.run, limits),
+        settings=settings,
+        spec=_spec(message.spec, limits),
+        submitted_by=bounds.sentence(
+            bounds.label("submitted_by", message.submitted_by, limits), limits
+        )
+        or "somebody",
+    )
+
+
+def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
+    if not message.args:
+        raise bounds.refusal("args", [], "are empty", "name a script")
+    _sized("args", message.args, limits.args_bytes)
+    if "\0" in message.chdir or any("\0" in arg for arg in message.args):
+        raise bounds.refusal("args", list(message.args), "have a NUL character", "leave it out")
+    gpus = message.gpus_per_node if message.HasField("gpus_per_node") else None
+    return JobSpec(
+        args=tuple(message.args),
+        env=_env(message.env, limits),
+        chdir=message.chdir,
+        labels=labels_of(message.labels, limits),
+        priority=bounds.within("priority", message.priority, -limits.priority, limits.priority),
+        gpus_per_node=None
+        if gpus is None
+        else bounds.within("--gpus-per-node: gpus_per_node", gpus, 0, limits.gpus),
+        local_world_size=bounds.within(
+            "--nproc-per-node: local_world_size",
+            message.local_world_size,
+            0,
+            limits.local_world_size,
+        ),
+        needs_gpu=message.needs_gpu,
+        account=bounds.label("--user: account", message.account, limits),
+    )
+
+
+def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tuple[str, str], ...]:
+    """Read an environment. No value of it is ever shown, also where it is refused."""
+    if len(messages) > limits.env_variables:
+        most = f"give at most {limits.env_variables}"
+        raise bounds.refusal("env", len(messages), "are too many variables", most)
+    _sized("env", [text for one in messages for text in (one.name, one.value)], limits.env_bytes)
+    allowed = "letters, digits and _, not beginning with a digit"
+    env = {}
+    for variable in messages:
+        name = bounds.spelled("variable", variable.name, _VARIABLE, limits.label_chars, allowed)
+        if "\0" in variable.value:
+            raise bounds.refusal(
+                "variable", name, "has a value with a NUL character", "leave it out"
+            )
+        env[name] = variable.value
+    return tuple(env.items())
+
+
+def _sized(what: str, texts: Iterable[str], most: int) -> None:
+    size = sum(len(text.encode()) for text in texts)
+    if size > most:
+        remedy = f"give at most {most}; what is larger belongs into a file"
+        raise bounds.refusal(what, f"of {size} bytes", "is too large", remedy)
+
+
+def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
+    """Read on which node nothing more is to be placed, and why."""
+    return bounds.node_id_of(message.node_id, limits), bounds.sentence(message.reason, limits)
+
+
+def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
+    """Read which node is to be empty, in how many milliseconds, and why."""
+    deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
+    reason = bounds.sentence(message.reason, limits) or "an operator asked for it"
+    return bounds.node_id_of(message.node_id, limits), deadline_ms, reason
+
+
+def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
+    """Read which run is to end."""
+    return Stop(bounds.uid("run", message.run, limits), _wish(message.reason, limits))
+
+
+def restart_of(message: pb.RestartJobRequest, limits: Limits) -> Restart:
+    """Read which round is to end."""
+    run = bounds.uid("run", message.run, limits)
+    return Restart(run, message.round, _wish(message.reason, limits))
+
+
+def scale_of(message: pb.ScaleJobRequest, limits: Limits) -> Scale:
+    """Read a run's new bounds."""
+    run = bounds.uid("run", message.run, limits)
+    return Scale(run, *nnodes_of(message, limits), _wish(message.reason, limits))
+
+
+def _wish(reason: str, limits: Limits) -> str:
+    return bounds.sentence(reason, limits) or "an operator asked for it"
+
+
+def history_limit(asked: int, limits: Limits) -> int:
+    """Read how many rows of history are wanted."""
+    return bounds.within("limit", asked or limits.history_default, 1, limits.history_rows)
+
+
+TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
+"""Ten years: who wants more, wants a token that does not expire."""
+
+
+def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:
+    """Read for how long a token is to be good; 0: for ever."""
+    return bounds.within("expires_in_ms", message.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)

@@ -1,0 +1,97 @@
+"""Messages to the settings and labels that nodes and operators both send, bounded and validated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rdzv.core.model import ScaleUp, Settings
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Limits
+from rdzv.v1 import rdzv_pb2 as pb
+
+_SCALE_UPS: Mapping[int, ScaleUp] = {
+    pb.SCALE_UP_UNSPECIFIED: ScaleUp.EAGER,
+    pb.SCALE_UP_EAGER: ScaleUp.EAGER,
+    pb.SCALE_UP_ON_RESTART: ScaleUp.ON_RESTART,
+    pb.SCALE_UP_AFTER: ScaleUp.AFTER,
+}
+_DEFAULT = Settings(min_nodes=1, max_nodes=1)
+_LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+
+
+def settings_of(message: pb.Settings, limits: Limits) -> Settings:
+    """Read the settings of a run."""
+    min_nodes, max_nodes = nnodes_of(message, limits, "--nnodes: ")
+    return Settings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=bounds.within(
+            "--max-restarts: max_restarts", message.max_restarts, 0, limits.restarts
+        )
+        if message.HasField("max_restarts")
+        else None,
+        join_timeout_ms=bounds.within(
+            "join_timeout_ms", message.join_timeout_ms, 1, limits.timeout_ms
+        ),
+        last_call_timeout_ms=bounds.within(
+            "last_call_timeout_ms", message.last_call_timeout_ms, 0, limits.timeout_ms
+        ),
+        scale_up=bounds.one_of("scale_up", message.scale_up, _SCALE_UPS),
+        restart_window_ms=bounds.within(
+            "restart_window_ms", message.restart_window_ms, 0, limits.timeout_ms
+        ),
+        scale_up_after_ms=bounds.within(
+            "scale_up_after_ms", message.scale_up_after_ms, 0, limits.timeout_ms
+        ),
+        restart_backoff_ms=_backoff_ms(message, "restart_backoff_ms", limits),
+        restart_backoff_max_ms=_backoff_ms(message, "restart_backoff_max_ms", limits),
+        max_preemptions=_budget(message, "max_preemptions", limits),
+        max_store_failures=_budget(message, "max_store_failures", limits),
+        no_progress_restarts=bounds.within(
+            "no_progress_restarts", message.no_progress_restarts, 0, limits.restarts
+        ),
+    )
+
+
+def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
+    """Read a wait that who does not name it leaves to this server."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return int(getattr(_DEFAULT, name))
+    return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
+
+
+def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
+    """Read how often something may happen; unset: as often as it does."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    return bounds.within(name, getattr(message, name), 0, limits.restarts)
+
+
+def nnodes_of(
+    message: pb.Settings | pb.ScaleJobRequest, limits: Limits, flag: str = ""
+) -> tuple[int, int]:
+    """Read `min_nodes` and `max_nodes`; `flag` names the option in a refusal."""
+    most = limits.nodes_per_job
+    min_nodes = bounds.within(f"{flag}min_nodes", message.min_nodes, 1, most)
+    max_nodes = bounds.within(f"{flag}max_nodes", message.max_nodes, 1, most)
+    if min_nodes > max_nodes:
+        reason = f"is above max_nodes {max_nodes}"
+        raise bounds.refusal(f"{flag}min_nodes", min_nodes, reason, "give MIN:MAX")
+    return min_nodes, max_nodes
+
+
+def labels_of(messages: Sequence[pb.Label], limits: Limits) -> tuple[tuple[str, str], ...]:
+    """Read labels, by name."""
+    if len(messages) > limits.labels:
+        raise bounds.refusal(
+            "labels", len(messages), "are too many", f"give at most {limits.labels}"
+        )
+    allowed = "letters, digits and . _ / -"
+    labels = {}
+    for label in messages:
+        name = bounds.spelled("label", label.name, _LABEL_NAME, limits.name_chars, allowed)
+        if name in labels:
+            raise bounds.refusal("label", name, "is given twice", "give it once")
+        labels[name] = bounds.label(f"label {name}", label.value, limits)
+    return tuple(sorted(labels.items()))
