@@ -16,12 +16,12 @@ from fake_control import FakeControl, serving
 
 from rdzv import client as client_module
 from rdzv.client import ControlClient, parse_endpoint
-from rdzv.ctl import logs_text
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.logs_text import Printer
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view import log_lines
 from rdzv.view.answers import LogLines
+from rdzv.view.log_lines import Printer
 
 Answer = list[pb.LogLines | grpc.StatusCode]
 
@@ -161,7 +161,7 @@ def test_lines_come_out_the_same_however_they_are_cut(size: int) -> None:
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs_text, "LINE_BYTES", 10)
+    monkeypatch.setattr(log_lines, "LINE_BYTES", 10)
     out = io.BytesIO()
     printer = Printer(out, prefixed=True, escaped=False, as_it_comes=False)
     for number in (0, 1):
