@@ -24,7 +24,7 @@ from rdzv.agent.server_link import encoding as agent_wire
 from rdzv.agent.server_link.placed_jobs import Share, Surroundings, make_launch
 from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
-from rdzv.ctl import submit_command
+from rdzv.ctl import job_request
 from rdzv.server.messages import Placed
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits
@@ -109,9 +109,9 @@ def _read(path: Path, kind: str, data: bytes) -> None:
             assert all(isinstance(word, str) for word in words)
         except (ValueError, TypeError, AssertionError, RecursionError):
             return
-    caller = submit_command.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
+    caller = job_request.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
     with refusing(), suppress(click.ClickException, click.exceptions.Exit, SystemExit):
-        asked = submit_command.read(words, caller)
+        asked = job_request.read(words, caller)
         # What the command accepts, the server is sent.
         spec = asked.spec
         pb.JobSpec(args=spec.args, chdir=spec.chdir)

@@ -17,9 +17,17 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from rdzv.ctl import as_text, as_text_access, as_text_nodes, explain_text, live, stacks_text, trace
+from rdzv.ctl import (
+    as_text,
+    as_text_access,
+    as_text_nodes,
+    as_text_stacks,
+    as_text_story,
+    live,
+    trace,
+)
+from rdzv.ctl.as_text_logs import Printer
 from rdzv.ctl.layout import Page
-from rdzv.ctl.logs_text import Printer
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
 from tests.fuzz import messages, surface
@@ -34,7 +42,7 @@ def _status(message: Any) -> Iterator[str]:
     for page in (_NARROW, _WIDE):
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
-        yield explain_text.explain(job, (), page)
+        yield as_text_story.explain(job, (), page)
         yield as_text.submitted(job, None, page)
     yield trace.trace(live.later(job, 500), (), 1_000)
 
@@ -57,7 +65,7 @@ def _nodes(message: Any) -> Iterator[str]:
 
 def _stacks(message: Any) -> Iterator[str]:
     for raw in (False, True):
-        yield stacks_text.text(answers.stack_report_of(message), _NARROW, raw=raw)
+        yield as_text_stacks.text(answers.stack_report_of(message), _NARROW, raw=raw)
 
 
 def _servers(message: Any) -> Iterator[str]:

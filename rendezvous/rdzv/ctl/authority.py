@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from rdzv.ctl.backup_file import new_file
+from rdzv.ctl.new_files import new_file
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 

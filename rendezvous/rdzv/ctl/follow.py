@@ -8,7 +8,7 @@ import threading
 import click
 
 from rdzv.client import ControlClient
-from rdzv.ctl.logs_text import show
+from rdzv.ctl.as_text_logs import show
 from rdzv.ctl.watch import EXIT_CODES, exit_code, watching
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.view.answers import JobStatus

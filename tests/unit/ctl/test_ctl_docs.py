@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.model import JobSpec, Settings
-from rdzv.ctl import submit_command
+from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl
 from rdzv.structs import field_names
 from rdzv.view import answers
@@ -22,13 +22,13 @@ def test_every_command_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [*submit_command._of_job(), *submit_command._of_command()], ids=lambda o: o[0][-1]
+    "option", [*job_request._of_job(), *job_request._of_command()], ids=lambda o: o[0][-1]
 )
-def test_every_flag_of_submit_is_there(option: submit_command.Option) -> None:
+def test_every_flag_of_submit_is_there(option: job_request.Option) -> None:
     assert option[0][-1] in TEXT or option[0][-1] == "--help"
 
 
-@pytest.mark.parametrize("dest", sorted(submit_command.REFUSED))
+@pytest.mark.parametrize("dest", sorted(job_request.REFUSED))
 def test_every_flag_that_is_refused_is_there(dest: str) -> None:
     assert f"`--{dest.replace('_', '-')}`" in TEXT
 

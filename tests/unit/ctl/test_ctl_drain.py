@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rdzv.ctl import drain_command
+from rdzv.ctl import rolling_drain
 from rdzv.ctl.__main__ import run
 from rdzv.errors import ERROR_CODE_METADATA_KEY
 from rdzv.v1 import rdzv_pb2 as pb
@@ -94,7 +94,7 @@ class Floor(FakeControl):
 
 @pytest.fixture(name="floor")
 def _floor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Floor]:
-    monkeypatch.setattr(drain_command, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(rolling_drain, "LOOK_EVERY_S", 0.0)
     floor = Floor()
     with serving_control(floor) as endpoint:
         monkeypatch.setenv("RDZV_SERVER", endpoint)
@@ -243,7 +243,7 @@ def test_ctrl_c_says_that_what_is_drained_stays_so(
         raise KeyboardInterrupt
 
     floor.looks = 99
-    monkeypatch.setattr(drain_command.time, "sleep", interrupt)
+    monkeypatch.setattr(rolling_drain.time, "sleep", interrupt)
     assert run(["drain", "n1", "--wait"]) == 130
     assert "what is drained stays drained; `rdzvctl undrain` lifts it" in capsys.readouterr().err
     assert floor.nodes["n1"].drain == "draining"

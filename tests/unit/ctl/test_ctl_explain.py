@@ -12,7 +12,7 @@ import pytest
 from stories import STORIES, crashing, fenced, many_nodes, told
 
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.explain_text import FIRST, LAST, explain
+from rdzv.ctl.as_text_story import FIRST, LAST, explain
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of

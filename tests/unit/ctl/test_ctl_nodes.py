@@ -18,9 +18,8 @@ import yaml
 from click.shell_completion import ShellComplete
 from fake_control import FakeControl, serving
 
-import rdzv.ctl.__main__
 from rdzv.client import ControlClient, parse_endpoint
-from rdzv.ctl import as_text, as_text_nodes
+from rdzv.ctl import as_text, as_text_nodes, command_line
 from rdzv.ctl.__main__ import rdzvctl, run
 from rdzv.ctl.layout import Page
 from rdzv.errors import UnknownNodeError
@@ -417,7 +416,7 @@ def test_names_are_completed_from_the_server(
 def test_a_server_that_does_not_answer_completes_nothing(
     control: NodesControl, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rdzv.ctl.__main__, "_COMPLETION_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(command_line, "COMPLETION_TIMEOUT_S", 0.1)
     control.hangs = True
     assert completed("status", "g") == []
 

@@ -15,12 +15,12 @@ from fake_control import FakeControl, serving
 
 import rdzv.client
 from rdzv.core.model import ScaleUp
-from rdzv.ctl import submit_command
+from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import run
 from rdzv.errors import InvalidRequestError, JobExistsError, RendezvousConnectionError
 from rdzv.v1 import rdzv_pb2 as pb
 
-HERE = submit_command.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
+HERE = job_request.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
 
 
 class SubmitControl(FakeControl):
@@ -96,13 +96,13 @@ def _no_defaults_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def read(*words: str, caller: submit_command.Caller = HERE) -> submit_command.Request:
-    return submit_command.read(words, caller)
+def read(*words: str, caller: job_request.Caller = HERE) -> job_request.Request:
+    return job_request.read(words, caller)
 
 
-def refusal(*words: str, caller: submit_command.Caller = HERE) -> str:
+def refusal(*words: str, caller: job_request.Caller = HERE) -> str:
     with pytest.raises(InvalidRequestError) as refused:
-        submit_command.read(words, caller)
+        job_request.read(words, caller)
     return str(refused.value)
 
 
@@ -195,13 +195,13 @@ def test_the_working_directory_has_the_name_that_the_caller_uses(
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path / "link")
     monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert submit_command.Caller.here().directory == str(tmp_path / "link")
+    assert job_request.Caller.here().directory == str(tmp_path / "link")
     monkeypatch.setenv("PWD", "/nowhere")
-    assert submit_command.Caller.here().directory == str(tmp_path / "real")
+    assert job_request.Caller.here().directory == str(tmp_path / "real")
     (tmp_path / "real").rmdir()
-    assert submit_command.Caller.here().directory == ""
-    assert "the working directory is gone" in refusal("t", caller=submit_command.Caller("", {}))
-    assert read("--chdir=/srv", "t", caller=submit_command.Caller("", {})).spec.chdir == "/srv"
+    assert job_request.Caller.here().directory == ""
+    assert "the working directory is gone" in refusal("t", caller=job_request.Caller("", {}))
+    assert read("--chdir=/srv", "t", caller=job_request.Caller("", {})).spec.chdir == "/srv"
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -265,41 +265,39 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(words: str, message: str
 
 
 def test_every_flag_that_is_refused_is_there_to_be_refused() -> None:
-    known = {
-        action.dest for action in submit_command.flags.options(submit_command._parser()).values()
-    }
-    assert set(submit_command.REFUSED) <= known
+    known = {action.dest for action in job_request.flags.options(job_request._parser()).values()}
+    assert set(job_request.REFUSED) <= known
 
 
 def test_no_value_of_a_variable_is_shown() -> None:
     for words in (["--env=TOKEN=\0s3cret"], ["--env=A=s3cret\udcff"], ["--env=RANK=s3cret"]):
         assert "s3cret" not in refusal(*words, "t")
-    large = f"--env=A=s3cret{'x' * submit_command.ENV_BYTES}"
+    large = f"--env=A=s3cret{'x' * job_request.ENV_BYTES}"
     assert "s3cret" not in refusal(large, "t")
 
 
 def test_an_environment_has_bounds() -> None:
-    names = [f"--env=V{number}=" for number in range(submit_command.ENV_VARIABLES)]
+    names = [f"--env=V{number}=" for number in range(job_request.ENV_VARIABLES)]
     assert len(read(*names, "t").spec.env) == 1_000
     assert "has 1001 variables; give at most 1000" in refusal(*names, "--env=W=", "t")
-    fits = f"--env=A={'x' * (submit_command.ENV_BYTES - 1)}"
+    fits = f"--env=A={'x' * (job_request.ENV_BYTES - 1)}"
     assert read(fits, "t").spec.env
     assert "has 131073 bytes; give at most 131072" in refusal(fits + "x", "t")
-    assert "has 131073 bytes" in refusal("--env=A=" + "ü" * (submit_command.ENV_BYTES // 2), "t")
+    assert "has 131073 bytes" in refusal("--env=A=" + "ü" * (job_request.ENV_BYTES // 2), "t")
 
 
 def test_arguments_have_bounds_and_can_travel() -> None:
-    assert read("t", "x" * (submit_command.ARGS_BYTES - 1))
-    assert "the arguments have 131073 bytes" in refusal("t", "x" * submit_command.ARGS_BYTES)
+    assert read("t", "x" * (job_request.ARGS_BYTES - 1))
+    assert "the arguments have 131073 bytes" in refusal("t", "x" * job_request.ARGS_BYTES)
     assert "argument '\\udcff' can not be used: no UTF-8" in refusal("t", "\udcff")
     assert "--chdir '/\\udcff' can not be used: no UTF-8" in refusal("--chdir=/\udcff", "t")
 
 
 def test_what_has_no_effect_is_noted() -> None:
-    caller = submit_command.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
+    caller = job_request.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
     found = read("--rdzv-conf=timeot=9,timeout=9", "t", caller=caller)
     assert found.notes == (
-        "--rdzv-conf: unknown timeot; known: " + ", ".join(submit_command.flags.CONF_KEYS),
+        "--rdzv-conf: unknown timeot; known: " + ", ".join(job_request.flags.CONF_KEYS),
         "PET_NNODES, PET_TEE of this environment do not count here; give flags",
     )
     assert found.settings.min_nodes == 1
@@ -533,7 +531,7 @@ def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(
     text = capsys.readouterr().out
     for name in ("--env", "--gpus-per-node", "--follow", "--nproc-per-node", "--numa-binding"):
         assert f"  {name}" in text, name
-    for name in submit_command.REFUSED:
+    for name in job_request.REFUSED:
         assert f"--{name.replace('_', '-')} " not in text, name
     assert run(["submit", "-h"]) == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.model import Membership, Settings
-from rdzv.ctl.backup_file import new_file
+from rdzv.ctl.new_files import new_file
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.server.rpc.service import CHUNK_BYTES, _in_chunks
 from rdzv.stores import backup

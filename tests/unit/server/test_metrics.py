@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import test_small_scope as small_scope
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv.c10d import unpickle as c10d
@@ -39,6 +38,7 @@ from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.telemetry.metrics_hooks import Figures
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
+from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
 

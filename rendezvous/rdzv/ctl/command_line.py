@@ -1,0 +1,242 @@
+"""What the commands of rdzvctl share: exit codes, options, the client that they mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import click
+
+from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.structs import struct
+
+if TYPE_CHECKING:
+    from rdzv.client import ControlClient
+    from rdzv.transport.channels import Credentials
+
+PROGRAM = "rdzvctl"
+
+
+# Repeated from rdzv.client, whose import would slow down --help.
+DEFAULT_SERVER = "127.0.0.1:29400"
+
+
+_DEFAULT_TIMEOUT_S = 5.0
+
+
+OK = 0
+
+
+REFUSED = 1
+
+
+USAGE = 2
+
+
+UNREACHABLE = 75
+
+
+DENIED = 77
+
+
+INTERRUPTED = 130
+
+
+def complain(message: str, exit_code: int) -> int:
+    """Write one line to stderr; return the exit code that goes with it."""
+    from rdzv.view.log_lines import harmless
+
+    click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
+    return exit_code
+
+
+@struct(frozen=True)
+class Connection:
+    """What was said before the name of the command; None where nothing was."""
+
+    server: str | None
+    timeout_s: float | None
+
+
+_P = ParamSpec("_P")
+
+
+_R = TypeVar("_R")
+
+
+def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the options that are understood after the name of a command as well as before."""
+    server = click.option(
+        "--server",
+        metavar="HOST:PORT",
+        help=f"The rdzvd to ask; else RDZV_SERVER, else {DEFAULT_SERVER}. Of several that share a "
+        "store, some or all, with commas.",
+    )
+    timeout = click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True, max=86_400),
+        metavar="SECONDS",
+        help=f"How long to wait for an answer; {_DEFAULT_TIMEOUT_S:g} if not given.",
+    )
+    return server(timeout(_credentials_options(command)))
+
+
+_CREDENTIALS = {
+    "ca": ("--tls-ca", "Reach rdzvd by TLS: the CA of its certificate (PEM); else RDZV_TLS_CA."),
+    "cert": ("--tls-cert", "The certificate that rdzvd is shown (PEM); else RDZV_TLS_CERT."),
+    "key": ("--tls-key", "The key of that certificate; else RDZV_TLS_KEY."),
+    "token_file": (
+        "--token-file",
+        "The token that rdzvd is sent; else RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
+    ),
+}
+"""The options that say how to connect, by the fields of `Credentials`."""
+
+
+CREDENTIALS_KEY = "rdzv.credentials"
+
+
+def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the options of `Credentials`, whose values no command needs: `_credentials` finds them.
+
+    What stands after the name of a command wins over what stands before it.
+    """
+
+    def keep(context: click.Context, option: click.Parameter, value: Path | None) -> None:
+        if value is not None:
+            context.meta.setdefault(CREDENTIALS_KEY, {})[option.name] = value
+
+    for name, (flag, text) in reversed(_CREDENTIALS.items()):
+        option = click.option(
+            flag,
+            name,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            expose_value=False,
+            callback=keep,
+            help=text,
+        )
+        command = option(command)
+    return command
+
+
+def _credentials(context: click.Context) -> Credentials:
+    """Return what the command line and the environment say of how to connect."""
+    from rdzv.transport.channels import Credentials
+
+    return Credentials.parse(context.meta.get(CREDENTIALS_KEY, {}), os.environ)
+
+
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "json", "yaml"]),
+    default="text",
+    show_default=True,
+    help="text for people, json or yaml for programs.",
+)
+
+
+reason_option = click.option(
+    "--reason", metavar="TEXT", help="Why, for those who ask later; who asks is added."
+)
+
+
+job_argument = click.argument(
+    "job", shell_complete=lambda *asked: complete_names(*asked, kind="jobs")
+)
+
+
+node_argument = click.argument(
+    "node", shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
+)
+
+
+COMPLETION_TIMEOUT_S = 1.0
+"""How long completion by the Tab key waits for the server."""
+
+
+def complete_names(
+    context: click.Context, _: click.Parameter, incomplete: str, *, kind: str
+) -> list[str]:
+    """Complete a name by asking the server; one that does not answer completes nothing."""
+    from rdzv.client import ControlClient, parse_endpoints
+
+    named = context.params.get("server")
+    if named is None and context.parent is not None:
+        named = context.parent.params.get("server")
+    try:
+        endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or DEFAULT_SERVER)
+        credentials = _credentials(context)
+        with ControlClient(endpoints[:1], COMPLETION_TIMEOUT_S, credentials, 0) as client:
+            names = (
+                [job.rdzv_id for job in client.jobs()]
+                if kind == "jobs"
+                else [node.node_id for node in client.nodes()]
+            )
+    except RendezvousError:
+        return []
+    return [name for name in names if name.startswith(incomplete) and name.isprintable()]
+
+
+def as_asked(output: str, json: str) -> str:
+    """Return a document of `as_json` as it was asked for."""
+    if output == "json":
+        return json
+    from rdzv.ctl import as_yaml
+
+    return as_yaml.document(json)
+
+
+@contextmanager
+def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
+    """Open a client to the server that the command line means; errors that leave name it.
+
+    An endpoint or a timeout that makes no sense is an error of the command line.
+    """
+    from rdzv.client import ControlClient, parse_endpoints
+
+    context = click.get_current_context()
+    before = context.find_object(Connection) or Connection(None, None)
+    named = before.server if server is None else server
+    try:
+        endpoints = parse_endpoints(DEFAULT_SERVER if named is None else named)
+        within_s = timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S
+        client = ControlClient(endpoints, within_s, _credentials(context))
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    with client:
+        try:
+            yield client
+        except RendezvousError as error:
+            raise type(error)(_with_server(str(error), str(client.server), named)) from error
+
+
+def _with_server(message: str, endpoint: str, named: str | None) -> str:
+    """Say which server was asked: at night, often not the one that was meant."""
+    if named is None:
+        hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
+        # Where two clients are open, an error leaves both.
+        return message if message.endswith(hint) else message + hint
+    return message if endpoint in message else f"{message} (asked {endpoint})"
+
+
+def this_user() -> str:
+    """Say who asks: at night nobody remembers."""
+    import getpass
+    import socket
+
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):
+        who = f"uid {os.getuid()}"
+    return f"{who} at {socket.gethostname()}"
+
+
+def by_whom(reason: str | None) -> str:
+    """Return the reason that is stored with a change: who asked for it, and why."""
+    return f"by {this_user()}" + (f": {reason}" if reason else "")

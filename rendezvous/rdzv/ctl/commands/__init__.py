@@ -1,0 +1,1 @@
+"""The commands of rdzvctl, one file a subject: options, one call of the client, what is shown."""

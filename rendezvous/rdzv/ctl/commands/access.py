@@ -1,0 +1,122 @@
+"""Commands for admins: tokens, and who has changed what."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rdzv.ctl.command_line import as_asked, connection_options, opened_client, output_option
+
+
+@click.command("audit")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Only the newest N changes.",
+)
+@output_option
+@connection_options
+def audit_command(
+    limit: int | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show who has changed what, of all jobs, nodes and tokens, oldest first.
+
+    It is for admins. Times are local ones of this machine.
+    """
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.audit(limit or 0)
+    if output != "text":
+        return as_asked(output, as_json.audit(found))
+    return as_text_access.audit(found, page_for(sys.stdout))
+
+
+_ROLES = ("read", "submit", "node", "admin")
+
+
+@click.group("tokens")
+def tokens() -> None:
+    """Make, show and revoke tokens, by which callers without a certificate prove who they are."""
+
+
+@tokens.command("create")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    required=True,
+    type=click.Choice(_ROLES),
+    help="What its owner may do; may be given more than once.",
+)
+@click.option(
+    "--expires",
+    metavar="TIME",
+    help="How long it is good, such as 12h or 30d; for ever if not given.",
+)
+@output_option
+@connection_options
+def _create_token(
+    name: str,
+    roles: tuple[str, ...],
+    expires: str | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Make a token for the caller NAME, and write its text to stdout.
+
+    Nobody shows it again: put it where only NAME can read it. There may be several of one name, so
+    that the next can be handed out before the last is revoked.
+    """
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.as_text_access import parse_life
+    from rdzv.view import as_json
+
+    life_ms = 0 if expires is None else parse_life(expires)
+    with opened_client(server, timeout_s) as client:
+        token, text = client.create_token(name, roles, life_ms)
+    if output != "text":
+        return as_asked(output, as_json.token_made(token, text))
+    click.echo(as_text_access.made(token), err=True)
+    return text
+
+
+@tokens.command("list")
+@output_option
+@connection_options
+def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show every token, but for its text; those that have expired, for a while."""
+    from rdzv.ctl import as_text_access
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.tokens()
+    if output != "text":
+        return as_asked(output, as_json.tokens(found))
+    return as_text_access.tokens(found, page_for(sys.stdout))
+
+
+@tokens.command("revoke")
+@click.argument("id_or_name", metavar="ID|NAME")
+@output_option
+@connection_options
+def _revoke_tokens(
+    id_or_name: str, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Revoke the token ID, or all of the caller NAME; nodes that show them are cut off."""
+    from rdzv.ctl import as_text_access
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.revoke_tokens(id_or_name)
+    if output != "text":
+        return as_asked(output, as_json.tokens(found))
+    return as_text_access.revoked(found)

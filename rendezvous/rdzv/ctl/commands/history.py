@@ -1,0 +1,115 @@
+"""Commands on what has happened to a job: its events, its story, its trace."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rdzv.ctl.command_line import (
+    as_asked,
+    connection_options,
+    job_argument,
+    opened_client,
+    output_option,
+)
+from rdzv.errors import InvalidRequestError, LimitExceededError
+
+if TYPE_CHECKING:
+    from rdzv.client import ControlClient
+    from rdzv.view.answers import Event
+
+_HISTORY_ROWS = 10_000
+"""What a server keeps of each job's history, unless its configuration says otherwise."""
+
+
+@click.command("events")
+@job_argument
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Only the newest N events.",
+)
+@output_option
+@connection_options
+def events_command(
+    job: str, limit: int | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show what has happened to JOB, oldest first.
+
+    JOB is its rdzv_id. Times are local ones of this machine.
+    """
+    from rdzv.ctl import as_text
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.events(job, limit or 0)
+    if output != "text":
+        return as_asked(output, as_json.events(job, found))
+    return as_text.events(job, found, page_for(sys.stdout))
+
+
+@click.command("explain")
+@job_argument
+@connection_options
+def explain_command(job: str, server: str | None, timeout_s: float | None) -> str:
+    """Tell in sentences what has happened to JOB, and what it waits for now.
+
+    What failed first, what each change of the group cost, and why there is no round at present, if
+    there is none. JOB is its rdzv_id; of a job that has ended, the last run is told of. Times are
+    local ones of this machine.
+    """
+    from rdzv.ctl import as_text_story
+    from rdzv.ctl.layout import page_for
+
+    with opened_client(server, timeout_s) as client:
+        status, history = client.status(job), _history(client, job)
+    return as_text_story.explain(status, history, page_for(sys.stdout))
+
+
+@click.command("trace")
+@job_argument
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="Where to write it; - is standard output. A file that is there is replaced.",
+)
+@connection_options
+def trace_command(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
+    """Write the life of JOB as a trace, which ui.perfetto.dev shows.
+
+    Rounds are slices on the track of each node, with what ended them; events are instants.
+    """
+    import time
+
+    from rdzv.ctl.trace import trace
+
+    with opened_client(server, timeout_s) as client:
+        status, history = client.status(job), _history(client, job)
+    document = trace(status, history, round(time.time() * 1000))
+    if path == Path("-"):
+        return document
+    try:
+        path.write_text(document + "\n", encoding="ascii")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{path} can not be written: {error.strerror}; give another file"
+        ) from error
+    return f"{path} has the life of {job}; open it at https://ui.perfetto.dev"
+
+
+def _history(client: ControlClient, job: str) -> tuple[Event, ...]:
+    """Return all that is kept of a job's history; the newest, where the server gives no more."""
+    try:
+        return client.events(job, _HISTORY_ROWS)
+    except (InvalidRequestError, LimitExceededError):
+        return client.events(job)

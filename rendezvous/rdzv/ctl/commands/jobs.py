@@ -1,0 +1,181 @@
+"""Commands on one job or all of them: what they do, wait for them, stop, restart, scale, forget."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rdzv.ctl.command_line import (
+    as_asked,
+    by_whom,
+    connection_options,
+    job_argument,
+    opened_client,
+    output_option,
+    reason_option,
+)
+from rdzv.errors import InvalidRequestError
+
+
+@click.command("status")
+@job_argument
+@click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
+@click.option(
+    "-w",
+    "--watch",
+    "watched",
+    is_flag=True,
+    help="Show it anew whenever it changes, until it has ended or Ctrl-C; with -o json one "
+    "document a line, with -o yaml one after each ---.",
+)
+@output_option
+@connection_options
+def status_command(
+    job: str,
+    everything: bool,
+    watched: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | None:
+    """Show what JOB does, and why.
+
+    JOB is its rdzv_id. Of a job that has ended, the last run is shown. Nodes beyond 40 and long
+    tracebacks are abbreviated, nodes that are not seated first.
+    """
+    from rdzv.ctl import as_text
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        # A watch waits for a server that went away; one that was never there is told at once.
+        found = client.status(job)
+        if watched:
+            from rdzv.ctl.watch import show
+
+            with opened_client(server, timeout_s) as other:
+                show(client, other, job, output, everything=everything)
+            return None
+    if output != "text":
+        return as_asked(output, as_json.status(found))
+    return as_text.status(found, page_for(sys.stdout), everything=everything)
+
+
+@click.command("list")
+@output_option
+@connection_options
+def list_command(output: str, server: str | None, timeout_s: float | None) -> str:
+    """Show every job, one line each."""
+    from rdzv.ctl import as_text
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.jobs()
+    if output != "text":
+        return as_asked(output, as_json.jobs(found, store_away=client.store_away))
+    page = page_for(sys.stdout)
+    return as_text.jobs(str(client.server), found, page, client.store_away)
+
+
+@click.command("wait")
+@job_argument
+@click.option(
+    "--for",
+    "wait_s",
+    type=click.FloatRange(min=0, min_open=True, max=30 * 86_400),
+    metavar="SECONDS",
+    help="Give up after so long; without it, never.",
+)
+@connection_options
+@click.pass_context
+def wait_command(
+    context: click.Context,
+    job: str,
+    wait_s: float | None,
+    server: str | None,
+    timeout_s: float | None,
+) -> None:
+    """Wait until JOB has ended.
+
+    \b
+    Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
+    4 it goes on after --for SECONDS, 93 failed without progress.
+    """
+    from rdzv.ctl.watch import wait
+
+    with opened_client(server, timeout_s) as client:
+        text, code = wait(client, job, wait_s)
+    click.echo(text)
+    context.exit(code)
+
+
+@click.command("stop")
+@job_argument
+@reason_option
+@connection_options
+def stop_command(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
+    """End JOB: its workers get SIGTERM and time to save, and every node of it leaves."""
+    with opened_client(server, timeout_s) as client:
+        run = client.status(job).run or ""
+        found = client.stop(job, run, f"stopped {by_whom(reason)}")
+    return f"{job} is {found.state}"
+
+
+@click.command("restart")
+@job_argument
+@reason_option
+@connection_options
+def restart_command(
+    job: str, reason: str | None, server: str | None, timeout_s: float | None
+) -> str:
+    """Have JOB stop its workers, which get time to save, and form a new round.
+
+    No restart is spent.
+    """
+    with opened_client(server, timeout_s) as client:
+        before = client.status(job)
+        if before.round is None or before.state != "running":
+            has = "has" if before.state in ("succeeded", "failed", "stopped") else "is"
+            raise InvalidRequestError(
+                f"{job} {has} {before.state}: there are no workers to restart"
+            )
+        client.restart(job, before.run or "", before.round, f"restarted {by_whom(reason)}")
+    return f"{job}: round {before.round} ends, and another forms"
+
+
+@click.command("scale")
+@job_argument
+@click.argument("bounds", metavar="MIN:MAX")
+@reason_option
+@connection_options
+def scale_command(
+    job: str, bounds: str, reason: str | None, server: str | None, timeout_s: float | None
+) -> str:
+    """Let JOB have MIN to MAX nodes, whatever it was launched with; N alone means N:N.
+
+    If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. Fewer
+    than MIN run on until their round ends by itself.
+    """
+    least, colon, most = bounds.partition(":")
+    if not (least.isdigit() and (most if colon else least).isdigit()):
+        raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
+    from rdzv.ctl.as_text import scaled
+
+    with opened_client(server, timeout_s) as client:
+        before = client.status(job)
+        why = f"scaled {by_whom(reason)}"
+        most = most if colon else least
+        found = client.scale(job, before.run or "", int(least), int(most), why)
+    return scaled(before, found)
+
+
+@click.command("forget")
+@job_argument
+@connection_options
+def forget_command(job: str, server: str | None, timeout_s: float | None) -> str:
+    """Delete JOB and its history. It has to have ended: `rdzvctl stop` ends it."""
+    with opened_client(server, timeout_s) as client:
+        client.forget(job)
+    return f"{job} is forgotten"

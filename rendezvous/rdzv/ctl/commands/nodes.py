@@ -1,0 +1,214 @@
+"""Commands on nodes: show them, cordon and drain them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from rdzv.ctl.command_line import (
+    INTERRUPTED,
+    OK,
+    as_asked,
+    by_whom,
+    complain,
+    complete_names,
+    connection_options,
+    node_argument,
+    opened_client,
+    output_option,
+    reason_option,
+)
+from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError, short
+
+if TYPE_CHECKING:
+    from rdzv.client import ControlClient
+
+
+@click.command("nodes")
+@click.argument(
+    "node", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
+)
+@output_option
+@connection_options
+def nodes_command(
+    node: str | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Show every node, one line each; or all that is known of NODE.
+
+    Nodes that are connected, away, cordoned or quarantined. GPUS_FREE are those that no job has, of
+    how many.
+    """
+    from rdzv.ctl import as_text_nodes
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.nodes()
+        if node is not None:
+            one = next((one for one in found if one.node_id == node), None)
+            if one is None:
+                raise UnknownNodeError(
+                    f"no node {short(node)} is known; `rdzvctl nodes` shows those that are"
+                )
+            if output != "text":
+                return as_asked(output, as_json.node(one))
+            return as_text_nodes.node(one, page_for(sys.stdout))
+    if output != "text":
+        return as_asked(output, as_json.nodes(found, store_away=client.store_away))
+    page = page_for(sys.stdout)
+    return as_text_nodes.nodes(str(client.server), found, page, client.store_away)
+
+
+@click.command("cordon")
+@node_argument
+@reason_option
+@output_option
+@connection_options
+def cordon_command(
+    node: str, reason: str | None, output: str, server: str | None, timeout_s: float | None
+) -> str:
+    """Have no more submitted jobs placed on NODE; those that are there go on.
+
+    It stays cordoned, over restarts of itself and of the server, until it is uncordoned.
+    """
+    from rdzv.ctl.as_text_nodes import cordoned
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.cordon(node, by_whom(reason))
+    return cordoned(found) if output == "text" else as_asked(output, as_json.node(found))
+
+
+@click.command("uncordon")
+@node_argument
+@output_option
+@connection_options
+def uncordon_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Let submitted jobs be placed on NODE again; this lifts a quarantine, too."""
+    from rdzv.ctl.as_text_nodes import uncordoned
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.uncordon(node)
+    return uncordoned(found) if output == "text" else as_asked(output, as_json.node(found))
+
+
+@click.command("drain")
+@click.argument(
+    "node", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="nodes")
+)
+@click.option(
+    "--deadline",
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="How long the workers have to save and exit, such as 90s or 5m; then they are ended.",
+)
+@reason_option
+@click.option("--wait", "waits", is_flag=True, help="Return when nothing of a job is left there.")
+@click.option(
+    "--all-of",
+    metavar="LABEL=VALUE",
+    help="In place of NODE: all nodes with this label, one after another. Each only when its jobs "
+    "keep their min_nodes without it, and the next only when they run again.",
+)
+@click.option(
+    "--undrain-after",
+    "command",
+    metavar="COMMAND",
+    help="With --all-of: run this for each node that is empty, with RDZV_NODE in its environment; "
+    "if it succeeds, the drain of the node is lifted.",
+)
+@output_option
+@connection_options
+@click.pass_context
+def drain_command(
+    context: click.Context,
+    node: str | None,
+    deadline: str,
+    reason: str | None,
+    waits: bool,
+    all_of: str | None,
+    command: str | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | int:
+    """Empty NODE: its workers are told, and leave; nothing more is placed there.
+
+    Workers get the notice signal of their job (SIGTERM), and find why in the file that
+    RDZV_NOTICE_FILE names. The node leaves its jobs when they have exited, or at the deadline; a
+    spare takes the seat, and no restart is spent. It stays drained, over restarts of itself and of
+    the server, until it is undrained. Drained again, the deadline is another.
+
+    \b
+    Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: what is
+    drained stays drained.
+    """
+    from rdzv.ctl import rolling_drain
+
+    if (node is None) == (all_of is None):
+        raise click.UsageError("name a NODE, or give --all-of LABEL=VALUE", context)
+    if command is not None and all_of is None:
+        raise click.UsageError("--undrain-after goes with --all-of", context)
+    if all_of is not None and output != "text":
+        raise click.UsageError("--all-of tells what it does, in text alone", context)
+    try:
+        deadline_ms = rolling_drain.parse_deadline(deadline)
+        label = rolling_drain.parse_label(all_of) if all_of is not None else ("", "")
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    try:
+        with opened_client(server, timeout_s) as client:
+            if node is None:
+                rolling = rolling_drain.Rolling(label, deadline_ms, by_whom(reason), command)
+                return rolling_drain.roll(client, rolling, click.echo)
+            return _drain_one(client, node, deadline_ms, reason, output, waits=waits)
+    except KeyboardInterrupt:
+        return complain("what is drained stays drained; `rdzvctl undrain` lifts it", INTERRUPTED)
+
+
+def _drain_one(
+    client: ControlClient,
+    node: str,
+    deadline_ms: int,
+    reason: str | None,
+    output: str,
+    *,
+    waits: bool,
+) -> str:
+    from rdzv.ctl import rolling_drain
+    from rdzv.ctl.as_text_nodes import drained
+    from rdzv.view import as_json
+
+    try:
+        found = client.drain(node, deadline_ms, by_whom(reason), keep_min=True)
+    except TooFewNodesError as error:
+        # One who names the node means it; what it costs is said.
+        found = client.drain(node, deadline_ms, by_whom(reason))
+        complain(f"without {node}, {error}", OK)
+    if waits:
+        found = (
+            rolling_drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
+        )
+    return drained(found) if output == "text" else as_asked(output, as_json.node(found))
+
+
+@click.command("undrain")
+@node_argument
+@output_option
+@connection_options
+def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
+    """Lift the drain of NODE, and let submitted jobs be placed there again.
+
+    Workers that are still there are told nothing more, and are not ended; those that exit because
+    they were told to, leave their job.
+    """
+    from rdzv.ctl.as_text_nodes import undrained
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.undrain(node)
+    return undrained(found) if output == "text" else as_asked(output, as_json.node(found))

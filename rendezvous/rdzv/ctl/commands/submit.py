@@ -1,0 +1,98 @@
+"""`rdzvctl submit`: hands a job to the server, which runs it on nodes that are free."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from rdzv.ctl.command_line import (
+    CREDENTIALS_KEY,
+    INTERRUPTED,
+    OK,
+    as_asked,
+    complain,
+    opened_client,
+    this_user,
+)
+from rdzv.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class _Submit(click.Command):
+    """A command with rdzvrun's flags, which are read as rdzvrun reads them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave all words to the command."""
+        ctx.params = {"words": tuple(args)}
+        return args
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete flags by their names, and all else as files."""
+        from click.shell_completion import CompletionItem
+
+        from rdzv.ctl.job_request import option_names
+
+        if not incomplete.startswith("-"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(name) for name in option_names() if name.startswith(incomplete)]
+
+
+@click.command("submit", cls=_Submit)
+@click.pass_context
+def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
+    """Hand a job to the server, which runs it on nodes that are free.
+
+    It takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
+    """
+    from rdzv.ctl import job_request
+
+    try:
+        if job_request.wants_help(words):
+            return job_request.help_text()
+        request = job_request.read(words, job_request.Caller.here())
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    from rdzv.ctl.as_text import submitted, to_submit
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    for note in request.notes:
+        complain(note, OK)
+    if request.dry_run:
+        if request.output == "text":
+            return to_submit(request.rdzv_id, request.settings, request.spec, page_for(sys.stdout))
+        document = as_json.to_submit(request.rdzv_id, request.settings, request.spec)
+        return as_asked(request.output, document)
+    context.meta.setdefault(CREDENTIALS_KEY, {}).update(request.credentials)
+    with opened_client(request.server, request.timeout_s) as client:
+        found = client.submit(
+            request.rdzv_id, request.run, request.settings, request.spec, this_user()
+        )
+    if request.output != "text":
+        return as_asked(request.output, as_json.status(found))
+    page = page_for(sys.stderr if request.follow else sys.stdout)
+    text = submitted(found, request.server, page, followed=request.follow)
+    if not request.follow:
+        return text
+    # What the workers write is alone on stdout.
+    click.echo(text, err=True)
+    return _followed(request.rdzv_id, request.run, request.server, request.timeout_s)
+
+
+def _followed(rdzv_id: str, run: str, server: str | None, timeout_s: float | None) -> int:
+    from rdzv.ctl.follow import follow
+
+    try:
+        with opened_client(server, timeout_s) as logs, opened_client(server, timeout_s) as watcher:
+            return follow(logs, watcher, rdzv_id, run)
+    except KeyboardInterrupt:
+        option = f"--server={server} " if server else ""
+        return complain(
+            f"{rdzv_id} goes on; `rdzvctl {option}logs -f {rdzv_id}` shows what it writes, "
+            f"`rdzvctl {option}stop {rdzv_id}` ends it",
+            INTERRUPTED,
+        )

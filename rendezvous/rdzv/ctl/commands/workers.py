@@ -1,0 +1,121 @@
+"""Commands on a job's workers: what they have written, and where in their code they are."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rdzv.ctl.command_line import (
+    OK,
+    REFUSED,
+    as_asked,
+    connection_options,
+    job_argument,
+    opened_client,
+    output_option,
+)
+from rdzv.errors import InvalidRequestError
+
+
+@click.command("logs")
+@job_argument
+@click.option(
+    "-f", "--follow", is_flag=True, help="Go on with what is written, until the job ends."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="R",
+    help="Only the worker with this RANK, as it is.",
+)
+@click.option(
+    "--round",
+    "number",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="N",
+    help="This round; the last if not given.",
+)
+@click.option("--stdout", is_flag=True, help="Only standard output.")
+@click.option("--stderr", is_flag=True, help="Only standard error.")
+@click.option(
+    "--tail",
+    metavar="N",
+    help="Only the last N lines of each file or, with a k, M or G behind it, so many bytes.",
+)
+@connection_options
+@click.pass_context
+def logs_command(
+    context: click.Context,
+    job: str,
+    follow: bool,
+    rank: int | None,
+    number: int | None,
+    stdout: bool,
+    stderr: bool,
+    tail: str | None,
+    server: str | None,
+    timeout_s: float | None,
+) -> None:
+    """Show what the workers of JOB have written, from the nodes that have it.
+
+    Every line begins with its worker's RANK, unless only one RANK is asked for. With --follow the
+    round is shown from its beginning, or its --tail, and then every later one. Exits with 1 if
+    anything could not be shown; why is on stderr.
+    """
+    from rdzv.ctl.as_text_logs import parse_tail, show
+
+    try:
+        tail_lines, tail_bytes = parse_tail(tail) if tail else (0, 0)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    with opened_client(server, timeout_s) as client:
+        pieces = client.logs(
+            job,
+            rank=rank,
+            number=number,
+            stdout=stdout or not stderr,
+            stderr=stderr or not stdout,
+            follow=follow,
+            tail_lines=tail_lines,
+            tail_bytes=tail_bytes,
+        )
+        whole = show(pieces, one_rank=rank is not None, one_stream=stdout is not stderr)
+    context.exit(OK if whole else REFUSED)
+
+
+@click.command("stacks")
+@job_argument
+@click.option(
+    "--round",
+    "number",
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="N",
+    help="This round, of which they were kept when it hung; the present one if not given.",
+)
+@click.option("--raw", is_flag=True, help="All threads of all workers, not of one of each group.")
+@output_option
+@connection_options
+def stacks_command(
+    job: str,
+    number: int | None,
+    raw: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Show what the workers of JOB are doing: where in their code each of them is.
+
+    Workers that are at the same place are put together. Those that run are looked at now, by py-spy
+    on their nodes, which stops each for some milliseconds; nodes that do not answer within 10 s are
+    named. If none run, what was kept of the last hang is shown.
+    """
+    from rdzv.ctl import as_text_stacks
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    with opened_client(server, timeout_s) as client:
+        found = client.stacks(job, number)
+    if output != "text":
+        return as_asked(output, as_json.stacks(found))
+    return as_text_stacks.text(found, page_for(sys.stdout), raw=raw)
