@@ -28,8 +28,8 @@ from rdzv.ctl.authority import Authority
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.access import Gate
 from rdzv.server.rpc.service import serving
+from rdzv.server.security.access import Gate
 from rdzv.server.security.tls import Tls
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.runtime.clock import Clock
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.access import Gate
+    from rdzv.server.security.access import Gate
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.config import Config
     from rdzv.server.telemetry.metrics import Metrics
@@ -288,8 +288,8 @@ async def _run_alone(
 ) -> None:
     """Serve from a store that belongs to this process."""
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.access import Gate
     from rdzv.server.rpc.service import server_version, serving
+    from rdzv.server.security.access import Gate
     from rdzv.server.sessions.driver import Driver
 
     store = await _open_store(config)
@@ -323,8 +323,8 @@ async def _run_replica(
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.access import Gate
     from rdzv.server.rpc.service import server_version, serving
+    from rdzv.server.security.access import Gate
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 

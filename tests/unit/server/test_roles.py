@@ -22,9 +22,9 @@ from rdzv.core.commands import Tick
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc import access, service
+from rdzv.server.rpc import role_interceptor, service
 from rdzv.server.rpc.service import serving
-from rdzv.server.security import roles
+from rdzv.server.security import access, roles
 from rdzv.server.security.callers import Role
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config
@@ -90,13 +90,13 @@ class Guarded:
 async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIterator[Guarded]:
     made: list[Any] = []
     methods: list[str] = []
-    seen = access.Interceptor.intercept_service
+    seen = role_interceptor.Interceptor.intercept_service
 
     async def noting(self: Any, continuation: Any, details: Any) -> Any:
         methods.append(details.method)
         return await seen(self, continuation, details)
 
-    monkeypatch.setattr(access.Interceptor, "intercept_service", noting)
+    monkeypatch.setattr(role_interceptor.Interceptor, "intercept_service", noting)
     application = aiohttp.web.Application
     monkeypatch.setattr(
         aiohttp.web,

@@ -36,12 +36,13 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.concurrency import beside
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, NodeSummary, Progress, Refused
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.access import AUDIT, Gate, Interceptor, end_call, note_change, signed
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.queries import Answers
 from rdzv.server.rpc.rate_limit import Allowance
+from rdzv.server.rpc.role_interceptor import Interceptor, end_call
 from rdzv.server.security import callers
+from rdzv.server.security.access import AUDIT, Gate, note_change, signed
 from rdzv.server.security.tokens import Token
 from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream

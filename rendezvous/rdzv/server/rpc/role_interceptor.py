@@ -1,0 +1,186 @@
+"""The gate before gRPC's calls; and how a call ends with an error of the table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rdzv.errors import (
+    ERROR_CODE_METADATA_KEY,
+    LEADER_METADATA_KEY,
+    DeniedError,
+    InvalidRequestError,
+    NotLeaderError,
+    RendezvousError,
+    UnauthenticatedError,
+)
+from rdzv.server.security import callers, roles
+from rdzv.server.security.access import Gate, begin_change, verb_of
+from rdzv.server.security.callers import Caller
+from rdzv.structs import struct
+
+if TYPE_CHECKING:
+    AnyHandler = grpc.RpcMethodHandler[Any, Any]
+
+_REFUSED = {
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError.code,
+    grpc.StatusCode.PERMISSION_DENIED: DeniedError.code,
+}
+
+_IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""How a call ends whose outcome is unknown."""
+
+
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Has the gate check every call of gRPC."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> AnyHandler | None:
+        """Return a handler that serves only those who may call it."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.request_streaming:
+            kind = grpc.stream_stream_rpc_method_handler
+            inner, guarded = handler.stream_stream, self._guarded_stream
+        elif handler.response_streaming:
+            kind = grpc.unary_stream_rpc_method_handler
+            inner, guarded = handler.unary_stream, self._guarded_stream
+        else:
+            kind = grpc.unary_unary_rpc_method_handler
+            inner, guarded = handler.unary_unary, self._guarded
+        assert inner is not None, f"{method} streams only what is asked, which nothing here does"
+        deserializer = handler.request_deserializer
+        if deserializer is not None and not handler.request_streaming:
+            deserializer = _reading(deserializer)
+        made: AnyHandler = kind(
+            guarded(method, inner),
+            request_deserializer=deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return made
+
+    def _guarded_stream(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        if not inspect.isasyncgenfunction(inner):
+            return self._guarded(method, inner)
+
+        async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._enter(method, request, context)
+            async with aclosing(inner(request, context)) as replies:
+                try:
+                    async for reply in replies:
+                        yield reply
+                except DecodeError as error:
+                    # Of a service that is not ours: gRPC's own, which tells what there is.
+                    await end_call(context, _unreadable(method, str(error)))
+
+        return serve
+
+    def _guarded(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        row = roles.CALLS.get(method)
+        verb = verb_of(method)
+
+        async def serve(request: Any, context: Any) -> Any:
+            caller = await self._enter(method, request, context)
+            end, change = "", begin_change()
+            try:
+                return await inner(request, context)
+            except BaseException:
+                code = context.code()
+                if code in _REFUSED:
+                    self._gate.note_refusal(str(caller), _REFUSED[code], context.details())
+                end = "; whether it was done is not known" if code in _IN_DOUBT else "refused"
+                raise
+            finally:
+                if row is not None and row.changes and end != "refused":
+                    peer = _host(context.peer())
+                    await self._gate.audit(caller, verb, request, peer, change.text, end)
+
+        return serve
+
+    async def _enter(self, method: str, request: Any, context: Any) -> Caller:
+        """Let a caller in, or end the call."""
+        caller, verb = callers.NOBODY, verb_of(method)
+        try:
+            if method not in roles.CALLS:
+                raise DeniedError(
+                    f"{method} is open to nobody: no row of the table of roles has it"
+                )
+            if (row := roles.CALLS[method]) is not None:
+                caller = await self._gate.caller(_header(context), lambda: _certified(context))
+                await self._gate.admit(caller, row, verb, getattr(request, "rdzv_id", None))
+            if isinstance(request, _Unreadable):
+                raise _unreadable(method, request.why)
+        except RendezvousError as error:
+            if isinstance(error, UnauthenticatedError | DeniedError):
+                who = f"{caller} at {_host(context.peer())}"
+                self._gate.note_refusal(who, error.code, f"{verb}: {error}")
+            await end_call(context, error)
+        callers.present.set(caller)
+        return caller
+
+
+@struct(frozen=True)
+class _Unreadable:
+    """What stands for a request that is no message."""
+
+    why: str
+
+
+def _unreadable(method: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the request to {verb_of(method)} can not be read: {why}; the sender speaks "
+        "another protocol"
+    )
+
+
+def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Have what is no message refused; gRPC would log a traceback for each, as a bug of ours."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    return read
+
+
+async def end_call(context: Any, error: RendezvousError) -> None:
+    """End a call with an error of the table; does not return."""
+    trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
+    if isinstance(error, NotLeaderError) and error.leader:
+        trailing.append((LEADER_METADATA_KEY, error.leader))
+    await context.abort(
+        grpc.StatusCode[error.grpc_status], str(error), trailing_metadata=tuple(trailing)
+    )
+
+
+def _header(context: Any) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return None
+
+
+def _certified(context: Any) -> Caller | None:
+    pems = list(context.auth_context().get("x509_pem_cert", ()))
+    return callers.certified(pems[0]) if pems else None
+
+
+def _host(peer: str) -> str:
+    """Return the address in gRPC's name of a peer, `ipv4:10.0.0.5:4711`, without the port."""
+    return peer.partition(":")[2].rpartition(":")[0] or peer

@@ -1,0 +1,182 @@
+"""The gate: each call is checked here against the table of roles, before it is served.
+
+`Gate` finds out who calls, refuses what `roles` does not open to that caller, and records who has
+changed what: in the log, and in a history under a name that no job can have. gRPC's calls come to
+it through `rpc/role_interceptor`, HTTP's through `http/role_middleware`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from rdzv.core.model import State
+from rdzv.errors import InvalidRequestError, RendezvousError, UnauthenticatedError
+from rdzv.runtime.clock import Clock
+from rdzv.server.security import callers, roles
+from rdzv.server.security.callers import ANYBODY, Caller
+from rdzv.server.security.roles import Row, Whose
+from rdzv.server.security.tokens import Tokens
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Config
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.stores.base import Record
+
+log = logging.getLogger("rdzv.access")
+
+AUDIT = "@rdzvd"
+"""The name under which it is remembered who has changed what. No job's name begins like it."""
+
+LOG_EVERY_MS = 1_000
+"""Refused calls are logged this often at most, so that nobody can fill a disk with them."""
+
+
+@dataclass(slots=True)
+class Change:
+    """What the present call has changed, from what to what; empty while it has changed nothing."""
+
+    text: str = ""
+
+
+_change: ContextVar[Change] = ContextVar("change")
+
+
+def begin_change() -> Change:
+    """Return the record that `note_change` fills in during the present call."""
+    change = Change()
+    _change.set(change)
+    return change
+
+
+def note_change(before: str, after: str) -> None:
+    """Have the audit of the present call say what it has changed."""
+    text = f"from {before} to {after}" if before != after else f"{after} as before"
+    _change.get(Change()).text = text
+
+
+_VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls there are"}
+"""What calls do whose name is no verb with an object."""
+
+
+def verb_of(method: str) -> str:
+    """Return a call's name as people say it.
+
+    >>> verb_of("/rdzv.v1.Control/DrainNode")
+    'drain node'
+    """
+    name = method.rpartition("/")[2]
+    return _VERBS.get(name) or re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
+
+
+class Jobs(Protocol):
+    """The jobs of the server that leads, as far as access depends on them."""
+
+    tokens: Tokens
+
+    async def look(self, rdzv_id: str) -> State:
+        """Return a job's present state."""
+
+    async def append(self, rows: tuple[Record, ...]) -> None:
+        """Store history that belongs to no job's step."""
+
+
+class Leadership(Protocol):
+    """Whether this server leads. Each of these raises `NotLeaderError` while it does not."""
+
+    @property
+    def driver(self) -> Jobs:
+        """The jobs, while this server leads."""
+
+    async def settled_driver(self, timeout_s: float) -> Jobs:
+        """Return the jobs; while no server leads, wait this long for one that does."""
+
+
+class Gate:
+    """The gate of one server: each call passes it, by gRPC and by HTTP."""
+
+    def __init__(
+        self, leadership: Leadership, clock: Clock, config: Config, meter: Meter | None = None
+    ) -> None:
+        self._leadership = leadership
+        self._clock = clock
+        self._config = config
+        self._meter = meter or Meter()
+        self._logged_ms: int | None = None
+        self._unlogged = 0
+
+    async def caller(self, header: str | None, certified: Callable[[], Caller | None]) -> Caller:
+        """Return who calls, by its `authorization` header or else by its certificate.
+
+        Raises:
+            UnauthenticatedError: it has shown neither, or nothing that is good here.
+            NotLeaderError: it has shown a token, and this server stands by, which knows none.
+
+        """
+        if not self._config.auth:
+            return ANYBODY
+        if header is not None:
+            text = callers.bearer(header)
+            hold_s = self._config.timings.leaderless_hold_ms / 1000
+            return (await self._leadership.settled_driver(hold_s)).tokens.caller(text)
+        if (caller := certified()) is not None:
+            return caller
+        raise UnauthenticatedError(
+            "this server wants to know who calls, and nothing was shown; give a client "
+            "certificate, or a token with --token-file (or RDZV_TOKEN_FILE)"
+        )
+
+    async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
+        """Refuse what the table does not open to a caller; `rdzv_id` is the job that is meant.
+
+        Raises:
+            DeniedError: it may not do that, or not to this job.
+
+        """
+        roles.refuse_without_role(caller, row, what)
+        if row.whose is not Whose.OWN_JOB or caller.admin or rdzv_id is None:
+            return
+        try:
+            named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
+        except InvalidRequestError:
+            # No job has this name: whoever serves the call says so.
+            return
+        roles.refuse_others_job(caller, await self._leadership.driver.look(named), what)
+
+    def note_refusal(self, who: str, code: str, reason: str) -> None:
+        """Count a refused call, and log it, unless one was just logged."""
+        self._meter.call_refused(code)
+        now_ms = self._clock.now_ms()
+        if self._logged_ms is not None and now_ms - self._logged_ms < LOG_EVERY_MS:
+            self._unlogged += 1
+            return
+        also = f" ({self._unlogged} more were refused since the last such line)"
+        log.warning("refused, from %s: %s%s", who, reason, also if self._unlogged else "")
+        self._logged_ms, self._unlogged = now_ms, 0
+
+    async def audit(
+        self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
+    ) -> None:
+        """Write down who has changed what, from what to what."""
+        named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
+        target = next(filter(None, named), "")
+        submitter = getattr(request, "submitted_by", "")
+        said = getattr(request, "reason", "") or (submitter and f"by {submitter}")
+        reason = bounds.sentence(said, self._config.limits)
+        why = f": {signed(reason, caller)}" if reason else f", by {caller}"
+        text = f"{verb} {target}{change and f' {change}'}{why}, from address {peer}{end}"
+        log.info("%s", text, extra={"audit": True})
+        row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
+        try:
+            await self._leadership.driver.append((row,))
+        except RendezvousError as error:
+            # It leads no more; the log has it.
+            log.warning("not in the history, for %s: %s", error, text)
+
+
+def signed(reason: str, caller: Caller) -> str:
+    """Return a reason that people read, with the name of who gave it, as far as it is proven."""
+    return f"{reason} [{caller}]" if caller.name else reason
