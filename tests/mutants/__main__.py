@@ -1,15 +1,14 @@
 """Mutation testing: change the code at random places, and see whether a test notices.
 
 `make mutants N=400 SEED=7` draws N changes (`operators.py`) to the files of `TARGETS`. It plants
-each in a copy of the tree and runs the quick tests that execute its line, then the tests that
-`TARGETS` names beside them, then all quick tests. A change that no test notices has survived, and
-is printed. Either a test is missing, or nothing can be observed of the change: then
-`equivalents.toml` says why.
+each in a copy of the tree and runs the tests of `JUDGES` that execute its line, the nearest and
+quickest first. A change that no test notices has survived, and is printed. Either a test is
+missing, or nothing can be observed of the change: then `equivalents.toml` says why.
 
-The lines that each test executes are recorded once for a state of the tree, and verdicts are kept
-as they are made, both below build/mutants: an interrupted run continues. As root, each test run has
-a process namespace of its own and can write to its copy alone, since a changed program may kill or
-remove anything.
+The lines that each test executes, itself or in a program that it starts, are recorded once for a
+state of the tree (`record.py`), and verdicts are kept as they are made, both below build/mutants:
+an interrupted run continues. As root, each test run has a process namespace of its own and can
+write to its copy alone, since a changed program may kill or remove anything.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -35,6 +35,7 @@ from queue import SimpleQueue
 
 from rdzv.structs import struct
 from tests.mutants.operators import Mutation, mutations
+from tests.mutants.record import Record, file_of, make_programs_write
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/mutants"
@@ -42,38 +43,57 @@ COPIED = (
     *("agent", "bench", "deploy", "docs", "examples", "proto", "rendezvous", "tests"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "GLOSSARY.md", "ARCHITECTURE.md", "Makefile"),
 )
-QUICK = ("tests/unit", "tests/scenarios", "tests/stores", "-m", "not slow")
-SIM = "tests/sim/test_sim.py"
-RUNNER = ("tests/integration/test_runner.py", "tests/integration/test_runner_outlives.py")
-TARGETS: dict[str, tuple[str, ...]] = {
-    "rendezvous/rdzv/core/*.py": (SIM, "tests/unit/core/test_small_scope.py"),
-    "agent/rdzv/agent/core/*.py": (SIM,),
-    "rendezvous/rdzv/server/sessions/driver.py": (SIM,),
-    "rendezvous/rdzv/server/engine/jobs.py": (SIM,),
-    "rendezvous/rdzv/server/scheduling/placer.py": (SIM,),
-    "rendezvous/rdzv/server/engine/announcements.py": (SIM,),
-    "rendezvous/rdzv/server/diagnosis/hang_investigation.py": (SIM,),
-    "rendezvous/rdzv/server/scheduling/quarantined_nodes.py": (SIM,),
-    "rendezvous/rdzv/server/diagnosis/log_relay.py": ("tests/integration/test_logs.py",),
-    "rendezvous/rdzv/server/replication/replica.py": ("tests/integration/test_replicas.py",),
-    "rendezvous/rdzv/stores/*.py": ("tests/integration/test_etcd.py",),
-    "rendezvous/rdzv/transport/node_stream.py": (),
-    "rendezvous/rdzv/torchrun/sync_stream.py": ("tests/integration/test_torchrun_handler.py",),
-    "agent/rdzv/agent/job/job_driver.py": (SIM,),
-    "agent/rdzv/agent/node/node.py": ("tests/integration/test_daemon.py",),
-    "agent/rdzv/agent/runner/runner.py": (*RUNNER, "tests/integration/test_warm.py"),
-    "agent/rdzv/agent/runner_link.py": (*RUNNER, "tests/integration/test_fencing.py"),
-    "agent/rdzv/agent/server_link/link.py": (),
-    "agent/rdzv/agent/runner/store_host.py": ("tests/integration/test_warm_store_host.py", *RUNNER),
-    "agent/rdzv/agent/workers/worker_group.py": RUNNER,
-    "agent/rdzv/agent/runner/zygote.py": ("tests/integration/test_warm.py",),
-}
-"""What is changed, and which tests outside of the quick ones run it, the nearest first."""
-TEST_LIMIT_S = 120
-"""For one test; a change that has a test wait so long is noticed."""
+TARGETS = (
+    "rendezvous/rdzv/core/*.py",
+    "agent/rdzv/agent/core/*.py",
+    "rendezvous/rdzv/server/sessions/driver.py",
+    "rendezvous/rdzv/server/engine/jobs.py",
+    "rendezvous/rdzv/server/scheduling/placer.py",
+    "rendezvous/rdzv/server/engine/announcements.py",
+    "rendezvous/rdzv/server/diagnosis/hang_investigation.py",
+    "rendezvous/rdzv/server/scheduling/quarantined_nodes.py",
+    "rendezvous/rdzv/server/diagnosis/log_relay.py",
+    "rendezvous/rdzv/server/replication/replica.py",
+    "rendezvous/rdzv/stores/*.py",
+    "rendezvous/rdzv/transport/node_stream.py",
+    "rendezvous/rdzv/torchrun/sync_stream.py",
+    "agent/rdzv/agent/job/job_driver.py",
+    "agent/rdzv/agent/node/node.py",
+    "agent/rdzv/agent/runner/runner.py",
+    "agent/rdzv/agent/runner_link.py",
+    "agent/rdzv/agent/server_link/link.py",
+    "agent/rdzv/agent/runner/store_host.py",
+    "agent/rdzv/agent/workers/worker_group.py",
+    "agent/rdzv/agent/runner/zygote.py",
+)
+"""What is changed."""
+JUDGES = (
+    "tests/unit",
+    "tests/scenarios",
+    "tests/stores",
+    "tests/sim/test_sim.py",
+    "tests/integration/test_adoption.py",
+    "tests/integration/test_agent_restart.py",
+    "tests/integration/test_daemon.py",
+    "tests/integration/test_etcd.py",
+    "tests/integration/test_fencing.py",
+    "tests/integration/test_logs.py",
+    "tests/integration/test_replicas.py",
+    "tests/integration/test_runner.py",
+    "tests/integration/test_runner_faults.py",
+    "tests/integration/test_runner_hung_files.py",
+    "tests/integration/test_runner_outlives.py",
+    "tests/integration/test_torchrun_handler.py",
+    "tests/integration/test_warm.py",
+    "tests/integration/test_warm_store_host.py",
+)
+"""The tests that may notice: the quick ones, the simulator's, and those that run the rest."""
+CHOICE = ("-m", "not campaign and not clusters")
+LIMIT_S, LIMIT_FACTOR = 15.0, 5.0
+"""How long one test may take: the sum of this and of so many times what it took before."""
 RUN_LIMIT_S = 900
 MEMORY = 12 << 30
-PYTEST = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}")
+PYTEST = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", *CHOICE)
 CAUGHT_SHARE = 0.9
 """What is asked of the tests."""
 
@@ -96,7 +116,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="repeats a draw")
     parser.add_argument("--only", default="", help="files with this word in their path")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--near", action="store_true", help="only tests that execute the line")
     options = parser.parse_args()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
     drawn = draw(options.n, seed, options.only)
@@ -106,19 +125,17 @@ def main() -> int:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for _ in range(options.processes):
             copies.put(stack.enter_context(Copy.made()))
-        lines = _lines(copies, state)
-        kept = BUILD / f"verdicts-{state}{'-near' if options.near else ''}.jsonl"
-        verdicts = _run_all(drawn, copies, lines, kept, options)
+        verdicts = _run_all(drawn, copies, _record(state), BUILD / f"verdicts-{state}.jsonl")
     return report(verdicts, f"seed {seed}, revision {_revision()}")
 
 
-def targets() -> dict[str, tuple[str, ...]]:
-    """Return the files that are changed, each with its further tests."""
-    return {
-        file.relative_to(ROOT).as_posix(): tests
-        for pattern, tests in TARGETS.items()
+def targets() -> list[str]:
+    """Return the files that are changed."""
+    return [
+        file.relative_to(ROOT).as_posix()
+        for pattern in TARGETS
         for file in sorted(ROOT.glob(pattern))
-    }
+    ]
 
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
@@ -215,37 +232,30 @@ def _caged(root: Path) -> list[str]:
     ]
 
 
-def _lines(copies: SimpleQueue[Copy], state: str) -> dict[str, dict[str, list[str]]]:
-    """Return which quick tests run which lines; recorded once for a state of the tree."""
+def _record(state: str) -> Record:
+    """Return which tests run which lines; recorded once for a state of the tree."""
     kept = BUILD / f"lines-{state}.json"
-    if not kept.exists():
-        print("recording which test runs which line ...", flush=True)
-        copy = copies.get()
-        copies.put(copy)
-        began = time.monotonic()
-        output = copy.root / "lines"
-        words = [*QUICK, "-q", "-n", "2", "-p", "no:cacheprovider"]
-        status, text = copy.pytest(words, {"MUTANTS_LINES": str(output)}, 1800)
-        found: dict[str, dict[str, list[str]]] = {}
-        for part in copy.root.glob("lines.*"):
-            for file, lines in json.loads(part.read_text()).items():
-                for line, tests in lines.items():
-                    found.setdefault(file, {}).setdefault(line, []).extend(tests)
-        if status not in (0, 1) or not found:
+    if kept.exists():
+        return Record.read(kept)
+    print("recording which test runs which line ...", flush=True)
+    began = time.monotonic()
+    with Copy.made() as copy:
+        make_programs_write(copy.root, targets())
+        words = [*JUDGES, *CHOICE, "-q", "-n", "2", "-p", "no:cacheprovider", "--dist", "loadfile"]
+        status, text = copy.pytest(words, {"MUTANTS_LINES": str(copy.root / "lines")}, 3600)
+        if status not in (0, 1):
             raise SystemExit(f"the tests do not run in the copy:\n{text[-3000:]}")
-        print(f"{text.splitlines()[-1]} {time.monotonic() - began:.0f} s", flush=True)
-        BUILD.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found))
-    result: dict[str, dict[str, list[str]]] = json.loads(kept.read_text())
-    return result
+        record = Record.collected(copy.root)
+    print(f"{text.splitlines()[-1]} {time.monotonic() - began:.0f} s", flush=True)
+    record.write(kept)
+    return record
 
 
 def _run_all(
     drawn: list[Mutation],
     copies: SimpleQueue[Copy],
-    lines: dict[str, dict[str, list[str]]],
+    record: Record,
     kept: Path,
-    options: argparse.Namespace,
 ) -> list[Verdict]:
     known: dict[str, str | None] = {}
     if kept.exists():
@@ -260,7 +270,7 @@ def _run_all(
         if _key(mutation) not in known:
             copy = copies.get()
             try:
-                by = _caught_by(mutation, copy, lines.get(mutation.file, {}), options.near)
+                by = _caught_by(mutation, copy, record)
             finally:
                 copies.put(copy)
             with kept.open("a") as file:
@@ -269,7 +279,7 @@ def _run_all(
         return Verdict(mutation, known[_key(mutation)])
 
     verdicts = []
-    with ThreadPoolExecutor(options.processes) as pool:
+    with ThreadPoolExecutor(copies.qsize()) as pool:
         for verdict in pool.map(judge, drawn):
             verdicts.append(verdict)
             word = "equivalent" if verdict.equivalent else verdict.by or "SURVIVED"
@@ -277,24 +287,18 @@ def _run_all(
     return verdicts
 
 
-def _caught_by(
-    mutation: Mutation, copy: Copy, lines: dict[str, list[str]], near: bool
-) -> str | None:
+def _caught_by(mutation: Mutation, copy: Copy, record: Record) -> str | None:
     """Return the first test that fails because of a mutation; the nearest are run first."""
-    # A line that no test runs by itself is run as its module is loaded.
-    here = lines.get(str(mutation.line)) or [test for each in lines.values() for test in each]
-    names = copy.root / "chosen"
-    names.write_text("\n".join(sorted(set(here))))
-    files = sorted({test.partition("::")[0] for test in here})
-    stages = [files] if files else []
-    if not near:
-        stages += [[tests] for tests in targets()[mutation.file]] + [list(QUICK)]
-    for tests in stages:
-        chosen = {"MUTANTS_CHOSEN": str(names)} if tests is files else {}
+    tests = record.tests(mutation.file, (ROOT / mutation.file).read_text(), mutation.line)
+    limits = {test: LIMIT_S + LIMIT_FACTOR * record.seconds[test] for test in tests}
+    chosen = {"MUTANTS_CHOSEN": str(copy.root / "chosen")}
+    for portion in record.portions(tests):
+        (copy.root / "chosen").write_text(json.dumps({test: limits[test] for test in portion}))
+        files = list(dict.fromkeys(map(file_of, portion)))
         with _planted(mutation, copy):
-            by = _first_failure(copy.pytest([*PYTEST, *tests], chosen))
+            by = _first_failure(copy.pytest([*PYTEST, *files], chosen))
         # Some start programs and wait for them: one may have failed by itself.
-        again = [by] if by and by.startswith("tests/") else tests
+        again = [by] if by and by.startswith("tests/") else files
         if by and not _first_failure(copy.pytest([*PYTEST, *again], chosen)):
             return by
     return None
@@ -304,11 +308,20 @@ def _caught_by(
 def _planted(mutation: Mutation, copy: Copy) -> Iterator[None]:
     file = copy.root / mutation.file
     source = file.read_text()
-    file.write_text(mutation.apply(source))
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        # Byte code is taken for that of a source of the same size and second.
+        os.utime(file, (next(_seconds),) * 2)
+
+    write(mutation.apply(source))
     try:
         yield
     finally:
-        file.write_text(source)
+        write(source)
+
+
+_seconds = itertools.count(1_000_000_000)
 
 
 def _first_failure(done: tuple[int, str]) -> str | None:

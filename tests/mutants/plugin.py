@@ -1,13 +1,14 @@
 """For pytest, in the copy: note which test runs which line, or run only the chosen tests.
 
-MUTANTS_LINES is the start of a file's name for the first; MUTANTS_CHOSEN is a file with a test in
-each line for the second.
+MUTANTS_LINES is the start of a file's name for the first; MUTANTS_CHOSEN is a file for the second,
+with the tests and how many seconds each may take.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 SOURCES = ("rendezvous/rdzv", "agent/rdzv")
 _coverage: Any = None
 _failed: set[str] = set()
+_seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,17 +47,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.failed:
+    if not report.passed:
         _failed.add(report.nodeid)
+    _seconds[report.nodeid] += report.duration
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     name = os.environ.get("MUTANTS_CHOSEN")
     if name is None:
         return
-    chosen = set(Path(name).read_text().splitlines())
+    chosen: dict[str, float] = json.loads(Path(name).read_text())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+    for item in items:
+        item.add_marker(pytest.mark.timeout(chosen[item.nodeid]), append=False)
 
 
 def pytest_sessionfinish() -> None:
@@ -64,10 +69,12 @@ def pytest_sessionfinish() -> None:
     _coverage.stop()
     data = _coverage.get_data()
     root = Path(__file__).parents[2]
-    lines: dict[str, dict[int, list[str]]] = {}
-    for file in data.measured_files():
-        lines[Path(file).relative_to(root).as_posix()] = {
-            line: [test for test in tests if test and test not in _failed]
-            for line, tests in data.contexts_by_lineno(file).items()
-        }
-    Path(f"{os.environ['MUTANTS_LINES']}.{os.getpid()}").write_text(json.dumps(lines))
+    ran = [
+        (test, Path(file).relative_to(root).as_posix(), str(line))
+        for file in data.measured_files()
+        for line, tests in data.contexts_by_lineno(file).items()
+        for test in tests
+        if test
+    ]
+    part = {"seconds": _seconds, "failed": sorted(_failed), "ran": ran}
+    Path(f"{os.environ['MUTANTS_LINES']}.{os.getpid()}").write_text(json.dumps(part))

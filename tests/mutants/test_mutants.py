@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.mutants import __main__ as tool
 from tests.mutants.operators import mutations
+from tests.mutants.record import Record, make_programs_write
 
 TESTS = ("not (a)", "True", "False")
 
@@ -70,10 +76,66 @@ def test_a_draw_is_repeated_by_its_seed() -> None:
     assert tool.draw(5, 7) == tool.draw(5, 7) != tool.draw(5, 8)
 
 
-def test_every_target_and_its_tests_are_there() -> None:
-    for pattern, tests in tool.TARGETS.items():
+def test_every_target_and_every_judge_is_there() -> None:
+    for pattern in tool.TARGETS:
         assert list(tool.ROOT.glob(pattern)), pattern
-        assert all((tool.ROOT / test).exists() for test in tests), pattern
+    for judge in tool.JUDGES:
+        assert (tool.ROOT / judge).exists(), judge
+
+
+@pytest.mark.parametrize(
+    ("line", "tests"),
+    [
+        (1, ["t.py::slow", "t.py::one", "u.py::two"]),  # Runs as the module is loaded.
+        (3, ["t.py::slow", "t.py::one", "u.py::two"]),
+        (4, ["t.py::slow", "t.py::one"]),
+        (5, ["t.py::slow", "t.py::one"]),  # Of a statement, the line that is recorded.
+        (6, ["u.py::two"]),
+        (7, []),
+    ],
+)
+def test_who_judges_a_line(line: int, tests: list[str]) -> None:
+    source = """\
+A = 1
+def f(x):
+    if x:
+        g(
+            1)
+    else: h()
+    k()
+"""
+    lines = {"f.py": {"3": [0, 1, 2], "4": [0, 1], "6": [2]}}
+    record = Record({"t.py::slow": 50.0, "t.py::one": 0.1, "u.py::two": 0.1}, lines)
+    assert record.tests("f.py", source, line) == tests
+
+
+def test_the_quick_tests_of_the_nearest_files_judge_first_and_slow_ones_last() -> None:
+    quick = [f"{file}.py::{n}" for n, file in enumerate("abcabcabcd")]
+    seconds = dict.fromkeys(quick, 0.1) | {"a.py::30": 30.0, "d.py::29": 29.0, "d.py::40": 40.0}
+    record = Record(seconds, {})
+    assert record.portions(list(seconds)) == [quick[:-1], quick[-1:], ["d.py::29", "a.py::30"]]
+    assert record.portions([]) == []
+
+
+def test_a_program_writes_which_lines_it_runs(tmp_path: Path) -> None:
+    module = tmp_path / "agent/rdzv/module.py"
+    (tmp_path / "tests/mutants").mkdir(parents=True)
+    module.parent.mkdir(parents=True)
+    source = (
+        "from __future__ import annotations\nimport os\ndef f():\n    os.kill(os.getpid(), 9)\n"
+    )
+    module.write_text(source)
+    shutil.copy(Path(tool.__file__).parent / "tracer.py", tmp_path / "tests/mutants")
+    make_programs_write(tmp_path, ["agent/rdzv/module.py"])
+    code = f"import sys; sys.path[:0] = [{str(module.parent)!r}]; import module; module.f()"
+    for test in ("a.py::test", ""):
+        env = {**os.environ, "PYTEST_CURRENT_TEST": test and f"{test} (call)"}
+        done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, check=False)
+        assert done.returncode == -9
+    (tmp_path / "lines.1").write_text('{"seconds": {"a.py::test": 1}, "failed": [], "ran": []}')
+    record = Record.collected(tmp_path)
+    assert record.lines == {"agent/rdzv/module.py": {"4": [0]}}
+    assert record.tests("agent/rdzv/module.py", source, 4) == ["a.py::test"]
 
 
 def test_every_equivalent_is_of_the_code_as_it_is_and_has_a_reason() -> None:
