@@ -49,12 +49,15 @@ class Talk:
         self._end: asyncio.Future[tuple[grpc.StatusCode, str, str] | None] = (
             asyncio.get_running_loop().create_future()
         )
+        self._began = asyncio.Event()
         self.over = asyncio.Event()
 
     async def serve(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
             end = await self._end
+            # gRPC tells a node that still sends its hello of an INTERNAL error instead.
+            await self._began.wait()
         finally:
             self.over.set()
             reader.cancel()
@@ -66,6 +69,7 @@ class Talk:
     async def _read(self) -> None:
         while isinstance(message := await self._context.read(), pb.NodeMessage):
             self._heard.put_nowait(message)
+            self._began.set()
         self._heard.put_nowait(None)
 
     async def hear(self) -> pb.NodeMessage | None:

@@ -19,7 +19,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection
 
 from rdzv.core.commands import Tick
-from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, UnauthenticatedError
+from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, UnauthenticatedError
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import role_interceptor, service
@@ -172,6 +172,38 @@ async def test_every_call_with_every_role(method: str, monkeypatch: pytest.Monke
     assert found.pop(None) == UnauthenticatedError.code
     assert {who for who, code in found.items() if code is None} == EXPECTED[name]
     assert {code for code in found.values() if code} <= {DeniedError.code}
+
+
+@pytest.mark.parametrize(
+    ("who", "code"), [(None, UnauthenticatedError.code), ("node", NotLeaderError.code)]
+)
+async def test_a_stream_is_refused_once_its_first_message_is_here(
+    who: str | None, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stand_by(self: Replica, timeout_s: float) -> None:
+        raise NotLeaderError("this one stands by")
+
+    monkeypatch.setattr(Replica, "settled_driver", stand_by)
+    async with guarded(monkeypatch) as server, server.channel() as channel:
+        call: Any = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")
+        stream = call(metadata=server.header(who), timeout=60)
+        answer = asyncio.create_task(stream.read())
+        assert await asyncio.wait({answer}, timeout=0.05) == (set(), {answer})
+        await stream.write(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await answer
+        assert dict(refused.value.trailing_metadata() or ())[ERROR_CODE_METADATA_KEY] == code
+
+
+async def test_a_stream_that_says_nothing_is_refused_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(role_interceptor, "FIRST_MESSAGE_S", 0.001)
+    async with guarded(monkeypatch) as server, server.channel() as channel:
+        call: Any = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(timeout=60).read()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_status_that_is_no_refusal_is_not_taken_for_being_let_in(

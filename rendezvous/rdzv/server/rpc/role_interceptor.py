@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -32,6 +33,9 @@ _REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError.code,
     grpc.StatusCode.PERMISSION_DENIED: DeniedError.code,
 }
+
+FIRST_MESSAGE_S = 1.0
+"""How long a stream that is refused may take to say what it begins with."""
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """How a call ends whose outcome is unknown."""
@@ -128,6 +132,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             if isinstance(error, UnauthenticatedError | DeniedError):
                 who = f"{caller} at {_host(context.peer())}"
                 self._gate.note_refusal(who, error.code, f"{verb}: {error}")
+            if isinstance(request, AsyncIterator):
+                await end_stream_unheard(context, error)
             await end_call(context, error)
         callers.present.set(caller)
         return caller
@@ -157,6 +163,18 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Unreadable(str(error))
 
     return read
+
+
+async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
+    """End a stream of which no message was read yet; does not return.
+
+    Its first message is waited for, and ignored: a client of gRPC whose message is sent as the
+    refusal arrives is told of an INTERNAL error, and never of the refusal.
+    """
+    with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            await context.read()
+    await end_call(context, error)
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:

@@ -40,7 +40,7 @@ from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.queries import Answers
 from rdzv.server.rpc.rate_limit import Allowance
-from rdzv.server.rpc.role_interceptor import Interceptor, end_call
+from rdzv.server.rpc.role_interceptor import Interceptor, end_call, end_stream_unheard
 from rdzv.server.security import callers
 from rdzv.server.security.access import AUDIT, Gate, note_change, signed
 from rdzv.server.security.tokens import Token
@@ -126,7 +126,8 @@ class RendezvousService(pb_grpc.RendezvousServicer):
                 self._config.timings.leaderless_hold_ms / 1000
             )
         except RendezvousError as error:
-            await _abort(context, error)
+            await end_stream_unheard(context, error)
+            raise
         conversation = Conversation(driver, self._replica, self._clock, self._config, self._version)
         await conversation.hold(context)
 
