@@ -65,8 +65,8 @@ ci: test clusters campaigns  ## all three
 .PHONY: unit
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.
 unit: $(READY)  ## the quick tests
-	@$(BIN)/python -m pytest tests/unit tests/scenarios tests/stores -q -n 2 --dist loadfile \
-	  -m 'not slow'
+	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
+	  tests/stores -q -p no:xdist -p tests.support.forked --forks 3 -m 'not slow'
 
 SEEDS ?= 10000
 

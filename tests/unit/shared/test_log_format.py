@@ -24,7 +24,11 @@ def record(
 
 
 @pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    _be_in_the_journal(monkeypatch)
+
+
+def _be_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     status = os.fstat(2)
     monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
 
@@ -62,8 +66,11 @@ def test_json_in_the_journal_is_what_follows_the_priority() -> None:
     assert json.loads(line[3:])["level"] == "warning"
 
 
-@pytest.mark.usefixtures("journal")
-def test_why_a_program_ends_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_why_a_program_ends_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Not in a fixture: what catches stderr for a test is another file than while it is set up.
+    _be_in_the_journal(monkeypatch)
     complain("rdzvd: no\nroom")
     assert capfd.readouterr().err == "<3>rdzvd: no\n<3>room\n"
 

@@ -1,0 +1,157 @@
+"""`--forks N`: what one process has collected is run by N that are forked from it.
+
+For thousands of tests of a millisecond pytest-xdist costs more than they do: each of its processes
+imports and collects everything for itself, and sends three reports of each test. Here the memory is
+shared, a process takes the next file when it has done one, and only that a test passed is sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import os
+import selectors
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+_NUMBER = 2
+"""Bytes of the number of a file."""
+_LENGTH = 4
+"""Bytes of the length of a report."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, help="run the tests in N forked processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run all tests in forked processes, and report here what they report."""
+    config = session.config
+    if not config.option.forks or config.option.collectonly or session.testsfailed:
+        return None
+    files = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
+    # What many tests are in is begun first, so that no process is left with it at the end.
+    files.sort(key=len, reverse=True)
+    turns, all_turns = os.pipe()
+    os.write(all_turns, b"".join(n.to_bytes(_NUMBER, "big") for n in range(len(files))))
+    os.close(all_turns)
+    config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+    sys.stdout.flush()
+    workers = [_Worker(session, files, turns) for _ in range(config.option.forks)]
+    try:
+        _report(session, workers)
+    finally:
+        for worker in workers:
+            worker.end()
+        os.close(turns)
+    return True
+
+
+class _Worker:
+    """A forked process, and the pipe of its reports, each with its length before it."""
+
+    def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], turns: int) -> None:
+        self.reports, reports = os.pipe()
+        self.unread = b""
+        if pid := os.fork():
+            self.pid = pid
+            os.close(reports)
+            return
+        code = 1
+        try:
+            _run(session, _items(files, turns), reports)
+            code = 0
+        except KeyboardInterrupt:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Nothing of what pytest does at its end is this process's to do.
+            os._exit(code)
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """Return the reports that have come; None at the end of them."""
+        if not (data := os.read(self.reports, 1 << 16)):
+            return None
+        self.unread += data
+        found = []
+        while len(self.unread) >= (end := _LENGTH + int.from_bytes(self.unread[:_LENGTH], "big")):
+            found.append(marshal.loads(self.unread[_LENGTH:end]))
+            self.unread = self.unread[end:]
+        return found
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.reports)
+
+
+def _items(files: list[list[pytest.Item]], turns: int) -> Iterator[pytest.Item]:
+    while number := os.read(turns, _NUMBER):
+        yield from files[int.from_bytes(number, "big")]
+
+
+def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) -> None:
+    """Run what is left to run, in a forked process."""
+    config = session.config
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(_Sender(config, reports))
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    # The next free number is looked for among all folders that are there.
+    factory._basetemp = factory.mktemp("forked")
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item = following
+
+
+class _Sender:
+    """Writes all that the terminal is to show of a test."""
+
+    def __init__(self, config: pytest.Config, reports: int) -> None:
+        self._config = config
+        self._reports = reports
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call":
+            return
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        body = marshal.dumps(data)
+        left = len(body).to_bytes(_LENGTH, "big") + body
+        while left:
+            left = left[os.write(self._reports, left) :]
+
+
+def _report(session: pytest.Session, workers: list[_Worker]) -> None:
+    config = session.config
+    left = {item.nodeid for item in session.items}
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker.reports, selectors.EVENT_READ, worker)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if (found := key.data.read()) is None:
+                    selector.unregister(key.fd)
+                for data in found or ():
+                    report = config.hook.pytest_report_from_serializable(config=config, data=data)
+                    left.discard(report.nodeid)
+                    config.hook.pytest_runtest_logreport(report=report)
+                    config.hook.pytest_runtest_logfinish(
+                        nodeid=report.nodeid, location=report.location
+                    )
+                    if session.shouldfail:
+                        raise session.Failed(session.shouldfail)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        session.shouldfail = f"a process has ended: it was to run {min(left)}{more}"
+        raise session.Failed(session.shouldfail)
