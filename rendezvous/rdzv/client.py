@@ -73,8 +73,7 @@ WATCH_RETRY_S = 0.5
 SUBMIT_RETRY_S = 0.5
 
 STACKS_S = 15.0
-"""What an answer may take longer than another in which nodes are asked for stacks: a server gives
-them 10 s."""
+"""Additional time for a call that asks nodes for stacks: a server gives them 10 s."""
 
 LOG_POSITIONS = 65_536
 """In how many files a reader of logs can go on after its stream was cut."""
@@ -342,7 +341,7 @@ class ControlClient:
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token, and return it with its text, which nobody shows again.
+        """Make a token, and return it with its text, which cannot be shown again.
 
         Where it may have been made and the answer was lost, no other is made in its place.
         """
@@ -370,7 +369,7 @@ class ControlClient:
         return [token_of(token) for token in answer.tokens]
 
     def audit(self, limit: int = 0) -> list[Event]:
-        """Show who has changed what, oldest first; 0: as many as the server sees fit."""
+        """Return the audit log, oldest first; a `limit` of 0 leaves the number to the server."""
         answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
         return [event_of(event) for event in answer.events]
 
@@ -477,7 +476,7 @@ class ControlClient:
         return _Asking(self._rota, self._turns, self._takeover_s)
 
     def _error(self, error: grpc.RpcError) -> RendezvousError:
-        # What a blocking call raises is always a call as well; the base class does not say so.
+        # The error of a blocking call is always a `grpc.Call`, too; the base class does not say so.
         assert isinstance(error, grpc.Call)
         found = error_from_status(
             error.code(),
@@ -542,7 +541,7 @@ class _Places:
         """Return where to go on; what is beyond `LOG_POSITIONS` is read from the beginning."""
         found = []
         for node_id, number in self._rounds.items():
-            # A node of which nothing has come yet is in its round all the same.
+            # A node without output so far is in its round all the same.
             offsets = self._offsets[node_id] or {(0, False): 0}
             found += [
                 pb.LogPosition(
@@ -569,7 +568,7 @@ def _checked_name(name: str, kind: str = "job") -> str:
 _NO_CONNECTION = re.compile(
     "failed to connect to all addresses|errors resolving|dns resolution failed", re.IGNORECASE
 )
-"""What gRPC says of a call for which there was no connection at any time."""
+"""gRPC's detail of a call that never had a connection."""
 
 
 def _perhaps_done(error: RendezvousConnectionError) -> bool:

@@ -15,7 +15,7 @@ ERROR_CODE_METADATA_KEY = "rdzv-error"
 """Trailing metadata key under which an error's code travels."""
 
 LEADER_METADATA_KEY = "rdzv-leader"
-"""Trailing metadata key under which a server that stands by says who leads: HOST:PORT."""
+"""Trailing metadata key in which a stand-by names the leader: HOST:PORT."""
 
 
 class RendezvousError(Exception):
@@ -90,14 +90,14 @@ class StaleRoundError(RendezvousError):
 
 
 class UnauthenticatedError(RendezvousError):
-    """The caller has not proven who it is. It stops, and asks with a valid certificate or token."""
+    """The caller's identity is not proven. It stops; a valid certificate or token is needed."""
 
     code = "UnauthenticatedError"
     grpc_status = "UNAUTHENTICATED"
 
 
 class DeniedError(RendezvousError):
-    """The server knows who calls, and it may not do this. The caller stops."""
+    """The server knows the caller, whose role does not allow this. The caller stops."""
 
     code = "DeniedError"
     grpc_status = "PERMISSION_DENIED"

@@ -1,6 +1,6 @@
-"""What an agent tells whoever counts. These count nothing; those of `metrics` do.
+"""Hooks for an agent's metrics: these count nothing, those of `agent_metrics` do.
 
-So nothing here knows of a library for metrics, and an agent that nobody scrapes loads none.
+So an agent without /metrics loads no library for metrics.
 """
 
 from __future__ import annotations

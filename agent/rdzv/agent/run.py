@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # What is imported is much, and it all stays: nobody is to look for garbage in it.
+gc.disable()  # The many imported objects all stay, so the garbage collector is to skip them.
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     """Take part in the job until it has ended for this node."""
-    # What gRPC's core logs of its own is said better by the error that follows.
+    # The error that follows says better what gRPC's core logs.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
     # The runner gets ready while this process imports all that it needs to talk to a server.

@@ -38,7 +38,7 @@ NO_TORCH = 3
 READY_TIMEOUT_S = 120.0
 """To import torch takes a second or two; on a cold disk or a loaded machine, much longer."""
 LOOK_EVERY_S = 1.0
-"""Nobody tells when a key of torch's store changes, so it is the one thing here that is polled."""
+"""torch's store does not notify of changed keys, so it is polled: the only poll in rdzv."""
 SLOW_AFTER_S = 30.0
 """An answer that takes longer is complained about, and still waited for."""
 RESTART_AFTER_S = (1.0, 30.0)
@@ -59,7 +59,7 @@ LAST_WORDS = 4_096
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the process says; see there."""
+    """Messages of the child process; `store_server` describes them."""
 
     ready: bool = False
     states: dict[str, str | None] = {}
@@ -149,7 +149,7 @@ class Facade:
             try:
                 closed = await self._take(answer)
             except Exception:
-                # The store is served all the same, and nobody else is to suffer either.
+                # The store is still served, and other jobs are still watched.
                 log.exception("c10d: a bug of rdzvd, please report it: a look is lost")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:

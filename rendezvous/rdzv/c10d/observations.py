@@ -1,4 +1,4 @@
-"""What was seen of the jobs of torch's own rendezvous, as the view that `rdzvctl` shows.
+"""Jobs of torch's own rendezvous, from its store's keys to the view that `rdzvctl` shows.
 
 Their nodes form the groups; here it is only told what they have written. Clocks are not compared:
 a node is heard when its heartbeat is another than at the look before, by this server's clock.
@@ -24,7 +24,7 @@ KEEP_ALIVE_MS = 15_000
 """torch's default for keep_alive_interval times keep_alive_max_attempt; what a job has set instead
 is not in its state."""
 GIVEN_UP_MS = 600_000
-"""Silence of all nodes after which a job counts as stopped though nobody has closed it."""
+"""A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
 STALE_MS = 5_000
 """Looks come once a second; a view that is older than this says so."""
 MOST_CLOSED = 1_000
@@ -35,7 +35,7 @@ _CLOSED = "closed by its nodes; c10d does not tell how it ended"
 
 @dataclass(slots=True)
 class _Seen:
-    """What a node was at the last look."""
+    """A node's state at the last look."""
 
     state: NodeState
     since_ms: int
@@ -158,7 +158,7 @@ def _see(job: _Job, state: State | None, now_ms: int) -> None:
         job.nodes.clear()
         return
     present = _present(state)
-    # Who was dropped from a complete round is shown until the next one.
+    # A node that was dropped from a complete round is shown until the next round.
     dropped = {} if _joins(state) or new_round else {n: job.nodes[n] for n in job.nodes}
     nodes = {node: _seen(job, node, state, present[node], now_ms) for node in present}
     for node, seen in dropped.items():
@@ -210,7 +210,7 @@ def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
         else:
             found[node] = (NodeState.WAITING, None)
     if state.closed:
-        # Nobody keeps it up to date any more.
+        # The job is no longer kept up to date.
         return {node: (NodeState.LEFT, rank) for node, (_, rank) in found.items()}
     return found
 

@@ -51,7 +51,7 @@ MOST_ANSWER_BYTES = 8 * 1024 * 1024
 MOST_QUESTION_BYTES = 32 * 1024 * 1024
 BATCH = 100
 LIST_ANYWAY_AFTER = 30
-"""Keys are listed when their number has changed, and after so many looks."""
+"""Keys are listed when their number has changed, and at least once in this many looks."""
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def reachable_at(fd: int) -> tuple[str, int]:
 
 
 class Looks:
-    """What was told of the jobs so far, so that only what has changed is told."""
+    """The state of each job as last sent, so that only changes are sent."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -179,7 +179,7 @@ class Looks:
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue
                 if len(value) > room:
-                    # Who waits for the next answer comes first in it.
+                    # A request that waits is answered first.
                     self.jobs.remove(name)
                     self.jobs.insert(0, name)
                     return changed
@@ -223,7 +223,7 @@ def hear(control: socket.socket) -> dict[str, Any] | None:
 
 
 def receive(control: socket.socket, count: int) -> bytes | None:
-    """Receive so many bytes; None if the stream ends before."""
+    """Receive `count` bytes; None if the stream ends before."""
     parts = []
     while count:
         part = control.recv(min(count, 65_536))

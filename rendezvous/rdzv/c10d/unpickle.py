@@ -101,7 +101,7 @@ _WITH_ARGUMENTS = (_Class.DATETIME, _Class.TIMEZONE, _Class.TIMEDELTA)
 
 @dataclass(slots=True, eq=False)
 class _Dict:
-    """Items in their order; keys are not hashed, for nobody knows yet what they are."""
+    """Items in their order; keys are not hashed, since their types are not checked yet."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ class _Set:
 
 @dataclass(slots=True, eq=False)
 class _Object:
-    """What stands for an instance of a class: its name, and what came with it."""
+    """A placeholder for an instance of a class: its name and its arguments."""
 
     kind: _Class
     arguments: tuple[object, ...] = ()

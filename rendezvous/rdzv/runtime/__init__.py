@@ -1,4 +1,4 @@
-"""What a long-running process needs beside its subject: clock, tasks, logs, systemd, exposition.
+"""Support for a long-running process: clock, tasks, logs, systemd, exposition of metrics.
 
 Both daemons use it. It knows no job, no node and no message.
 """

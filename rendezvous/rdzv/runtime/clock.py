@@ -21,7 +21,7 @@ class Cancellable(Protocol):
 
 
 class Clock(Protocol):
-    """What the driver asks of a clock. Tests hand in one that they move by hand."""
+    """The clock interface of the driver. Tests pass a clock that they move by hand."""
 
     def now_ms(self) -> int:
         """Return the time in milliseconds; it never goes back."""

@@ -1,4 +1,4 @@
-"""What asyncio lacks for those who use its task groups inside."""
+"""Small additions to asyncio's task groups."""
 
 from __future__ import annotations
 

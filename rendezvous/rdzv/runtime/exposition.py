@@ -1,6 +1,6 @@
-"""What the pages of server and agent for Prometheus have in common.
+"""Shared parts of the /metrics pages of server and agent.
 
-Loaded only by those that have such a page: prometheus-client is no small thing.
+Only processes with such a page load it, since prometheus-client is large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What aiohttp logs of those who speak something else at a port for HTTP."""
+"""aiohttp's log lines about clients that speak another protocol on an HTTP port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 
 def http_log(name: str, remedy: str) -> logging.Logger:
-    """Return a logger for aiohttp that tells in a line who sends what is no HTTP, with a remedy.
+    """Return a logger for aiohttp: one line for each client that sends no HTTP, with a remedy.
 
     That is no fault of ours, and so needs no traceback. It is most often gRPC at the wrong port,
     which tries again and again.

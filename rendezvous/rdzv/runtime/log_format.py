@@ -74,7 +74,7 @@ def formatter_for(log_format: str) -> logging.Formatter:
 
 
 def stderr_is_journal() -> bool:
-    """Say whether systemd has connected stderr with the journal, and nobody has redirected it."""
+    """Whether stderr is the journal's stream, as systemd connected it, and is not redirected."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)

@@ -1,4 +1,4 @@
-"""What a service and systemd say to each other: that it is ready and alive, and what is planned."""
+"""Messages between a service and systemd: readiness, watchdog, planned restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WATCHDOG_BEATS = 3
 def notify(*lines: str) -> bool:
     """Send lines such as "READY=1" to systemd, if it listens; return whether it does.
 
-    Waits for nothing, and fails in silence: a service does not depend on who watches it.
+    Waits for nothing, and fails in silence: a service does not depend on its supervisor.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):

@@ -1,4 +1,4 @@
-"""What one handler's node says to the server, from its first join to its final message.
+"""One handler's messages to the server, from its first join to its final message.
 
 It has no reference to the handler. So a handler that is dropped without `shutdown` is collected,
 and its node leaves then (`abandon`). What torch's agent holds and calls, the round's store,
@@ -70,7 +70,7 @@ class Talk:
             return part.over if part.line is line else "a newer one has begun"
 
     def notify(self) -> None:
-        """Wake up everyone who waits on `news`."""
+        """Wake up all waiters on `news`."""
         with self.news:
             self.news.notify_all()
 
@@ -100,7 +100,7 @@ class Talk:
         self.end(pb.Leave.SIGNAL, "its torchrun has exited")
 
     def abandon(self) -> None:
-        """Leave without waiting: the handler is gone, and nobody else has workers of its round."""
+        """Leave without waiting: the handler is gone, and no worker here is left."""
         if os.getpid() != self._pid:
             # A fork has no part in what its parent says.
             return

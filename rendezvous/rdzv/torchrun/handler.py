@@ -146,8 +146,8 @@ class RdzvHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the job's present run, as `rdzvctl stop` does: its nodes are told, and stop.
 
-        A node that has not joined may do so, too. If the job has no run, there is nobody to tell;
-        this node will not begin one.
+        A node that has not joined may do so, too. If the job has no run, no message is sent; this
+        node will not begin one.
 
         Raises:
             RendezvousConnectionError: no server could be reached.

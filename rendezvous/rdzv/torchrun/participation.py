@@ -36,7 +36,7 @@ _BELIEFS = {
 
 
 class Part:
-    """What is said and heard. Each `say_*` moves on, and returns the message that says so."""
+    """Messages sent and received. Each `say_*` changes the state and returns its message."""
 
     def __init__(
         self,

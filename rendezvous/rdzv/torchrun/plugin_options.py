@@ -1,4 +1,4 @@
-"""What `torchrun`'s command line means for its node.
+"""The options of `torchrun`'s command line, as this node uses them.
 
 Names, defaults and units of `--rdzv-conf` are torchrun's where it has them.
 """
@@ -66,7 +66,7 @@ class Options:
     topology: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """What whoever takes part in the job must know; empty: nothing."""
+    """The job secret, which every participant shows; empty: none."""
     close_timeout_s: float = 30.0
     """How long the end of a job is waited for by a node whose workers have succeeded."""
     read_timeout_s: float = 60.0

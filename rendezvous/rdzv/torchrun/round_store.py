@@ -35,7 +35,7 @@ EXIT_BARRIER = "torchelastic/agent/terminal_state"
 of this prefix has workers that all exited 0, and waits for the other nodes."""
 
 _ATTENTION_S = 0.2
-"""How often who waits in the exit barrier looks whether the round is over."""
+"""How often a waiter in the exit barrier checks whether the round is over."""
 
 
 def shares_store() -> bool:

@@ -86,7 +86,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     try:
         thread.start()
     except BaseException:
-        # Ctrl-C has come meanwhile; the thread may run, and nobody else could end it.
+        # Ctrl-C came meanwhile; the thread may run, and must be ended here.
         stop()
         raise
     return stop

@@ -38,9 +38,9 @@ _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 class NodeStream:
     """Keeps one stream to one of the servers open until it is closed.
 
-    `lock` guards what `beliefs` says and what `hear` changes: both are called with it held, and
-    so is `say` to be, so that nothing is said twice or not at all when a stream opens. Whoever
-    waits on `lock` wakes up when something was heard, and when the stream was lost.
+    `lock` guards what `beliefs` says and what `hear` changes: both are called with it held, and so
+    is `say` to be, so that nothing is said twice or not at all when a stream opens. A waiter on
+    `lock` wakes up when a message arrives and when the stream is lost.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class NodeStream:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
             with self._lock:
-                # What is said from here on follows this Hello; what came before is in it.
+                # Later messages follow this Hello; the state before is in it.
                 self._hello.ClearField("beliefs")
                 self._hello.beliefs.extend(self._beliefs())
                 outbox.put(pb.NodeMessage(hello=self._hello))
@@ -220,7 +220,8 @@ class NodeStream:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # Who was let in before may be again, with a token or certificate that is renewed.
+        # A node that was admitted before may be admitted again, with a renewed token or
+        # certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._hello.incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             refused = pb.Refused(code=failure.code, message=str(failure))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
-"""What `getaddrinfo` answers."""
+"""The answer of `getaddrinfo`."""
 
 
 def machine_id() -> str:

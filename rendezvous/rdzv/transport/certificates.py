@@ -27,7 +27,7 @@ _REASONS = {
     "BAD_DECRYPT": "the key has a passphrase",
     "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
 }
-"""What the TLS library means by its reasons; any other is shown as it is."""
+"""The TLS library's reasons in plain words; any other is shown as it is."""
 
 
 Stamp = tuple[tuple[int, int, int], ...]
@@ -36,7 +36,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @struct(frozen=True)
 class Certificate:
-    """What one certificate says of its holder."""
+    """The facts in one certificate about its holder."""
 
     common_name: str
     organizations: tuple[str, ...]

@@ -35,7 +35,7 @@ VARIABLES = {
     "key": "RDZV_TLS_KEY",
     "token_file": "RDZV_TOKEN_FILE",
 }
-"""The variables of the environment that say what is not said otherwise."""
+"""Environment variables for credentials that the command line leaves out."""
 
 TOKEN_VARIABLE = "RDZV_TOKEN"
 
@@ -50,9 +50,11 @@ Metadata = tuple[tuple[str, str], ...]
 
 @struct(frozen=True)
 class Credentials:
-    """What a program trusts and shows when it connects. Nothing of it: a plain connection.
+    """The credentials of a program that connects: its CA, its certificate or its token.
 
-    A token goes only over TLS or to loopback, so that nobody on the way can take it.
+    Without any of them the connection is plain.
+
+    A token is sent only over TLS or to loopback, so that it cannot be read on the way.
     """
 
     ca: Path | None = None
@@ -64,7 +66,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Take what is given, and what is not from the environment; check it.
+        """Take the given files, and the rest from the environment; check them.
 
         Raises:
             InvalidRequestError: it does not go together, or a file can not be used.
@@ -186,7 +188,7 @@ class Credentials:
             return None
 
     def shown(self) -> str:
-        """Say whom the client certificate is of, and whether it is valid."""
+        """Describe the client certificate: its holder, and whether it is valid."""
         assert self.cert is not None
         try:
             found = read_certificate(self.cert.read_bytes(), str(self.cert))

@@ -1,4 +1,4 @@
-"""What keeps strangers out of a rendezvous: a secret that all who take part in a job know.
+"""The job secret: all participants of a job show it, so that no other process can join.
 
 It is said in the environment alone, or in a file that the environment names: a command line can be
 read by everyone on the machine. Workers get neither it nor a token: what they print, many read.

@@ -1,4 +1,4 @@
-"""What a node's stream to rdzvd needs, whichever agent opens it: options, attempts, what failed.
+"""A node's stream to rdzvd, for every kind of agent: options, attempts, errors.
 
 No value that is only shown to people is here: those are in `rdzv.view.answers`.
 """
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A status of ten thousand nodes that all wait is beyond gRPC's own limit of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
 )
-"""What every channel to rdzvd is opened with."""
+"""Options of every channel to rdzvd."""
 
 OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
@@ -49,7 +49,7 @@ OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-"""What the channel of a node's stream is opened with where the server is in the same process."""
+"""Options of a node's stream whose server runs in the same process."""
 
 STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     *OWN_SERVER_OPTIONS,
@@ -62,7 +62,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-"""What the channel of a node's stream is opened with."""
+"""Options of a node's stream."""
 
 FINAL_REFUSALS = frozenset(
     error.code
@@ -74,7 +74,8 @@ FINAL_REFUSALS = frozenset(
         SettingsMismatchError,
     )
 )
-"""What no repetition will change. After any other refusal a node says everything again, later."""
+"""Refusals that a repetition cannot change. After any other, the node sends its Hello again
+later."""
 
 _SCALE_UPS = {
     ScaleUp.EAGER: pb.SCALE_UP_EAGER,
@@ -149,7 +150,7 @@ class Backoff:
     takeover_s: float = 0.5
     """While servers stand by, and the one that they name does not answer: for a few seconds."""
     steady_s: float = 5.0
-    """A stream that stood for so long was a good one: the next attempt follows its end at once."""
+    """After a stream that lasted this long, the next attempt follows at once."""
     spread: Callable[[float, float], float] = random.uniform
     """Chooses a wait between two bounds, so that nodes that lose a server do not return as one."""
 
@@ -158,7 +159,7 @@ BACKOFF = Backoff()
 
 
 class Attempts:
-    """A node's attempts to hold a stream: whom it asks next, and when."""
+    """A node's attempts to hold a stream: which endpoint comes next, and when."""
 
     def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
         self._rota = Rota(endpoints)

@@ -1,4 +1,4 @@
-"""What a server and those who call it must agree on, beside the messages."""
+"""Facts that a server and its callers share beside the messages: protocol version, default port."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ MAX_AGE_MS = 1 << 62
 
 
 def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:
-    """Write a tally that was taken so long ago."""
+    """Encode a tally, with its age."""
     spent = tally.spent
     return pb.Tally(
         preemptions=spent.preemptions,

@@ -70,7 +70,7 @@ class Meeting:
 
 @struct(frozen=True)
 class Wish:
-    """What a command line says of where to meet. Empty and None: nothing."""
+    """The rendezvous options of a command line. Empty and None: not given."""
 
     backend: str
     endpoint: str
@@ -144,7 +144,7 @@ def _means_static(wish: Wish) -> bool:
 
 
 def _alone(wish: Wish) -> bool:
-    """Whether one node is meant that needs to meet nobody."""
+    """Whether the job has one node, which needs no rendezvous with others."""
     if wish.endpoint or wish.max_nodes > 1:
         return False
     if wish.backend in ("", "static"):
@@ -296,7 +296,7 @@ def _static(wish: Wish) -> Meeting:
         endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
     where = "this node serves" if node_rank == 0 else "served by node rank 0"
     return Meeting(
-        # One node meets nobody there; its workers may meet in the store.
+        # One node needs no rendezvous there; its workers may meet in the store.
         (endpoint,) if wish.max_nodes > 1 else (),
         wish.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,

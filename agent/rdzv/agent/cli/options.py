@@ -1,4 +1,4 @@
-"""What rdzvrun's command line means: its words turned into a launch, or refused with a remedy."""
+"""rdzvrun's command line on this node: turned into a launch, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rdzv.transport.job_secret import without_secrets
 log = logging.getLogger("rdzv.agent")
 
 _LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
-"""What torch.distributed.launch passes to a script, before its own arguments."""
+"""The argument that torch.distributed.launch passes to a script, before its own."""
 
 
 def parse_launch(
@@ -164,7 +164,7 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
 
 
 def _backend(given: str, meeting: Meeting) -> str:
-    """Name the back-end as torchrun's events would: a node that meets nobody is c10d there."""
+    """Name the back-end as torchrun's events would: a single node is c10d there."""
     if meeting.node_id:
         return "static"
     return (given or "rdzv") if meeting.endpoints else "c10d"

@@ -1,13 +1,13 @@
-"""What an agent finds of the one before it: its instance, and the runners that have outlived it.
+"""What the previous agent left: its instance, and the runners that have outlived it.
 
 ::
 
     RUNTIME_DIR/instance.json       which instance of the node it was, as the server knows it
     RUNTIME_DIR/runners/*.sock      where its runners listen
 
-Whoever holds the lock on the runtime directory knows that the one before is gone. If there is a
-runner to adopt, it goes on as the very same instance: the server sees a node that was away and is
-back, and nothing is re-formed. Without one it is a new instance, as after a reboot.
+The agent that holds the lock on the runtime directory knows that the previous one is gone. If there
+is a runner to adopt, it goes on as the very same instance: the server sees a node that was away and
+is back, and nothing is re-formed. Without one it is a new instance, as after a reboot.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Orphan:
 
 
 class Heritage:
-    """What is handed on from agent to agent of one node, in its runtime directory."""
+    """The state that agents of one node hand on, in its runtime directory."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
         """Use a directory whose lock the caller holds."""

@@ -1,4 +1,4 @@
-"""What an agent has each job's runner keep, so that the next agent can go on with the job.
+"""The state of a job that its runner keeps, so that the next agent can go on with it.
 
 It is kept by the runner and not in a file: it is there exactly as long as the workers are, is gone
 with them, and is never older than what the runner was asked to do last. A newer agent reads what an
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @struct(frozen=True)
 class KeptPlacement:
-    """What does not change while a node holds a job."""
+    """The part that does not change while a node holds a job."""
 
     node_id: str
     instance: str
@@ -47,9 +47,9 @@ class KeptPlacement:
     granted: tuple[str, ...]
     """Those that it has, by UUID."""
     environ: dict[str, str]
-    """What its node gives to every job, as it was when it began."""
+    """The environment that its node gives to every job, as it was when this one began."""
     account: Account | None = None
-    """What it runs as; None: the account of the agent."""
+    """The account that it runs as; None: the agent's."""
     format: int = 1
     """The first whose agents do with it what is meant."""
 
@@ -75,7 +75,7 @@ class KeptOutput:
 
 @struct(frozen=True)
 class KeptState:
-    """What changes, as the driver knows it; times are by this machine's monotonic clock."""
+    """The part that changes, as the driver knows it; times by this machine's monotonic clock."""
 
     state: AgentState
     offer: Offer
@@ -88,7 +88,7 @@ class KeptState:
 
 @struct(frozen=True)
 class Keeping:
-    """What a driver needs so that its job outlives the agent."""
+    """A driver's means to let its job outlive the agent."""
 
     socket: Path
     """Where the runner listens."""

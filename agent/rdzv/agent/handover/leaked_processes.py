@@ -1,10 +1,10 @@
-"""What a dead runner has left behind that descends from no agent of this node any more.
+"""Processes that a dead runner leaked: they descend from no agent of this node any more.
 
-A runner is a child subreaper, so nobody escapes it while it lives; if it dies, its agent inherits
-what it had. But the parent of a runner that was adopted is init: so is then that of whatever a
-worker had started itself, and such a process may hold a GPU for ever. What tells whose it is is the
-environment that it was started with. A worker's whole family has that, but for who was started
-with another one on purpose; those end with the unit.
+A runner is a child subreaper, so no process escapes it while it lives; if it dies, its agent
+inherits what it had. But the parent of a runner that was adopted is init: so is then that of
+whatever a worker had started itself, and such a process may hold a GPU for ever. What tells whose
+it is is the environment that it was started with. All descendants of a worker have it, except
+processes deliberately started with a different value; systemd stops those with the unit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def mark_of(socket: Path) -> str:
 def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     """Kill all processes with a dead runner's mark, and wait until they are gone.
 
-    Returns how many there were. Blocks for some milliseconds. Who forks meanwhile passes the mark
-    on, and is found when it is looked again.
+    Returns how many there were. Blocks for some milliseconds. A process that forks meanwhile passes
+    the mark on; its child is found at the next look.
 
     Raises:
         OSError: at the timeout a process cannot be looked at, so it may be one of them.

@@ -1,8 +1,8 @@
 """Runners of a former agent that this one has not adopted: they end, but that takes its time.
 
 One that can not be adopted ends with its orphan timeout, or at once; a process in the kernel may
-take longer. Until then its GPUs are nobody else's. So each runner is written down in the state
-directory, and the next agent starts no job before those that it finds there have ended.
+take longer. Until then its GPUs are not given to other jobs. So each runner is written down in the
+state directory, and the next agent starts no job before those that it finds there have ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Runners:
             (self._folder / str(pid)).unlink()
 
     async def former_gone(self) -> None:
-        """Wait until those of the agent before this one have ended, but for who was adopted."""
+        """Wait until the runners of the agent before this one have ended, except adopted ones."""
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
@@ -89,7 +89,7 @@ class Runners:
 
 
 async def _exited(process: int, within_s: float) -> None:
-    """Wait for the end of a process, for so long at most; its pidfd is closed then."""
+    """Wait for the end of a process, up to a timeout; close its pidfd."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, exited.set)
     try:

@@ -1,1 +1,1 @@
-"""What this node has and whether it is well: resources, health, Xid errors, preemption."""
+"""The node itself: its resources, health, Xid errors, and preemption."""

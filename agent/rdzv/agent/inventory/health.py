@@ -18,12 +18,12 @@ from rdzv.core.placement import FailingCheck
 log = logging.getLogger("rdzv.agent")
 
 FRESH_S = 5.0
-"""For so long what was found holds for jobs that are to begin here."""
+"""How long a result holds for jobs that are to begin here."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 """How soon a check that fails is tried again; the wait doubles from the one to the other."""
 END_S = 2.0
-"""What a check may take beyond its deadline to end what it has begun."""
+"""Time beyond its deadline in which a check may end its processes."""
 
 
 class Check(Protocol):
@@ -67,7 +67,7 @@ class Health:
         """How often it is looked while the node is idle; 0: not before there is need."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
-        """What was found last."""
+        """The last result."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
         """When it was looked last."""
@@ -84,7 +84,7 @@ class Health:
     ) -> tuple[FailingCheck, ...]:
         """Return what is wrong with the node, as it was found not longer ago than `fresh_s`.
 
-        `mine` are the GPUs of the job that asks, of which no process is left: nobody uses them.
+        `mine` are the GPUs of the job that asks, whose processes are gone: they are idle.
         """
         if not self._checks:
             return ()
@@ -92,7 +92,7 @@ class Health:
         since_s = loop.time() - fresh_s
         async with self._lock:
             unused = self.unused_gpus() | mine
-            # Whoever waited here finds what another has just found.
+            # A caller that waited here takes the result that another has just found.
             at_s = self._began_s
             if at_s is None or at_s < since_s or not unused <= self._looked_at:
                 self._began_s, self._looked_at = loop.time(), unused
@@ -116,7 +116,7 @@ class Health:
                 log.error("%s: what was before still counts: %s", check.name, error)
 
     async def run(self) -> None:
-        """Look at once if nobody has, when that is asked for, and as long as something is wrong.
+        """Look at once if there is no result, when asked to, and as long as something is wrong.
 
         And now and then while the node is idle, so that no job is placed on one that became ill.
         """

@@ -19,7 +19,7 @@ from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed
 
 SAID_BYTES = 16 * 1024
-"""What is kept of a command's output: its end."""
+"""How much of a command's output is kept: its end."""
 SAID_CHARS = 200
 KILLED_S = 1.0
 """How long a command's process may take to end that was killed."""
@@ -30,7 +30,7 @@ MEMORY_AGAIN_S = 0.2
 
 @dataclass(eq=False)
 class Plain:
-    """What checks have in common."""
+    """The interface of checks."""
 
     name: str
     timeout_s: float
@@ -75,7 +75,7 @@ class Command(Plain):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                # One that survives SIGKILL is nobody's any more.
+                # A process that survives SIGKILL is left alone.
                 async with asyncio.timeout(KILLED_S):
                     await process.wait()
             runner_link.spare_no_more(process.pid)
@@ -104,7 +104,7 @@ def _last_line(said: bytearray) -> str:
 
 @dataclass(eq=False)
 class Disk(Plain):
-    """Room on the disk that a path is on, as one who is not root finds it."""
+    """Room on the disk that a path is on, as a user other than root sees it."""
 
     path: Path = Path("/")
     min_free_bytes: int = 0
@@ -169,7 +169,7 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
                 memory = nvml.nvmlDeviceGetMemoryInfo(part)
                 used[nvml.nvmlDeviceGetUUID(part)] = int(memory.used)
         except nvml.NVMLError as error:
-            # One that has fallen off the bus answers nothing, and may not even say who it is.
+            # A GPU that has fallen off the bus does not answer, not even with its name.
             wrong.append(f"number {index}: {error}")
     return used, wrong
 
@@ -183,7 +183,7 @@ class Gpus(Plain):
     count: int = 0
     """How many there have to be at least."""
     memory_used: int = 0
-    """So many bytes may be in use where no job is."""
+    """How many bytes may be in use on an idle GPU."""
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
 
     async def look(self, unused_gpus: frozenset[str]) -> str:

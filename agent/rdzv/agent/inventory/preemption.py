@@ -30,7 +30,7 @@ log = logging.getLogger("rdzv.agent")
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 """When a command that has failed is started again: each time twice as late, unless it ran long."""
 STEADY_S = 60.0
-"""A command that has run for so long has not failed because it is wrong."""
+"""A command that has run for this long has not failed because it is wrong."""
 HALF_WRITTEN_S = 1.0
 """How long a file may stay empty before it counts as a notice that says no more."""
 MAX_LINE_BYTES = 4_096
@@ -191,7 +191,7 @@ class _Source:
     woken: Callable[[], None]
     watch: int | None = None
     identity: None = None
-    """Whoever has configured this agent, or started it, has named the file."""
+    """The file was named by the agent's configuration or command line."""
 
     def wake(self) -> None:
         self.woken()
@@ -200,7 +200,7 @@ class _Source:
 async def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command to its end; return its exit code, and its first line.
 
-    It runs in a session of its own, of which nothing is left in the end.
+    It runs in a session of its own, and the whole session ends with it.
 
     Raises:
         OSError: it can not be started.
@@ -214,7 +214,8 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 async def _run_into(
     command: Sequence[str], said: asyncio.StreamReader, write_fd: int
 ) -> tuple[int, str]:
-    # Not a pipe of asyncio's: it would wait for whoever has inherited it, and not for the command.
+    # Not a pipe of asyncio's: it would wait for all processes that inherited it, not for the
+    # command alone.
     try:
         process = await runner_link.start_spared(
             *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True

@@ -1,8 +1,8 @@
-"""What this node has for the jobs that the server places on it: CPUs, memory, GPUs, labels.
+"""The resources of this node for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
-GPUs are known by their UUIDs, which neither a restart nor an order of devices changes. NVML names
-them where its library is present; a MIG device counts as a GPU, in place of the one that it is a
-part of.
+GPUs are known by their UUIDs, which stay over restarts and do not depend on the order of devices.
+NVML names them where its library is present; a MIG device counts as a GPU, in place of the one that
+it is a part of.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_resources(
     """Look at this machine; may take seconds where a GPU has to wake up.
 
     Raises:
-        InvalidRequestError: `gpus` names what is not here.
+        InvalidRequestError: `gpus` names a GPU that is not here.
 
     """
     return Resources(
@@ -106,7 +106,7 @@ def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
         else:
             continue
         below = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's, of which only the top is to be seen.
+        # Inside a container the path may be the host's, and only its top is visible.
         for place in (below, *below.parents):
             text = _read(top / place / file).strip()
             if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES:
@@ -227,7 +227,7 @@ def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
-            # What it would do itself, with the name of the system's library.
+            # pynvml would do the same, with the name of the system's library.
             module.nvmlLib = ctypes.CDLL(library)
     except (ImportError, OSError) as error:
         return (), str(error)

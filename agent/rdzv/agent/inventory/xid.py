@@ -1,4 +1,4 @@
-"""What NVIDIA's driver has said of broken GPUs: the Xid errors in the kernel's log.
+"""Broken GPUs, as NVIDIA's driver reports them: the Xid errors in the kernel's log.
 
 The log is /dev/kmsg: one record a read, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`. Numbers grow
 from one boot to the next. The kernel forgets the oldest records, so an error may be forgotten
@@ -90,7 +90,7 @@ def _read_device(fd: int) -> Iterator[str]:
             continue
         if not data:
             return
-        # What follows the first line is about the device, in the kernel's own words.
+        # The lines after the first describe the device, in the kernel's own words.
         yield data.decode(errors="replace").partition("\n")[0]
 
 

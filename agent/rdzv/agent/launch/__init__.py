@@ -1,1 +1,1 @@
-"""What a user asked to be launched, and what this node offers for it: ports, CPUs, GPUs."""
+"""The launch that a user asked for, and what this node offers for it: ports, CPUs, GPUs."""

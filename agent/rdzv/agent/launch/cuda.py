@@ -1,7 +1,7 @@
 """Asks the CUDA driver for its GPUs, as a process of its own: `python -I -S cuda.py LIBRARY`.
 
-There it reads the environment of the job, and its threads, its device files and its crashes are
-nobody else's. It is run by path, with the standard library alone.
+There it reads the environment of the job, and its threads, its device files and its crashes are its
+own. It is run by path, with the standard library alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user asked to be launched, and what this node can offer for it."""
+"""The launch that a user asked for, and what this node can offer for it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PROBE_TIMEOUT_S = 10.0
 
 
 NO_FILES = Path(os.devnull)
-"""The log directory of who wants no files, as under torchrun."""
+"""The log directory that stands for no files, as under torchrun."""
 
 NO_HANDLER = "null"
-"""The handler of who wants no events, as under torchrun."""
+"""The handler that stands for no events, as under torchrun."""
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -55,9 +55,9 @@ class Output:
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
     logs_specs: str = ""
-    """Who decides all this instead: an entry point of the group `torchrun.logs_specs`."""
+    """An entry point of the group `torchrun.logs_specs` that decides all this instead."""
     console: bool = True
-    """Whether anything is copied to this process's own stdout and stderr, whoever asks for it."""
+    """Whether anything is copied to this process's own stdout and stderr, for whatever reason."""
 
 
 @struct(frozen=True)
@@ -85,9 +85,9 @@ class Launch:
     """`script` is run by `runpy.run_path`."""
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """What the workers' environment is made from."""
+    """The environment that the workers' is made from."""
     account: Account | None = None
-    """What all its processes run as, and its files are handled as; None: as this process."""
+    """The account of its processes and files; None: this process's own."""
     chdir: Path | None = None
     """Where the workers start; None: where the agent is."""
     progress_dir: Path | None = None
@@ -101,17 +101,17 @@ class Launch:
     local_addr: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """What whoever takes part in the job must know; empty: nothing. Only rdzvrun has one: of a job
+    """The job secret, which every participant shows; empty: none. Only rdzvrun has one: of a job
     that was submitted, the agent would have to read a file that somebody else names."""
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
-    """What the zygote preloads that workers are forked from; nothing: they all start cold."""
+    """The modules that the workers' zygote preloads; none: all workers start cold."""
     hang_timeout: HangTimeout | None = None
     """How long workers may say nothing of their progress; None: as long as they like."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
-    """What makes this node leave."""
+    """The signals that make this node leave."""
     output: Output = field(default_factory=Output)
     event_log: EventSink = EventSink()
 

@@ -1,4 +1,4 @@
-"""What `--numa-binding` means: which logical CPUs a worker may run on, so that it is near its GPU.
+"""`--numa-binding`: which logical CPUs a worker may run on, so that it is near its GPU.
 
 LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, as under torchrun, and a worker is bound
 to CPUs of the NUMA node that this GPU is attached to. The modes, and the choices within a node, are
@@ -13,7 +13,8 @@ Three things differ from torch on purpose:
   on the first node: neighbours by rank, which talk most to each other, stay together, two workers
   on two sockets get one each, and the memory of a CPU job is as remote as that of any other.
 
-Like torch, this binds CPUs and not memory: the kernel places a page near who first writes to it.
+Like torch, this binds CPUs and not memory: the kernel places a page near the thread that first
+writes to it.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def bound_cpus(
 
     `gpu_pci_addresses` are the GPUs of the job on this machine, by CUDA's index; they also count
     where there are fewer workers, as in torch. Without any, the workers are spread over the nodes.
-    `allowed` are the CPUs of this process if not given. The answer depends on nothing else, so
-    that workers who are bound one by one do not collide. `local_rank` is below `local_world_size`.
+    `allowed` are the CPUs of this process if not given. The answer depends on nothing else, so that
+    workers that are bound one by one do not collide. `local_rank` is below `local_world_size`.
 
     Raises:
         InvalidRequestError: the machine does not have what the binding asks for.
@@ -135,7 +136,7 @@ class _UnbindableError(Exception):
 
 @struct(frozen=True)
 class _Machine:
-    """What the kernel tells of CPUs, NUMA nodes and PCI devices; raises `_UnbindableError`."""
+    """The kernel's description of CPUs, NUMA nodes and PCI devices; raises `_UnbindableError`."""
 
     sysfs: Path
     allowed: frozenset[int]
@@ -283,7 +284,7 @@ def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Divide the physical cores of a node; the first of those who share it get what is left over.
+    """Divide the physical cores of a node; the first workers on it get the remainder.
 
     The hardware threads of a core stay together.
     """
@@ -341,8 +342,8 @@ async def visible_gpu_pci_addresses(
     their GPU's address. It is asked in a process of its own: there it reads this environment, and
     its threads, its device files and its crashes are not ours.
 
-    Nothing is returned where the job has no GPU. Where there are some that CUDA does not show and
-    nobody has hidden, a guess would bind workers far from them, so that is refused.
+    Nothing is returned where the job has no GPU. Where CUDA does not show some that are not hidden
+    on purpose, a guess would bind workers far from them, so that is refused.
 
     Raises:
         InvalidRequestError: the driver fails or hangs, or shows none of the GPUs that are there.

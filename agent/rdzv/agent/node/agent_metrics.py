@@ -1,4 +1,4 @@
-"""What Prometheus reads at an agent's /metrics; `docs/metrics.md` lists it.
+"""The /metrics page of an agent; `docs/metrics.md` lists it.
 
 Counters and histograms are told by the same calls by which the agent acts. They count what this
 agent has seen since it started. Gauges are computed when they are asked for. Nothing of one job or

@@ -1,4 +1,5 @@
-"""Who has which GPUs of this node: no GPU is given twice, and no more jobs are than it takes.
+"""Which job has which GPUs of this node: no GPU is given twice, and jobs stay within the node's
+capacity.
 
 A job is entered from when the server has placed it here until its last process is gone. One that
 finds its GPUs still held waits; whoever waits first is served first, but does not hold up those
@@ -44,7 +45,7 @@ class Ledger:
             )
 
     def take(self, key: Key, count: int) -> tuple[str, ...] | None:
-        """Give a job so many GPUs, lowest first; None if it has to wait."""
+        """Give a job `count` GPUs, lowest first; None if it has to wait."""
         free = self.free
         if len(self._held) >= self.capacity or count > len(free):
             return None
@@ -65,7 +66,7 @@ class Ledger:
 
     @property
     def free(self) -> tuple[str, ...]:
-        """The GPUs that nobody has."""
+        """The free GPUs."""
         held = {uuid for uuids in self._held.values() for uuid in uuids}
         return tuple(uuid for uuid in self.uuids if uuid not in held)
 

@@ -1,4 +1,4 @@
-"""The agent's /metrics and /healthz; an agent that nobody scrapes loads no library for them."""
+"""The agent's /metrics and /healthz; an agent without them loads no library for metrics."""
 
 from __future__ import annotations
 

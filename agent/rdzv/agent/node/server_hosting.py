@@ -183,7 +183,7 @@ def _from_memory(listen: Listen) -> Config:
 
 @contextlib.asynccontextmanager
 async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
-    """Serve from memory, for as long as this node lives; whoever calls knows what there is."""
+    """Serve from memory, for as long as this node lives; the caller knows what there is."""
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
     replica = Replica(clock, store.place, server_version())

@@ -36,7 +36,7 @@ async def shared(
 ) -> AsyncIterator[None]:
     """Carry what connects to `listening` on to one of two servers, until the body ends.
 
-    Without a `rendezvous` there is the store alone. A connection that is for nobody is closed.
+    Without a `rendezvous` there is the store alone. A connection that fits neither is closed.
     """
     async with asyncio.TaskGroup() as tasks:
         ends: set[asyncio.Task[None]] = set()

@@ -1,1 +1,1 @@
-"""What is seen of workers from outside: progress, hangs, stacks, snapshots, and their notice."""
+"""Workers as seen from outside: progress, hangs, stacks, snapshots, and their notice."""

@@ -59,7 +59,7 @@ class HangWatch:
         say: Callable[[HungReport], None],
         identity: Identity | None = None,
     ) -> None:
-        """Say with `say` who hangs whenever that changes; without a timeout, watch nobody.
+        """Report changes of the hung workers with `say`; without a timeout, watch none.
 
         Files of progress are looked at with the rights of their account.
         """
@@ -91,7 +91,7 @@ class HangWatch:
         self._workers.pop(local_rank, None)
 
     def close_round(self) -> None:
-        """Watch nobody: the workers are being stopped, or gone."""
+        """Stop watching: the workers are being stopped, or gone."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,7 +101,7 @@ class HangWatch:
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
-        """Say who hangs to a server that may not know it."""
+        """Report the hung workers to a server that may not know them."""
         if self._hung():
             self._report()
 
@@ -118,10 +118,10 @@ class HangWatch:
         self._timer = loop.call_later(self._look_every_ms / 1000, self._look)
 
     def _look(self) -> None:
-        """Look at all workers; say who hangs, if that has changed or was said long ago."""
+        """Look at all workers; report the hung ones if they changed or the last report is old."""
         assert self._timeout is not None
         now_ms = _now_ms()
-        # While this process stood still nobody watched, and perhaps nothing ran.
+        # While this process stood still it watched nothing, and perhaps nothing ran.
         passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
         self._looked_ms = now_ms
         changed = False

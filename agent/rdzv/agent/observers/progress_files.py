@@ -166,7 +166,7 @@ def _content(path: Path) -> bytes:
     fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
-        # Whoever writes now wakes us when that is done.
+        # A worker that writes now notifies when it is done.
         return first if first == again else b""
     finally:
         os.close(fd)
@@ -298,7 +298,7 @@ class ProgressFiles:
             self._folder = None
 
     def _remove(self, path: Path) -> None:
-        # What is left, the next agent removes.
+        # The next agent removes the rest.
         with contextlib.suppress(OSError):
             remove_tree(path, self._identity, MAX_REMOVED)
 

@@ -5,8 +5,8 @@ time, size or number of files than at the end of the round before is a change. N
 what they see: the path may be on a disk of each node's own, and no two clocks are compared. One
 node that has seen a change is enough.
 
-The path may be on a file server that does not answer. A look is a thread that nobody waits for
-longer than `TIMEOUT_S`. What can not be seen counts as changed: no job is given up for that.
+The path may be on a file server that does not answer. A look is a thread that is awaited for
+`TIMEOUT_S` at most. A path that cannot be read counts as changed: no job is given up for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_ENTRIES = 20_000
 
 @struct(frozen=True)
 class Sight:
-    """What there is at a path, in three numbers; all 0 if there is nothing."""
+    """A path's content in three numbers; all 0 if there is nothing."""
 
     newest_ns: int = 0
     entries: int = 0
@@ -57,7 +57,7 @@ def look(path: Path) -> Sight:
         return Sight(newest_ns, entries, first.st_size)
     folders = deque([str(path)])
     while folders and entries < MAX_ENTRIES:
-        # What goes away while it is looked at has changed; the next look finds it so.
+        # A file that goes away meanwhile has changed; the next look finds it so.
         with contextlib.suppress(FileNotFoundError), os.scandir(folders.popleft()) as found:
             for entry in islice(found, MAX_ENTRIES - entries):
                 with contextlib.suppress(FileNotFoundError):
@@ -79,13 +79,13 @@ class Snapshot:
         look: Callable[[Path], Sight] = look,
         identity: Identity | None = None,
     ) -> None:
-        """Look at a path with the rights of whom it belongs to."""
+        """Look at a path with the rights of its owner."""
         self._path = path
         self._identity = identity
         self._look = look
         self._aside = Aside(TIMEOUT_S)
         self._last: Sight | None = None
-        """What was there at the last look; None: that is not known."""
+        """The content at the last look; None: not known."""
         self._looked = False
         self._warned = False
 

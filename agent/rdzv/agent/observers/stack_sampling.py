@@ -29,7 +29,7 @@ log = logging.getLogger("rdzv.agent")
 PY_SPY_TIMEOUT_S = 5.0
 """How long py-spy may take for one worker; it takes some 20 ms."""
 ON_THE_WAY_S = 1.0
-"""What is left of the server's patience for the way that stacks have to it."""
+"""The share of the server's deadline that is left for sending the stacks."""
 MAX_ASKED = 8
 """Requests that are answered at once for one job; the server has a lower limit of its own."""
 AT_ONCE = 4
@@ -38,13 +38,13 @@ AT_ONCE = 4
 MAX_THREADS = 32
 MAX_FRAMES = 64
 MAX_BYTES = 64 * 1024
-"""What is told of the threads of one worker, beside its main thread."""
+"""The most threads of one worker that are reported beside its main thread."""
 MAX_NAME_CHARS = 200
 MAX_FILE_CHARS = 300
 MAX_KERNEL_FRAMES = 16
 MAX_NOTE_CHARS = 500
 MAX_OUTPUT_BYTES = 8 << 20
-"""What py-spy may say of one worker; more is none of its answers."""
+"""The longest answer of py-spy about one worker; a longer one is an error."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -80,7 +80,7 @@ Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
 
 
 class StackAnswers:
-    """Answers those who ask what one job's workers on this node are doing."""
+    """Answers requests for the stacks of one job's workers on this node."""
 
     def __init__(self, say: Say) -> None:
         """Answer with `say`, which waits until there is room."""
@@ -88,7 +88,7 @@ class StackAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, asked: StacksAsked, targets: Sequence[Target], why_none: str) -> None:
-        """Begin to answer; `why_none` says why there is nobody to look at."""
+        """Begin to answer; `why_none` says why there is no worker to look at."""
         if len(self._tasks) >= MAX_ASKED:
             targets, why_none = (), f"this node looks at its workers {MAX_ASKED} times already"
         task = asyncio.get_running_loop().create_task(self._answer(asked, targets, why_none))
@@ -96,7 +96,7 @@ class StackAnswers:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""What workers write: log files by round and rank, the console, and readers far away."""
+"""Output of workers: log files by round and rank, the console, and remote readers."""

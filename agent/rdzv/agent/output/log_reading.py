@@ -1,4 +1,4 @@
-"""Reads the workers' log files for those who ask through the server.
+"""Reads the workers' log files for readers that ask through the server.
 
 One task for each request, which reads the files of one round in turn, and with `follow` those of
 the next ones. What is sent is bounded by the request's *credit*, so a slow reader costs nothing
@@ -32,9 +32,9 @@ from rdzv.structs import struct
 MAX_REQUESTS = 64
 """Requests that are answered at once; the server has a lower limit of its own."""
 PIECE_BYTES = 64 * 1024
-"""What one piece carries at most."""
+"""The most data in one piece."""
 PIECE_COST = 256
-"""What a piece costs of the credit beyond its data, so that many small ones are bounded too.
+"""The credit that a piece costs beyond its data, so that many small ones are bounded, too.
 `rdzv.server.diagnosis.log_relay` counts the same."""
 TAIL_BYTES = 64 * 1024 * 1024
 """How far back a tail of lines is looked for."""
@@ -46,7 +46,7 @@ _R = TypeVar("_R")
 
 @struct(frozen=True)
 class ReadRequest:
-    """What of a job's logs is wanted; None: see `rdzv.proto`."""
+    """The part of a job's logs that is wanted; None: see `rdzv.proto`."""
 
     number: int
     rdzv_id: str
@@ -65,7 +65,7 @@ class ReadRequest:
 
 @struct(frozen=True)
 class Piece:
-    """What is sent of a log; see `LogPiece` in `rdzv.proto`."""
+    """A piece of a log; see `LogPiece` in `rdzv.proto`."""
 
     request: int
     round: int = 0
@@ -115,7 +115,7 @@ class LogReading:
         answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
-        """Let a request send so much more."""
+        """Grant a request that much more credit."""
         if (request := self._requests.get(number)) is not None:
             request.grant(credit)
 
@@ -153,7 +153,7 @@ class LogReading:
         return self._readers[rdzv_id]
 
     def _close_idle(self) -> None:
-        """End the threads for jobs that nobody reads; one that hangs serves who reads it next."""
+        """End the threads for jobs without readers; one that hangs serves the next reader."""
         read = {request.rdzv_id for request in self._requests.values()}
         for rdzv_id in self._readers.keys() - read:
             if not self._readers[rdzv_id].busy:
@@ -235,7 +235,7 @@ class _Request:
             found = None if first is None else written.at(first)
             return "" if found is None else await self._read_round(found, first=True)
         number, begun = first or 0, False
-        # Even if there is nothing yet: who asks is to know that somebody answers.
+        # Even if there is nothing yet: the reader is to know that the node answers.
         await self._send(Piece(wanted.number, number))
         while True:
             found = written.next(number)
@@ -326,7 +326,7 @@ class _Request:
             elif final:
                 del left[file]
             elif file.watch is None:
-                # Another look follows: what was written in between woke nobody.
+                # Look again: a write in between did not notify.
                 await self._reader.run(self._reader.watches.arm, file)
                 ready[file] = None
 
@@ -411,7 +411,7 @@ class _File:
     rank: int
     stderr: bool
     tell: Callable[[], None]
-    """Who is to hear that it may have changed."""
+    """Called when the file may have changed."""
     offset: int = 0
     end: int | None = None
     """Nothing beyond this is wanted; None: all that is yet to come."""
@@ -461,7 +461,7 @@ class _Opened:
 def tail(
     path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
 ) -> int:
-    """Return where the last so many lines or bytes of a file begin, whichever is less; 0: all."""
+    """Return where the last `lines` or `size` bytes of a file begin, whichever is less; 0: all."""
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start
@@ -485,7 +485,7 @@ def tail(
 
 
 class _Reader:
-    """A thread that may hang, and what wakes those who wait for a file."""
+    """A thread that may hang, and the notification of its file's subscribers."""
 
     def __init__(self, watches: Watches) -> None:
         self.watches = watches

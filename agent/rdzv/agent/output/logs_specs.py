@@ -130,7 +130,7 @@ def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int
 
 def _round_output(told: Message, local_world_size: int) -> RoundOutput:
     workers = (_worker_output(told, str(n)) for n in range(local_world_size))
-    # What is not said is kept nowhere.
+    # A file that is not named is not kept.
     filtered = {
         Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
         Stream.ERR: Path(told["filtered_stderr"] or os.devnull),

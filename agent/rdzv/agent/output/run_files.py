@@ -46,7 +46,7 @@ class WorkerOutput:
     teed: Mapping[Stream, Path] = field(default_factory=dict)
     """The files whose lines are copied to the console."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """What of its environment depends on this."""
+    """The part of its environment that depends on this."""
 
 
 @struct(frozen=True)
@@ -76,7 +76,7 @@ KEPT_ROUNDS = 256
 
 
 class Written:
-    """What the workers of a job write on this node, round by round, for those who read it."""
+    """The output files of a job's workers on this node, round by round, for readers."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         """Know of nothing yet; the workers run as this account."""
@@ -86,7 +86,7 @@ class Written:
         self.ended = False
         """Whether no round will begin any more."""
         self.listeners: set[Callable[[], None]] = set()
-        """Who is called when a round begins or ends, or the job does."""
+        """Called when a round begins or ends, and when the job ends."""
 
     @classmethod
     def before(cls, rounds: Iterable[WrittenRound]) -> Written:

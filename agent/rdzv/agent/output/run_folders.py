@@ -91,7 +91,7 @@ class RunFolders:
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Make the folder of a run, which is in use until `release`.
 
-        With an identity it is that account's own, and nobody else may look into it.
+        With an identity it belongs to that account, and no other may look into it.
 
         Raises:
             OSError: it can not be made, or is another account's.
@@ -163,7 +163,7 @@ class RunFolders:
         gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
         try:
             with self._lock:
-                # Nobody may begin to use it from here on.
+                # No job may begin to use it from here on.
                 if path in self._in_use:
                     return False
                 path.rename(gone)

@@ -1,10 +1,9 @@
 """Copies what workers write into their log files to the console, line by line, with a prefix.
 
 Workers write straight into files, so none of them ever waits for the agent or dies with it; this
-follows the files, as `tail -f` does. **The file is the buffer**: of a line that is not complete,
-or that the console does not take, nothing is kept but its place in the file. So a console that
-nobody reads costs neither memory nor the event loop's time, and a line of any length is copied in
-one go.
+follows the files, as `tail -f` does. **The file is the buffer**: of a line that is not complete, or
+that the console does not take, nothing is kept but its place in the file. So an unread console
+costs no memory and none of the event loop's time, and a line of any length is copied in one go.
 
 ::
 
@@ -14,8 +13,8 @@ one go.
                                   end of a file
 
 A watch fires once and is set again when a file has been read to its end: while a pump is busy or
-its console is blocked, workers may write as they please and nobody is woken. A pump's thread may
-block in a write; the event loop never does.
+its console is blocked, workers may write as they please without waking a thread. A pump's thread
+may block in a write; the event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
 the line; `\\n`, `\\r\\n` and `\\r` all end a line, so each step of a progress bar is one, and come
@@ -112,7 +111,7 @@ def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> 
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Read --duplicate-stdout-filters: strings, of which a line is to contain any.
+    """Read --duplicate-stdout-filters: strings; a line passes if it contains any of them.
 
     As in torch/distributed/run.py, `,,` stands for a comma, and an empty string among others is
     in every line; but no text means no filters, as its help promises.
@@ -157,7 +156,7 @@ class Tee:
     meet, they take turns. Only `drain` waits for anything.
 
     A closed console ends the copying to it and nothing else. Make one where something is to be
-    followed: it holds an inotify instance, of which a user has few, and two threads.
+    followed: it holds an inotify instance, which are few for each user, and two threads.
     """
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
@@ -300,7 +299,7 @@ class _Tail:
                 write(piece)
 
     def _copy_lines(self, lines: Iterable[bytes], write: _Write) -> None:
-        """Write whole lines at once: up to PIPE_BUF, nobody else's output gets in between."""
+        """Write whole lines at once: up to PIPE_BUF, no other output gets in between."""
         batch = bytearray()
         for line in lines:
             text = line.rstrip(b"\r\n")
@@ -401,7 +400,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Work:
-    """What a pump's thread and the event loop tell each other, under a lock."""
+    """State that a pump's thread and the event loop share, under a lock."""
 
     sources: dict[_Source, None] = field(default_factory=dict)
     ready: dict[_Source, None] = field(default_factory=dict)
@@ -522,7 +521,7 @@ class _Pump:
     def _take_turn(self, source: _Source) -> None:
         """Copy one chunk of a file; at its end, wait for a change or be done with it.
 
-        After the watch is set comes another look: what was written in between woke nobody.
+        After the watch is set the file is read again: a write in between did not notify.
         """
         final = source.ends > 0  # Before the look: what was written until then is seen.
         try:

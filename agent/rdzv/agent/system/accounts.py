@@ -1,8 +1,8 @@
 """Which account of this node a submitted job runs as, and acting with that account's rights.
 
-`[[user]]` in agent.toml maps the names of those who submit jobs to accounts; without any, jobs run
-as the agent itself. The agent has to be root to start anything as somebody else. Nothing of a
-job's is opened, made or run with root's rights: its processes by `started_as`, its files inside of
+`[[user]]` in agent.toml maps the names of submitters to accounts; without any, jobs run as the
+agent itself. The agent has to be root to start anything as somebody else. Nothing of a job's is
+opened, made or run with root's rights: its processes by `started_as`, its files inside of
 `acting_as`. So whatever links or pipes a job puts in the agent's way, they lead no further than its
 account could go by itself.
 """
@@ -42,14 +42,14 @@ EVERYONE = "*"
 """Stands for every submitter that no other entry names."""
 
 LEAST_UID = 1_000
-"""Below it are the accounts of services, which nobody has by their name alone."""
+"""Uids below it are accounts of services, which no submitter gets by name alone."""
 
 UNLIMITED = "unlimited"
 
 LIMITS = tuple(
     sorted(name.removeprefix("RLIMIT_").lower() for name in dir(resource) if "RLIMIT_" in name)
 )
-"""What can be limited, as in limits.conf(5) and `LimitNOFILE=` of systemd."""
+"""Resource limits that can be set, as in limits.conf(5) and systemd's `LimitNOFILE=`."""
 
 
 @struct(frozen=True)
@@ -278,7 +278,7 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 
 
 def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file in a folder that others may write to; nobody can make this wait.
+    """Open a regular file in a folder that others may write to; it cannot be made to wait.
 
     Raises:
         OSError: it can not be opened, or is a link, a pipe, a device or the like.

@@ -27,7 +27,7 @@ NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors
 
 @struct(frozen=True)
 class WorkerError:
-    """What is known of why a worker failed."""
+    """What an error file says about a worker's failure."""
 
     message: str
     traceback: str
@@ -68,7 +68,7 @@ def read_error(
 
 
 def unread(error: Exception) -> WorkerError:
-    """Say that there may be an error file, and why nobody knows what is in it."""
+    """Say that there may be an error file, and why it cannot be read."""
     return WorkerError(f"the error file can not be read: {error}", "", 0)
 
 
@@ -86,7 +86,7 @@ def _touch(folder: Path) -> int | None:
 
 
 def write_error(path: Path, failure: NodeFailure) -> None:
-    """Leave word of the job's root cause for whoever has started this agent, as torchrun does.
+    """Write the job's root cause for the process that has started this agent, as torchrun does.
 
     Raises:
         OSError: the file can not be written.

@@ -1,4 +1,4 @@
-"""Tells who waits for a file that it has changed, or appeared: by inotify, without polling."""
+"""Notifies subscribers when a file changes or appears: by inotify, without polling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
 
 
 class Watched(Protocol):
-    """Who waits for a file."""
+    """A file's subscriber."""
 
     watch: int | None
     """The watch that is set; None: it is not waited for now."""
@@ -109,7 +109,8 @@ class Watches:
             return _inotify_add_watch(fd, path, _CHANGED)
         folder = _inotify_add_watch(fd, path.parent, _IN_CREATE | _IN_MOVED_TO)
         with suppress(FileNotFoundError):
-            # It may have appeared in between; its folder's watch, once it fires, wakes nobody.
+            # The file may have appeared in between; its folder's watch would then fire without
+            # effect.
             return _inotify_add_watch(fd, path, _CHANGED)
         return folder
 
@@ -126,7 +127,7 @@ class Watches:
                     _inotify_rm_watch(self._fd, watch)
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Stop all notifications."""
         with self._lock:
             self._closed = True
             self._sources.clear()

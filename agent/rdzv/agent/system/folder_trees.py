@@ -27,16 +27,16 @@ _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 
 @struct(frozen=True)
 class Measure:
-    """What a folder takes of the disk, and when anything in it last changed."""
+    """A folder's size on disk, and when anything in it last changed."""
 
     size_bytes: int = 0
     changed_s: float = 0.0
 
     def plus(self, status: os.stat_result, now_s: float) -> Measure:
         """Count a file or folder."""
-        # A time that is yet to come was set by somebody; nobody can set the other.
+        # A time in the future was set by hand; the change time (ctime) cannot be set.
         at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
-        # What it takes of the disk: a file with holes may be long.
+        # Its size on disk; a file with holes may be longer.
         return Measure(self.size_bytes + status.st_blocks * 512, max(self.changed_s, at))
 
 
@@ -104,8 +104,8 @@ class _Place:
     def __enter__(self) -> _Place:
         self._above = os.open(self._top.parent, _PLACE)
         try:
-            # In a folder of this process's own nobody else puts anything in the place of another,
-            # and the account need not be able to pass.
+            # In a folder of this process's own no other process replaces an entry, and the account
+            # need not be able to pass.
             own = os.fstat(self._above).st_uid == os.geteuid()
             self._rights = None if own else self._identity
             with acting_as(self._rights):
@@ -174,7 +174,7 @@ def _walk(
                     status = _status(folder, name)
                 except OSError:
                     continue
-                # What is mounted there is not the job's.
+                # A file system that is mounted there is not the job's.
                 if stat.S_ISDIR(status.st_mode) and status.st_dev == level.status.st_dev:
                     with suppress(OSError):
                         inner = _enter(folder, name, status, pry=pry)

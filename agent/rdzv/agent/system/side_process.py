@@ -22,7 +22,7 @@ READY_TIMEOUT_S = 120.0
 """Importing torch from a cold network disk takes its time."""
 
 MAX_UNSENT_BYTES = 1 << 20
-"""What may wait for a process that does not read; what comes after it is refused."""
+"""The most bytes that wait for a process that does not read; more is refused."""
 
 MAX_LINE_BYTES = 16 << 20
 

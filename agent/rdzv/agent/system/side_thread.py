@@ -1,4 +1,4 @@
-"""Calls that may hang, as those to a file server do, in threads that nobody waits for for ever."""
+"""Calls that may hang, as those to a file server do, in threads with a bounded wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _R = TypeVar("_R")
 
 ANSWER_WITHIN_S = 300.0
 """How long a file server may take for what a job cannot begin without; then the job goes without
-this node. NFS servers that are restarted answer nobody for a minute and a half."""
+this node. A restarted NFS server does not answer for a minute and a half."""
 
 WORD_AFTER_S = 10.0
 """How soon the log says what is waited for."""
@@ -31,7 +31,7 @@ WORD_AFTER_S = 10.0
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Call a function in a thread of its own, and return what it returns.
 
-    Whoever is cancelled meanwhile leaves the thread behind; it does not keep the process from
+    A caller that is cancelled meanwhile leaves the thread behind; it does not keep the process from
     exiting, as one of `asyncio.to_thread` would.
     """
     future: Future[_R] = Future()
@@ -94,7 +94,7 @@ class Aside:
     """Calls of one kind, from callbacks of the event loop: each in a thread, for a limited time.
 
     While one that was too late has not returned, others fail at once. So threads do not pile up,
-    and whoever has many files on a server that hangs waits for it once.
+    and a job with many files on a server that hangs waits for it once.
     """
 
     def __init__(self, within_s: float, what: str = "") -> None:
@@ -137,7 +137,7 @@ class Aside:
 
         def work() -> None:
             settle(future, partial(function, *args, **kwargs))
-            # The loop has closed if nobody cares any more.
+            # The loop is closed if the result is no longer wanted.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell)
 

@@ -1,4 +1,4 @@
-"""What goes wrong inside workers: hangs, stacks, stragglers, progress, and their logs.
+"""Diagnosis of workers: hangs, stacks, stragglers, progress, and logs.
 
 In: reports of nodes. Out: verdicts on hangs, stacks for operators, log lines for readers.
 """

@@ -100,7 +100,7 @@ class Hangs:
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Say who hangs in a job now; empty: nobody."""
+        """Return the workers of a job that hang now."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -179,7 +179,7 @@ class Hangs:
         return report, ""
 
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
-        """End the round, unless it is over or nobody hangs any more."""
+        """End the round, unless it is over or no worker hangs any more."""
         while (state := self._present(episode)) is not None:
             if not episode.hung:
                 self._tell(episode.rdzv_id, (HangOver(episode.round),))
@@ -188,7 +188,7 @@ class Hangs:
             try:
                 await self._submit(episode.rdzv_id, command)
             except RendezvousConnectionError:
-                # While the store is away nothing is decided, and whoever recovers may go on.
+                # While the store is away nothing is decided, and a worker that recovers goes on.
                 await sleep_ms(self._clock, self._retry_ms)
                 continue
             return

@@ -1,9 +1,9 @@
-"""Relays what workers have written from their nodes to whoever reads it, through the one server.
+"""Relays workers' output from their nodes to readers, through the one server.
 
 A *reader* asks each node that may have something (`ReadLog`), on the stream that the node has
-opened, and passes on the pieces that come back. Nothing is kept but what is on its way, and that
-is bounded: a node sends no more than it has *credit* for, and gets new credit as the reader takes
-what has come. So a slow reader holds up nobody but itself.
+opened, and passes on the pieces that come back. Nothing is kept but what is on its way, and that is
+bounded: a node sends no more than it has *credit* for, and gets new credit as the reader takes what
+has come. So a slow reader holds up only itself.
 
 With `follow` a node is asked again where it was, should its stream be replaced by another, and
 nodes are asked as they come into a round.
@@ -37,7 +37,7 @@ from rdzv.server.messages import (
 from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
-"""What a piece costs of a node's credit beyond its data: many small ones are bounded too."""
+"""The credit that a piece costs beyond its data, so that many small ones are bounded, too."""
 
 Send = Callable[[str, Told], bool]
 """Say something to a node; false if it has no stream."""
@@ -45,7 +45,7 @@ Send = Callable[[str, Told], bool]
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    """What one node is asked for by one reader."""
+    """One reader's request to one node."""
 
     node_id: str
     request: int | None = None
@@ -55,7 +55,7 @@ class _Ask:
     """It is done, and asking again is of no use."""
     credit: int = 0
     taken: int = 0
-    """What was taken and is not granted again yet."""
+    """Credit that was used and is not granted again yet."""
     deadline_ms: int | None = None
     """When it has taken too long."""
     round: int | None = None
@@ -88,7 +88,7 @@ class LogRelay:
         """Ask the nodes of a job for what is wanted. The reader is to be closed.
 
         Raises:
-            InvalidRequestError: the job has had no such round, or nobody with that RANK.
+            InvalidRequestError: the job has had no such round, or no worker with that RANK.
             RendezvousClosedError: the run that is meant has ended, and another has begun.
             LimitExceededError: too many read.
 
@@ -104,7 +104,7 @@ class LogRelay:
         return reader
 
     def take(self, node_id: str, piece: LogPiece) -> None:
-        """Take a piece that a node has sent; one that nobody waits for is dropped."""
+        """Take a piece that a node has sent; one without a reader is dropped."""
         reader, ask = self._asks.get(piece.request, (None, None))
         if reader is not None and ask is not None and ask.node_id == node_id:
             reader.take(ask, piece)
@@ -145,7 +145,7 @@ class LogRelay:
         return next(self._numbers)
 
     def grant(self, ask: _Ask, credit: int) -> None:
-        """Let a node send so much more."""
+        """Grant a node that much more credit."""
         if ask.request is not None:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 
@@ -211,7 +211,7 @@ class LogReader:
         """By node: the latest thing to say of it that is not said yet; of the job as a whole, by an
         empty name."""
         self._looked_at: int | None = None
-        """The last round of which it is known whether it has what is wanted; below 0: none."""
+        """The last round for which it is known whether it has the wanted worker; below 0: none."""
         self._anything = False
         """Whether a node had what is wanted, or there was a note why not."""
         self._error: RendezvousError | None = None
@@ -331,7 +331,7 @@ class LogReader:
         self._news.set()
 
     def note_state(self, state: State) -> None:
-        """Ask those who have come into a round; note the run's end."""
+        """Ask the nodes that have come into a round; note the run's end."""
         if not self._wanted.follow or self._over:
             return
         membership = state.membership
@@ -347,7 +347,7 @@ class LogReader:
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
-        """Tell who follows that the round, or the RANK, is not there, once for each round."""
+        """Tell the reader that the round, or the RANK, does not exist, once for each round."""
         round_, wanted = state.membership.round, self._wanted
         number = -1 if round_ is None else round_.number
         if not wanted.follow or number == self._looked_at:
@@ -493,9 +493,9 @@ class LogReader:
 
 
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:
-    """Return the nodes that may have what is wanted of a round, without stand-ins.
+    """Return the nodes that may have a round's output, without stand-ins.
 
-    Of an earlier round than the last nobody here knows who took part: those who are there know.
+    The participants of a round before the last are not known here; the nodes themselves know.
     """
     last = state.membership.round
     if last is None or number > last.number:

@@ -16,7 +16,7 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class _Job:
-    """What the nodes of one round have said."""
+    """Progress as the nodes of one round have reported it."""
 
     run: str
     round: Round
@@ -67,7 +67,7 @@ class Board:
         if job is None or not _is_of(job, state):
             job = self._jobs[rdzv_id] = _Job(state.membership.run, round_, _ranks(round_))
         elif job.round is not round_:
-            # Who was adopted has taken the place of a stand-in.
+            # An adopted node has taken the place of a stand-in.
             job.round, job.ranks = round_, _ranks(round_)
         return job
 

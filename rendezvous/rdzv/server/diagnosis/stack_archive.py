@@ -28,14 +28,14 @@ PLACES_OF_JOB = 4
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """What is stored in a place; None: nothing any more."""
+    """The stored stacks of a slot; None: none any more."""
 
     report: Report | None = None
 
 
 @struct(frozen=True)
 class _Place:
-    """What is known of a place without its stacks."""
+    """The description of a slot, without its stacks."""
 
     name: str
     rdzv_id: str = ""

@@ -37,7 +37,7 @@ class _Taking:
     """One moment of one round: what has come of it."""
 
     waits_for: dict[str, Participant]
-    """By node_id: who has not said everything."""
+    """By node_id: nodes whose answer is incomplete."""
     room: int
     """Bytes of stacks that may still be kept."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +53,7 @@ class _Taking:
             return
         key = key_of(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
-            # So many places at once say nothing any more.
+            # With this many different places a summary says nothing.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
@@ -148,7 +148,7 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Take stacks that a node has sent; those that nobody waits for are dropped."""
+        """Take stacks that a node has sent; those that are not awaited are dropped."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:

@@ -35,7 +35,7 @@ class Stragglers:
     """Those of one server's jobs."""
 
     def __init__(self, after_ms: int, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """Tell with `tell`, once each time, who straggles for `after_ms`, and who has caught up."""
+        """Call `tell` once a worker has straggled for `after_ms`, and once it has caught up."""
         self._after_ms = after_ms
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
@@ -75,7 +75,7 @@ class Stragglers:
                 del self._jobs[rdzv_id]
 
     def shown(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Return who straggles in a job, by RANK."""
+        """Return the stragglers of a job, by RANK."""
         job = self._jobs.get(rdzv_id)
         return tuple(s for _, s in sorted(job.pace.stragglers.items())) if job is not None else ()
 

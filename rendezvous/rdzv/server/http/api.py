@@ -200,7 +200,7 @@ class Api:
             return response
         finally:
             coming.cancel()
-            # What it runs can be closed only when it runs no more; how it ends concerns nobody.
+            # Its generator can be closed only when it no longer runs; how it ends does not matter.
             await asyncio.wait([coming])
             if not coming.cancelled():
                 coming.exception()
@@ -257,7 +257,7 @@ def _named(request: web.Request) -> str:
 
 
 def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
-    """Read what is given beside the path; refuse what nobody would look at."""
+    """Read the query's parameters; refuse unknown ones."""
     known = {parameter.name: parameter for parameter in one.query}
     for name in request.query:
         if name not in known:
@@ -328,7 +328,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error below /api as a document, whoever has made it."""
+    """Answer every error below /api as a document, wherever it comes from."""
     try:
         return await handler(request)
     except RendezvousError as error:

@@ -1,7 +1,8 @@
 """The door of an HTTP server: how many are let in, and how long they may take to say a first word.
 
-aiohttp lets everybody in, and waits for the first request of a connection for ever. Who is one too
-many is told so and shown out; so is who does not say in time what it wants. Nobody else notices.
+aiohttp lets everybody in, and waits for the first request of a connection for ever. A connection
+beyond the limit is answered so and closed; so is one whose request does not come in time. Nobody
+else notices.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Door:
     def __init__(
         self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
     ) -> None:
-        """Hand who has said what it wants to one of `handlers`."""
+        """Pass a connection whose request has begun to one of `handlers`."""
         self.handlers = handlers
         self.first_request_s = timings.first_request_ms / 1000
         self._limits = limits
         self._inside: Counter[str] = Counter()
         self.waiting: set[_Visitor] = set()
-        """Those who have not said yet what they want."""
+        """Connections whose request has not begun yet."""
 
     def __call__(self) -> asyncio.Protocol:
         """Return the protocol of a connection that was just accepted."""
@@ -56,7 +57,7 @@ class Door:
             del self._inside[peer]
 
     def close(self) -> None:
-        """Show everybody out who has not said yet what it wants."""
+        """Close all connections whose request has not begun yet."""
         for visitor in tuple(self.waiting):
             visitor.show_out(503, "this server ends")
 

@@ -1,8 +1,8 @@
 """What the HTTP API pushes: the fleet, or one job, to everyone who follows it.
 
-All who follow the same share one *feed*, which looks at what has changed and writes it down once.
-A feed runs while somebody follows it. It begins with everything, between `begin` and `ready`, and
-goes on with what changes: whoever joins later makes it begin anew for that *reader* alone.
+All who follow the same share one *feed*, which looks at what has changed and writes it down once. A
+feed runs while somebody follows it. It begins with everything, between `begin` and `ready`, and
+goes on with what changes: a later reader gets a beginning of its own, for that *reader* alone.
 
 A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
 takes more than a tenth of the event loop, however much changes. A reader has a bounded queue. One
@@ -46,7 +46,7 @@ ROWS = 200
 """Jobs or nodes in one event: writing them down takes a few milliseconds."""
 
 REST = 9
-"""A feed rests so many times as long as it has worked."""
+"""A feed rests this many times as long as it has worked."""
 
 EVENTS = 200
 """Rows of a job's history that its feed shows."""
@@ -68,7 +68,7 @@ BEGIN, READY = _marker("begin"), _marker("ready")
 
 
 class Reader:
-    """One who follows a feed. What waits for it is bounded."""
+    """One reader of a feed. Its queue is bounded."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -119,14 +119,14 @@ class Reader:
 
 
 class Feed:
-    """What is told to all who follow one thing. Made by `Feeds`."""
+    """The updates for all readers of one subject. Made by `Feeds`."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
         self._timings = timings
         self._readers: set[Reader] = set()
         self._fresh: set[Reader] = set()
-        """Those who have seen nothing yet."""
+        """Readers that have seen nothing yet."""
         self._woken = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -136,7 +136,7 @@ class Feed:
         self._woken.set()
 
     def discard(self, reader: Reader) -> bool:
-        """Let somebody go; say whether nobody is left."""
+        """Remove a reader; return whether none is left."""
         self._fresh.discard(reader)
         self._readers.discard(reader)
         return not self._fresh and not self._readers
@@ -147,7 +147,7 @@ class Feed:
             reader.end(error)
 
     async def run(self) -> None:
-        """Tell those who follow, until cancelled or there is nothing more to tell."""
+        """Send updates to all readers, until cancelled or nothing more can follow."""
         try:
             driver = self._answers.replica.driver
             with driver.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
@@ -162,7 +162,7 @@ class Feed:
         except RendezvousError as error:
             self.fail(error)
         except Exception:
-            # Whoever follows connects again; nobody else is to suffer.
+            # The readers connect again; other feeds go on.
             log.exception("a bug of rdzvd, please report it: a stream of the HTTP API ends")
             self.fail(RendezvousConnectionError("a bug of rdzvd, see its log; connect again"))
 
@@ -213,7 +213,7 @@ class FleetFeed(Feed):
     def __init__(self, answers: Shown, timings: Timings) -> None:
         super().__init__(answers, timings)
         self._jobs: dict[str, object] = {}
-        """What was told of each job, but for its age."""
+        """Each job as last sent, except for its age."""
         self._nodes: dict[str, object] = {}
         self._watched: set[str] = set()
         self._changed: set[str] = set()

@@ -41,12 +41,12 @@ _log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --ht
 
 @struct(frozen=True)
 class Serving:
-    """What is served."""
+    """The pages that are served."""
 
     bound: Listen
     """Where, with the port that was given for port 0."""
     feeds: Feeds
-    """What is told to those who follow."""
+    """The updates for readers that follow."""
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def serving_http(
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes())
-        # Who has gone is asked for no more: a handler that waits for news would not notice.
+        # A client that has gone ends its handler, which would not notice while it waits for news.
         runner = web.AppRunner(
             app,
             access_log=None,

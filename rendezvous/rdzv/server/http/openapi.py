@@ -56,7 +56,7 @@ class Number:
 
     @property
     def schema(self) -> Schema:
-        """What OpenAPI calls it."""
+        """Its name in OpenAPI."""
         default = {} if self.default is None else {"default": self.default}
         return {"type": "integer", "minimum": self.least, "maximum": self.most, **default}
 
@@ -77,7 +77,7 @@ class Flag:
 
     @property
     def schema(self) -> Schema:
-        """What OpenAPI calls it."""
+        """Its name in OpenAPI."""
         return {"type": "boolean", "default": False}
 
 
@@ -94,7 +94,7 @@ class Name:
 
     @property
     def schema(self) -> Schema:
-        """What OpenAPI calls it."""
+        """Its name in OpenAPI."""
         return {"type": "string"}
 
 
@@ -113,7 +113,7 @@ class Operation:
     schema: str | None = None
     media_type: str = "application/json"
     of: str = ""
-    """What a name in the path is of: job, node."""
+    """The kind of thing that a name in the path stands for: job, node."""
     refuses: tuple[int, ...] = ()
     """Statuses beside those that all have."""
 
@@ -231,7 +231,7 @@ def document(limits: Limits) -> Schema:
     _ref(answers.JobStatus, schemas)
     _ref(answers.StackReport, schemas)
     for name in ("JobStatus", "Node", "StackReport"):
-        # What stands alone is a document; within another it has no version of its own.
+        # A document stands alone; within another it has no version of its own.
         if name == "Node":
             schemas["NodeRow"] = schemas[name]
         schemas[name] = _document(schemas[name]["properties"])

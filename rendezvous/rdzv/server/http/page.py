@@ -93,7 +93,7 @@ async def harmless_headers(request: web.Request, response: web.StreamResponse) -
 
 
 def refusing_strangers(listen: Listen) -> Middleware:
-    """Refuse, on loopback, who asks for another machine by name.
+    """Refuse, on loopback, a request for another machine's name.
 
     A browser on this machine would let a stranger's page read this server if the stranger's name
     were made to mean 127.0.0.1. Such a request still carries that name. Probes and metrics are for

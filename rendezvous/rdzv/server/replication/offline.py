@@ -1,4 +1,4 @@
-"""What rdzvd does to its store without serving: look whether all is in order, and restore."""
+"""rdzvd's work on its store without serving: check and restore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELECTION_TIMEOUT_S = 15.0
 
 @struct(frozen=True)
 class Found:
-    """What a check has found: what is there, and what is wrong with it, for people."""
+    """The result of a check: the contents, and what is wrong with them, for people."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
@@ -191,7 +191,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            # No address: nobody is to connect to who leads for this moment.
+            # No address: no client is to connect to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)

@@ -1,8 +1,8 @@
 """This rdzvd among those that share a store: whether it leads, and its driver while it does.
 
-Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they
-answer who leads, and refuse all else with its address. A leader that can not prove itself any more
-closes its streams at once, before another can lead, and stands by again.
+Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they name
+the leader, and refuse all else with its address. A leader that can not prove itself any more closes
+its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("rdzv.replica")
 
 
 class Replica:
-    """What the services ask for the driver. It stands by until something makes it lead."""
+    """The services get the driver from here. It stands by until it is made to lead."""
 
     def __init__(self, clock: Clock, store: str, version: str) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class Replica:
         self._exposed = ""
         self._since_ms = clock.now_ms()
         self._changed = asyncio.Event()
-        """Set, and replaced by another, when somebody leads or nobody does any more."""
+        """Set and replaced whenever the leader changes or is gone."""
         self._tell: Callable[[bool], None] = lambda leads: None
 
     @property
@@ -56,7 +56,7 @@ class Replica:
         return self._driver
 
     async def settled_driver(self, timeout_s: float) -> Driver:
-        """Return the driver; while nobody leads, wait so long for someone to.
+        """Return the driver; without a leader, wait that long for one.
 
         So nodes that have lost a leader hear of the next at once, and need not ask again and again.
 
@@ -84,7 +84,7 @@ class Replica:
         return self._driver.trouble
 
     def figures(self) -> Figures | None:
-        """Show what this server holds, for those who scrape it; None while it does not lead."""
+        """Return this server's state for its metrics; None while it does not lead."""
         return self._driver.figures() if self._driver is not None and self.proven else None
 
     def agents(self) -> Mapping[str, str]:
@@ -140,7 +140,7 @@ class Replica:
     # ---------------------------------------------------------------- leading
 
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
-        """Note where this server is reached, and whom to tell when it leads and when not.
+        """Note this server's address, and the callbacks for when it leads and when not.
 
         `exposed` is why everyone who reaches it may do everything, if so.
         """

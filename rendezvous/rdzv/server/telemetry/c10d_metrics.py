@@ -1,4 +1,4 @@
-"""What /metrics tells of the jobs that form in torch's own store: what was seen of them there."""
+"""/metrics of the jobs that form in torch's own store, from what was seen there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.core.model import JobState, NodeState
 
 _LIVE = (JobState.JOINING, JobState.RUNNING)
 _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
-"""What a node may be there. One that is lost counts, for the group does not re-form for it."""
+"""States of a node there. A lost node counts, since the group does not re-form for it."""
 
 
 def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:

@@ -40,12 +40,12 @@ class Sum:
 
 @dataclass(slots=True)
 class JobTally:
-    """What was counted of one run of a job since this server knows of it."""
+    """Counts of one run of a job since this server knows it."""
 
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
-    """What it was when it ended; None: it has not."""
+    """The state in which it ended; None: it has not ended."""
     running_ms: int = 0
     """For how long rounds were live, but for the one that is."""
     running_since_ms: int | None = None
@@ -227,7 +227,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Time after a round's end: until all have stopped, and from then to the next round.",
     ),
 }
-"""What is told of each job: type and help. The label `rdzv_id` names the job."""
+"""The metrics of each job: type and help. The label `rdzv_id` names the job."""
 
 
 class JobPage:

@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics; `docs/metrics.md` lists it.
+"""The /metrics page of rdzvd; `docs/metrics.md` lists it.
 
 Counters and histograms are fed by the events that make log and history, so they can not disagree.
 They count what this process has seen since it started, and so begin anew in the server that takes
@@ -68,7 +68,7 @@ _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
-"""What is computed when it is asked for, and may fail by itself."""
+"""Metrics that are computed at each scrape; each part may fail by itself."""
 
 
 class Metrics(Meter, Collector):
@@ -482,7 +482,7 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Leave out what somebody has asked for and nobody has joined, and what has ended."""
+    """Leave out jobs that no node has joined, and jobs that have ended."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 

@@ -1,6 +1,6 @@
-"""What a server tells whoever counts. `Meter` itself counts nothing; `metrics.Metrics` does.
+"""Hooks for metrics: `Meter` itself counts nothing, `metrics.Metrics` does.
 
-So the driver knows of no library for metrics, and a server that nobody can scrape loads none.
+So the driver needs no library for metrics, and a server without /metrics loads none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Room:
-    """What the nodes have for submitted jobs, and what is left of it."""
+    """Resources of all nodes for submitted jobs, and their free share."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     """By what they are: free, taken, or unusable, on a node that nothing may be placed on now."""
@@ -32,7 +32,7 @@ class Room:
 
 @struct(frozen=True)
 class Figures:
-    """What a server that leads holds at one moment."""
+    """The state of a leading server at one moment."""
 
     now_ms: int
     leadership: int
@@ -53,7 +53,8 @@ class Figures:
     silence_ms: int = 0
     """How long nothing was heard of the node with a stream that is silent for longest."""
     room: Callable[[], Room] = Room
-    """What the nodes have for submitted jobs; it looks at every job and every node."""
+    """Resources of all nodes for submitted jobs; computing them looks at every job and every
+    node."""
 
 
 class Meter:

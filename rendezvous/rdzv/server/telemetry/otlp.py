@@ -118,12 +118,12 @@ class OtlpSender:
         return api.set_span_in_context(api.NonRecordingSpan(parent))
 
     async def close(self, within_ms: int) -> None:
-        """Send what is queued, for so long at most; what is left then is dropped."""
+        """Send the queued spans for at most `timeout`; then drop the rest."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # Nobody waits any more if that has taken too long.
+            # The caller no longer waits if that has taken too long.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 

@@ -1,7 +1,7 @@
 """Where the agents answer /metrics, as they have said; what /sd lists beside the server itself.
 
-A node that is lost stays on the list for a while: were it gone at once, Prometheus would forget it,
-and nobody would be told that it does not answer any more.
+A node that is lost stays on the list for a while: if it went at once, Prometheus would forget it,
+and no alert would say that it no longer answers.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KEPT_MS = 3_600_000
-"""How long a node that was lost is listed: time for an alert, and for whoever hears it."""
+"""How long a lost node is listed: time for an alert, and for its receiver."""
 
 
 class ScrapeTargets:
     """The agents that answer /metrics, by node_id. There are as many as nodes, and those lost."""
 
     def __init__(self, most: int) -> None:
-        """Keep at most so many of those that were lost; the latest."""
+        """Keep at most `limit` lost nodes, the latest."""
         self._most = most
         self._present: dict[str, str] = {}
         self._lost: dict[str, tuple[str, int]] = {}

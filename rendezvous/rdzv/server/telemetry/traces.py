@@ -56,7 +56,7 @@ class TraceSpan:
     rdzv_id: str
     run: str
     key: str
-    """What no other span of the trace has; empty: of the run itself."""
+    """The span's key, unique in its trace; empty: the span of the run itself."""
     parent: str | None
     name: str
     since_ms: int
@@ -76,7 +76,7 @@ ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
 @dataclass(slots=True)
 class _Tale:
-    """What is known of one run."""
+    """The facts known about one run."""
 
     run: Run
     sent: int = -1
@@ -87,7 +87,7 @@ class Traces(Meter):
     """Makes spans of what happens. Made by `tracing`."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
-        """Take where a run's past is read, and who sends spans."""
+        """Take the reader of a run's past, and the sender of spans."""
         self._history = history
         self._send = send
         self._most_rows = most_rows
@@ -162,7 +162,7 @@ class Traces(Meter):
         except RendezvousError as error:
             log.warning("the trace of %s begins now: %s", row.rdzv_id, error)
             return tale
-        # What came after `row` is taken when its turn comes.
+        # Events after `row` are taken when their turn comes.
         past = past[: past.index(row)] if row in past else past
         if past:
             tale.run.began_ms = past[0].unix_ms
@@ -278,7 +278,7 @@ def _round_spans(
 
 
 def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Name attributes as OpenTelemetry does; what is not known is left out."""
+    """Name attributes as OpenTelemetry does; unknown ones are left out."""
     return {
         f"rdzv.{name.replace(' ', '_')}": value
         for group in groups
