@@ -65,7 +65,7 @@ def main() -> None:
     # gRPC's own log lines say on stderr, less clearly, what the error says.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
-        # What the locale can not write is shown escaped rather than ending the program.
+        # Characters that the locale cannot encode are escaped rather than ending the program.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:]))
 

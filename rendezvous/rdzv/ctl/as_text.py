@@ -1,4 +1,4 @@
-"""What people read: the job and its reason first, the failure last, next to the prompt."""
+"""Text for people: the job and its reason first, the failure last, next to the prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_TRACEBACK_LINES = 60
 _STEADY_MS = 60_000
 """A rate says nothing about a worker that has been silent for longer, and for several steps."""
 _BEHIND_MS = 10_000
-"""A worker that has been silent for so much longer than others is told apart."""
+"""A worker that has been silent for this much longer than others is shown by itself."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -235,7 +235,7 @@ def _round(job: JobStatus) -> str:
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Say of which round a value is, unless it is of the one that runs."""
+    """Name the round of a value, unless it is the one that runs."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -413,11 +413,11 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
 def awaited(job: JobStatus) -> list[str]:
     """List the nodes that a submitted job is placed on, and that have not joined yet.
 
-    Of a job that has ended nobody is awaited: who was placed may have run, and left.
+    An ended job awaits no node: a placed node may have run, and left.
     """
     if job.state in _ENDED:
         return []
-    # Who has left may be placed again.
+    # A node that has left may be placed again.
     here = {node.node_id for node in job.nodes if node.state not in ("left", "lost")}
     placed = job.submission.placed if job.submission else ()
     return [node_id for node_id in placed if node_id not in here]
@@ -458,9 +458,9 @@ def node_table(
     one_line: bool = False,
     hint: str = "; --all shows them",
 ) -> list[str]:
-    """Show who sits where; of more than `most` nodes those that are not seated come first.
+    """Show which node sits where; of more than `most` nodes, those without a seat come first.
 
-    `hint` says how the others are seen.
+    `hint` says how to see the others.
     """
     nodes = list(job.nodes)
     if most is not None and len(nodes) > most:
@@ -532,7 +532,7 @@ def _node_reason(node: NodeStatus, job: JobStatus) -> str:
 
 
 def one_line_of(failure: LastFailure) -> str:
-    """Say who failed, how and when."""
+    """Say which worker failed, how and when."""
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
     cause = failure.root_cause
     message = f": {cause.message}" if cause.message else ""

@@ -1,4 +1,4 @@
-"""Tokens, and who has changed what, for people."""
+"""Tokens and the audit log, for people."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def revoked(found: Sequence[Token]) -> str:
 
 
 def audit(history: Sequence[Event], page: Page) -> str:
-    """Show who has changed what, oldest first."""
+    """Show the audit log, oldest first."""
     if not history:
         return "\n".join(page.sentence("nobody has changed anything, as far as is remembered"))
     rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]

@@ -1,4 +1,4 @@
-"""What people read of nodes: who takes jobs, what is free there, and who was told to take none."""
+"""Nodes, for people: which take jobs, what is free there, and which are drained or cordoned."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name the jobs of a node; what is not running yet, or not gone yet, says so."""
+    """Name the jobs of a node; those that do not run yet, or are not gone yet, are marked."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]

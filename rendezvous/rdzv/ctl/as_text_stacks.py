@@ -1,4 +1,4 @@
-"""What `stacks` prints: where the workers of a round are, those that are elsewhere told apart."""
+"""`rdzvctl stacks`: where the workers of a round are, grouped by place."""
 
 from __future__ import annotations
 

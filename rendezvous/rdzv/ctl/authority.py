@@ -1,8 +1,8 @@
 """A small CA, and the certificates that it signs: for those who have none.
 
 A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
-files for each holder. A holder's common name (CN) is who calls, and its organizations (O) are its
-roles. A server's certificate is of no use to a caller, nor a caller's to a server.
+files for each holder. A holder's common name (CN) is the caller's name, and its organizations (O)
+are its roles. A server's certificate is of no use to a caller, nor a caller's to a server.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CLOCKS_APART = timedelta(minutes=5)
 """How long before it was made a certificate is valid: other machines' clocks may be behind."""
 
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Names that every server's certificate has, for who asks on its own machine."""
+"""Names in every server's certificate, for clients on the same machine."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
-"""What a holder may be called: it names files, and a common name has 64 letters at most."""
+"""Names that a holder may have: they name files, and a common name has 64 letters at most."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _Key = ec.EllipticCurvePrivateKey
@@ -46,7 +46,7 @@ class Made:
 
 @struct(frozen=True)
 class Shown:
-    """What a certificate says."""
+    """The facts in a certificate."""
 
     file: Path
     kind: str

@@ -1,4 +1,4 @@
-"""What the commands of rdzvctl share: exit codes, options, the client that they mean."""
+"""Shared by the commands of rdzvctl: exit codes, options, the client that they name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def complain(message: str, exit_code: int) -> int:
 
 @struct(frozen=True)
 class Connection:
-    """What was said before the name of the command; None where nothing was."""
+    """Options given before the name of the command; None where not given."""
 
     server: str | None
     timeout_s: float | None
@@ -226,7 +226,7 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 
 
 def this_user() -> str:
-    """Say who asks: at night nobody remembers."""
+    """Name the user who asks, for the audit log."""
     import getpass
     import socket
 

@@ -15,7 +15,7 @@ from rdzv.view.answers import JobStatus
 from rdzv.view.log_lines import harmless
 
 _TIMES = re.compile(r"[0-9.]+ (ms|s|min|h|d)\b")
-"""What grows or falls in a reason while nothing happens."""
+"""Numbers in a reason that change while nothing happens."""
 
 
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
@@ -32,7 +32,7 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
     told.start()
     try:
         written = logs.logs(rdzv_id, follow=True, run=run)
-        # What the job as a whole waits for, the story says.
+        # The story says what the job as a whole waits for.
         written = (piece for piece in written if piece.node_id)
         show(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
@@ -46,7 +46,7 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
 
 
 class _Story:
-    """What happens to one run, as the server pushes it."""
+    """The events of one run, as the server pushes them."""
 
     def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
         self._client = client

@@ -28,7 +28,7 @@ _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeou
 
 @struct(frozen=True)
 class JobFile:
-    """What a file says of a job."""
+    """A job as its file describes it."""
 
     given: tuple[Given, ...] = ()
     rest: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ NOTHING = JobFile()
 
 
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
-    """Read a job; `flags` are those that there are, `refused` those of which none may be in it.
+    """Read a job; `flags` are the known flags, `refused` those that it may not have.
 
     A `chdir` that is relative begins in the folder of the file.
 

@@ -1,4 +1,4 @@
-"""What `rdzvctl submit` hands to the server: a command line and a file, read and checked.
+"""The request of `rdzvctl submit`: a command line and a file, read and checked.
 
 Nothing is sent, and no server is asked, before all of it makes sense.
 """
@@ -76,7 +76,7 @@ class Caller:
 
 @struct(frozen=True)
 class Request:
-    """What is to be submitted, and what the caller wants to see of it."""
+    """A job to submit, and what the caller wants to see of it."""
 
     rdzv_id: str
     run: str
@@ -91,7 +91,7 @@ class Request:
     credentials: Mapping[str, Path]
     """Fields of `Credentials` that the line names."""
     notes: tuple[str, ...]
-    """What of the line, or of the caller's environment, has no effect."""
+    """Parts of the line, or of the caller's environment, that have no effect."""
 
 
 def wants_help(words: Sequence[str]) -> bool:

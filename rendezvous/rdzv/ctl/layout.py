@@ -25,7 +25,7 @@ _LABEL_WIDTH = 15
 _NARROWEST = 28
 """Free text that would be wrapped to less than this beside a row goes below the row."""
 _SHORTEST = 40
-"""Columns that are expendable make room for so much of a free text that is cut, if not told."""
+"""Expendable columns make room for at least this much of a free text, by default."""
 
 
 @struct(frozen=True)
@@ -38,7 +38,7 @@ class Cell:
 
 @struct(frozen=True)
 class Page:
-    """What lines are laid out for. `width` is None where nothing is wrapped: a pipe, a file."""
+    """The output that lines are laid out for; a pipe or a file has no `width`."""
 
     width: int | None
     colour: bool
@@ -61,7 +61,7 @@ class Page:
         return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
-        """Indent a text of many lines, as it is; with `last`, no more than so many of its end."""
+        """Indent a text of many lines, as it is; with `last`, only that many lines of its end."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
         note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
@@ -113,7 +113,7 @@ class Page:
         return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:
-        """Write when it was, so long ago: the time of day, with the date unless it is today's."""
+        """Write the time of something this long ago; with the date, unless it is today's."""
         moment, now = self._moment(self.now_s - age_ms / 1000), self._moment(self.now_s)
         if moment is None or now is None:
             return "?"

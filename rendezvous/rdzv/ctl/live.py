@@ -19,7 +19,7 @@ from rdzv.view.answers import Event, JobStatus
 FOOTER = "Ctrl-C ends this view, not the job"
 
 _LEAST_NODE_LINES = 4
-"""So much of the table of nodes is left by all else: its header, two nodes, and who is left out."""
+"""Lines that are always left for the table of nodes: its header, two nodes, the number left out."""
 _MOST_HISTORY = 8
 _MOST_REASON = 4
 _LABEL_WIDTH = 13
@@ -49,7 +49,7 @@ _GROWING = re.compile(rf"({DURATION})(?= ago\b)")
 
 
 def aged(reason: str, more_ms: int) -> str:
-    """Return a reason as it reads so much later: what is left has shrunk, what is past has grown.
+    """Return a reason as it reads that much later: what is left has shrunk, what is past has grown.
 
     >>> aged("n7 was lost 12 s ago; gives up in 9 min 48 s", 5_000)
     'n7 was lost 17 s ago; gives up in 9 min 43 s'
@@ -74,7 +74,7 @@ def left_ms(reason: str) -> int | None:
 
 
 def later(status: JobStatus, more_ms: int) -> JobStatus:
-    """Return a job with the ages that it has so much later, if nothing has changed."""
+    """Return a job with the ages that it has that much later, if nothing has changed."""
     nodes = tuple(
         replace(
             node,
@@ -130,10 +130,10 @@ def screen(
     *,
     blocks: bool = True,
 ) -> list[str]:
-    """Show a job on so many lines: its reason, bars, who sits where, and the latest turns.
+    """Show a job on so many lines: its reason, bars, nodes, and the latest events.
 
-    `whole_ms` is how long its present wait is in all. What does not fit is left out, seated nodes
-    first. Without `blocks` bars are of ASCII.
+    `whole_ms` is how long its present wait is in all. Lines that do not fit are left out, seated
+    nodes first. Without `blocks` bars are of ASCII.
     """
     width = page.width or 80
     bars = _Bars(page, min(_BAR, max(width - 40, 8)), blocks)

@@ -1,7 +1,7 @@
 """rdzvctl drain: empties nodes, one or one after another, and says what it waits for.
 
-The server decides and keeps the drains; here is only who asks it, and how long. Whatever ends this
-program, a node that it has drained stays drained, and leaves by its deadline.
+The server decides and keeps the drains; this module only asks for them, and waits. Whatever ends
+this program, a node that it has drained stays drained, and leaves by its deadline.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Rolling:
     deadline_ms: int
     reason: str
     command: str | None = None
-    """What is run for each node that is empty; if it succeeds, the drain of the node is lifted."""
+    """The command that is run for each empty node; if it succeeds, the drain of the node is
+    lifted."""
 
 
 def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:

@@ -1,4 +1,4 @@
-"""What goes on while it is looked at: `status --watch`, and `wait`.
+"""Commands that follow a job: `status --watch` and `wait`.
 
 The server pushes every change. Between two of them only ages grow, which this side counts itself.
 """
@@ -27,7 +27,7 @@ from rdzv.view.answers import Event, JobStatus
 from rdzv.view.log_lines import harmless
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
-"""What `wait` exits with; a state that is none of these is no end."""
+"""The exit codes of `wait`; in any other state the job has not ended."""
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
 """Of a job that failed for it did not move on; as of rdzvrun."""
@@ -171,7 +171,7 @@ def _live(client: ControlClient, job: str, news: _News) -> _Seen:
 
 
 class _History:
-    """What has happened to a job, asked for again whenever it has turned."""
+    """The events of a job, asked for again whenever it has changed."""
 
     def __init__(self, client: ControlClient, job: str) -> None:
         self.events: tuple[Event, ...] = ()
@@ -192,7 +192,7 @@ class _History:
     def _keep(self) -> None:
         while True:
             self._turned.get()
-            # What is known stays on the screen while the server does not answer.
+            # The last state stays on the screen while the server does not answer.
             with contextlib.suppress(RendezvousError, ValueError):
                 self.events = self._client.events(self._job, HISTORY_EVENTS)
 
@@ -229,7 +229,7 @@ def exit_code(status: JobStatus) -> int | None:
 
 
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
-    """Wait until a job has ended, or for so long; return what to say and to exit with."""
+    """Wait until a job has ended, or until the timeout; return a message and an exit code."""
     deadline_s = None if wait_s is None else time.monotonic() + wait_s
     with watching(client, job) as news:
         last: _Seen | None = None

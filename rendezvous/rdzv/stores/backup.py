@@ -88,7 +88,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
 @struct(frozen=True)
 class Summary:
-    """What a whole and unchanged file holds."""
+    """The contents of a whole and unchanged file."""
 
     header: Header
     jobs: int
@@ -98,7 +98,7 @@ class Summary:
 
 @runtime_checkable
 class AllOrNothing(Protocol):
-    """What a store has that can make one commit of many writes."""
+    """A store that can make one commit of many writes."""
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
         """Make one commit of all that the body writes; if it fails, nothing of it is written."""
@@ -106,7 +106,7 @@ class AllOrNothing(Protocol):
 
 
 class _AnyLine(msgspec.Struct, frozen=True):
-    """What every version of a header has."""
+    """The part of a header that every version has."""
 
     kind: str
     format: int
@@ -119,7 +119,7 @@ _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
 class _Tally:
-    """What a trailer says, counted while lines pass."""
+    """The counts of a trailer, made while lines pass."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

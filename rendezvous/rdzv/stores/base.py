@@ -37,7 +37,7 @@ class StoreRefusedError(RendezvousConnectionError):
 class DeposedError(StoreRefusedError):
     """This server does not lead any more, or never did; nothing was written, nor will be.
 
-    The store stays refused for this server's term: whoever leads again opens another.
+    The store stays refused for this server's term: the next leader opens another.
     """
 
 

@@ -17,7 +17,7 @@ FORMAT = 3
 """Raised whenever an older server would misread, or silently drop, what this one writes."""
 
 _FORMATS_BEFORE = (1, 2)
-"""What is written where an older server would lose nothing, so that one may be gone back to."""
+"""Written where an older server would lose nothing, so that a downgrade stays possible."""
 
 PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""
@@ -26,7 +26,7 @@ MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 """Far above the membership of the largest job; damaged bytes may not fill the memory."""
 
 _LEVEL = 3
-"""Memberships repeat themselves so much that higher levels gain little, and take much longer."""
+"""Memberships are so repetitive that higher levels gain little, and take much longer."""
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def encode(membership: Membership) -> bytes:
     )
     version = _FORMATS_BEFORE[1 if new else 0]
     if membership.owner or membership.secret:
-        # Dropped by an older server, they would be nobody's, and anybody's to join.
+        # An older server would drop them, and any caller could join the job.
         version = FORMAT
     return _encoder.encode(_Envelope(version, msgspec.Raw(_encoder.encode(membership))))
 

@@ -32,7 +32,7 @@ RENEWALS_PER_TTL = 6
 """A renewal that is lost may be repeated at another member, and that one elect its leader anew."""
 
 ANSWER_S = 0.5
-"""What a member gets at least to answer a renewal, before the next one is asked."""
+"""The least time that a member gets to answer a renewal, before the next one is asked."""
 
 RETRY_S = 0.1
 """Pause after etcd was asked in vain."""
@@ -53,7 +53,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """Who leads. Times are by the leader's own clock, for people."""
+    """The leader. Times are by its own clock, for people."""
 
     address: str
     since_unix_ms: int
@@ -150,7 +150,7 @@ class Election:
 
     @property
     def leader(self) -> Leader | None:
-        """Who leads, as last seen; None if nobody does, or nothing was seen yet."""
+        """The leader as last seen; None if there is none, or nothing was seen yet."""
         return read_leader(self._held) if self._held else None
 
     @property
@@ -192,7 +192,7 @@ class Election:
                 return fence
 
     def _may_lead(self) -> bool:
-        """Whether it is worth trying: nobody leads, or this very session."""
+        """Whether it is worth trying: there is no leader, or it is this very session."""
         session = self._session
         if session is None or session.lost is not None or self._seen_revision < 0:
             return False
@@ -208,7 +208,7 @@ class Election:
         )
         (held,) = done.found
         self._see(held, done.revision)
-        # An attempt of which nobody knew, or that was cancelled, may have succeeded.
+        # An attempt with an unknown outcome, or one that was cancelled, may have succeeded.
         if held is None or held.lease != session.lease:
             return None
         return Fence(self._key, held.create_revision)
@@ -229,7 +229,7 @@ class Election:
         return session.lost
 
     async def changed(self, seen: Leader | None) -> Leader | None:
-        """Wait until the leader is another than `seen`; return who it is now."""
+        """Wait until the leader is another than `seen`; return the new one."""
         await self._until(lambda: self.leader != seen)
         return self.leader
 

@@ -131,7 +131,7 @@ class EtcdStore:
         key = self._job_key(rdzv_id)
         data = await self._encoded(membership)
         plan = await self._plan(fence, records)
-        # What is too much for one transaction goes before it: history alone is never a promise.
+        # History that does not fit into the transaction is written before it: it promises nothing.
         *before, history = plan.transactions(MAX_OPERATIONS - 1)
         for operations in before:
             await self._write(fence, operations)
@@ -224,7 +224,7 @@ class EtcdStore:
     async def take_over(self, at_least: int = 0) -> int:
         """Return a leadership number above all that this store has given, and not below `at_least`.
 
-        The number is written in one commit with the leader key, so everyone hears who has it.
+        The number is written in one commit with the leader key, so that all servers see both.
 
         Raises:
             DeposedError: this server does not lead any more; nothing was written.

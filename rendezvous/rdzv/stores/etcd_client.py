@@ -33,10 +33,10 @@ DEFAULT_PORT = 2379
 """Where etcd listens for clients."""
 
 MAX_OPERATIONS = 128
-"""What one transaction may hold; etcd's own limit (`--max-txn-ops`)."""
+"""The most operations of one transaction; etcd's own limit (`--max-txn-ops`)."""
 
 MAX_REQUEST_BYTES = 1_500_000
-"""What one request may weigh: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
+"""The most bytes of one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # etcd is inside the cluster; a proxy for the Internet would answer in its place.
@@ -58,7 +58,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-"""What every channel to etcd is opened with."""
+"""Options of every channel to etcd."""
 
 RETRY_S = 0.1
 """Pause after every endpoint was tried in vain."""
@@ -100,14 +100,14 @@ class EtcdConfig:
     user: str = ""
     password: str = field(default="", repr=False)
     ca: Path | None = None
-    """Who signed the members' certificates; without one, the system's authorities."""
+    """The CA of the members' certificates; without one, the system's."""
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
     """How long a leader that has fallen silent is waited for. etcd raises less than one and a half
     of its election timeouts to that."""
     timeout_ms: int = 3_000
-    """What one call may take, with all its repetitions."""
+    """The time limit of one call, with all its repetitions."""
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
@@ -277,7 +277,7 @@ Operation = Get | Put | Delete
 
 @struct(frozen=True)
 class TxnResult:
-    """What a transaction did. `found` has one entry for each `Get` that was executed."""
+    """The result of a transaction. `found` has one entry for each `Get` that was executed."""
 
     succeeded: bool
     revision: int
@@ -287,7 +287,7 @@ class TxnResult:
 
 @struct(frozen=True)
 class Change:
-    """What happened to a watched key: `kv` as it is now, None if it was deleted."""
+    """A change of a watched key: `kv` as it is now, None if it was deleted."""
 
     kv: KeyValue | None
     revision: int
@@ -307,7 +307,7 @@ class EtcdClient:
     time. A call raises
 
     * `StoreRefusedError` if etcd was not reached or has refused: nothing was written,
-    * `RendezvousConnectionError` if nobody knows.
+    * `RendezvousConnectionError` if the outcome is unknown.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -532,8 +532,8 @@ class EtcdClient:
         """Call one endpoint, with a new token if the old one is not taken any more.
 
         Raises:
-            StoreRefusedError: etcd has refused, and has done nothing.
-            grpc.RpcError: nobody knows; another endpoint may do better.
+            StoreRefusedError: etcd has refused, and has done nothing. grpc.RpcError: the outcome is
+            unknown; another endpoint may do better.
 
         """
         loop = asyncio.get_running_loop()
@@ -793,7 +793,7 @@ _DEFINITE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""With these etcd itself says that it has done nothing. With all others nobody knows."""
+"""With these etcd itself says that it has done nothing. With all others the outcome is unknown."""
 
 # Of a watch, some versions say that permission is denied when only the token has run out.
 _TOKEN_REFUSAL = re.compile(

@@ -59,8 +59,8 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
-"""Where another machine may have the same files: there neither flock, nor the write-ahead log's
-shared memory, nor fsync means what it means on a disk. 9p too: it keeps locks to its own guest.
+"""Where another machine may have the same files: there flock, the write-ahead log's shared memory
+and fsync do not work as on a disk. 9p too: it keeps locks to its own guest.
 virtiofs is not among them: it is the local disk of many containers."""
 
 JOBS_PER_PAGE = 100
@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 @struct(frozen=True)
 class Survey:
-    """What an operator asks of a file."""
+    """The result of a check that an operator asked for."""
 
     path: Path
     schema_version: int
@@ -84,14 +84,14 @@ class Survey:
     events: int
     leadership: int
     used_by: str
-    """Who has the directory: `rdzvd pid 4711`; empty if nobody has."""
+    """The process that has the directory: `rdzvd pid 4711`; empty if none has."""
     problems: tuple[str, ...]
-    """What is wrong with it, in sentences that begin with their verb."""
+    """Faults that were found, in sentences that begin with their verb."""
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """What one caller wants to be written, and how that ended."""
+    """One caller's writes, and their outcome."""
 
     apply: Callable[[], Any]
     answer: asyncio.Future[Any]
@@ -117,7 +117,7 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._closed = False
         self._locked = ExitStack()
-        """What is given back when the file is closed."""
+        """Resources that are released when the file is closed."""
         self._opened = ExitStack()
         """The connection, and what it needs; of the store's thread."""
         self._used_by = ""
@@ -126,9 +126,9 @@ class SqliteStore:
         self._whole = False
         """A transaction is open that spans many writes."""
         self._changes = 0
-        """What the connection had changed when the transaction began."""
+        """The connection's change counter when the transaction began."""
         self._lost = ""
-        """What it has lost, if it is only looked at."""
+        """Commits that it has lost, if it is only looked at."""
         self._unpruned: dict[str, int] = {}
         """Rows written for a job since its history was last cut."""
 
@@ -481,7 +481,7 @@ class SqliteStore:
         try:
             self._commit(batch)
         except BaseException as error:
-            # Nobody hears what this thread raises, and each caller waits with its job's lock.
+            # An error in this thread would be lost, and each caller waits with its job's lock.
             log.exception("a bug of rdzvd, please report it: %s", self._path)
             unknown = RendezvousConnectionError(
                 f"{self._path}: what was written may have been, or not: {error!r}"
@@ -567,7 +567,7 @@ class SqliteStore:
 
     def _rollback(self) -> None:
         """Drop a transaction; where that fails, it is tried again before the next begins."""
-        # What was counted in vain is not known, so every job counts as over its bound.
+        # The counts may be wrong now, so every job counts as over its bound.
         self._unpruned.clear()
         if self._db.in_transaction:
             try:
@@ -650,7 +650,7 @@ def _lock(lock: int, directory: Path) -> None:
 
 
 def _share_directory(directory: Path) -> tuple[int | None, str]:
-    """Keep servers off a directory; return the lock, and who has it already if somebody has."""
+    """Keep servers off a directory; return the lock, and its present holder, if any."""
     try:
         lock = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -663,7 +663,7 @@ def _share_directory(directory: Path) -> tuple[int | None, str]:
 
 
 def _holder(lock: int) -> str:
-    """Name who holds the lock. Only servers write their pid into it, and it stays there."""
+    """Name the lock's holder. Only servers write their pid into the file, and it stays there."""
     pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
     if pid.isdigit() and Path("/proc", pid).exists():
         return f"rdzvd pid {pid}"

@@ -38,7 +38,7 @@ DOCUMENTS_SINCE = 3
 """The schema that brought documents; a file that is only looked at may be older."""
 
 _TABLES = frozenset({"job", "history", "leadership"})
-"""What every schema has."""
+"""The part that every schema has."""
 
 _JOB = """
 CREATE TABLE job (
@@ -74,7 +74,7 @@ CREATE TABLE document (
 _OWNER_ALONE = 0o600
 
 _ROOM_BYTES = 64 * 1024
-"""What a start writes before anything else: with less room than this nothing can be stored."""
+"""Bytes that a start writes first: with less room than this nothing can be stored."""
 
 _MOST_PROBLEMS = 20
 
@@ -197,7 +197,7 @@ def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str
 
 @contextmanager
 def looking(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file that nobody writes to now, with all that is committed, and change nothing.
+    """Open a file without a writer, with all that is committed, and change nothing.
 
     SQLite keeps notes beside the file that it opens, also to read. So it is shown the file under
     another name, in a folder of its own.
@@ -310,14 +310,14 @@ def _create(path: Path) -> None:
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             db.execute("COMMIT")
             db.execute("PRAGMA journal_mode = WAL")
-        # What is there holds nothing, or `inspect` would have said so.
+        # The existing file holds nothing, or `inspect` would have said so.
         for suffix in _BESIDE:
             beside(path, suffix).unlink(missing_ok=True)
         put(new, path)
 
 
 def _touch(path: Path) -> None:
-    """Make a file that nobody else can read."""
+    """Make a file that only its owner can read."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
 
 

@@ -76,7 +76,7 @@ def read(path: Path) -> Mark | None:
 
 
 class MarkFile:
-    """What stands beside a file, held open to be written again and again."""
+    """The mark beside a file, held open to be written again and again."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         """Open it until the stack is closed, and make it if need be.
@@ -88,7 +88,7 @@ class MarkFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(_beside(path), flags, 0o600)
         stack.callback(os.close, self._fd)
-        # What a power cut has left there may be longer.
+        # After a power cut the file may be longer.
         os.ftruncate(self._fd, _LENGTH)
 
     def write(self, mark: Mark) -> None:

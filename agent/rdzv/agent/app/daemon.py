@@ -182,7 +182,7 @@ class Daemon:
         """Serve until a signal ends it."""
         with self._signals():
             if not self._orphans:
-                # So that the server hears it with the first word. Who has workers is waited for.
+                # So that the first Hello has it. A node with workers is waited for.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
                 talk = tasks.create_task(self._link.run())
@@ -224,7 +224,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Take SIGTERM: what it means depends on who has sent it."""
+        """Take SIGTERM: its meaning depends on the sender."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -308,7 +308,7 @@ class Daemon:
         """Read the configuration anew; one that is not in order changes nothing."""
         systemd.notify(systemd.reloading())
         try:
-            # What it names may be on a file server.
+            # The folders that it names may be on a file server.
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.values, found.values)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:

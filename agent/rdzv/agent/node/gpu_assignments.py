@@ -1,5 +1,4 @@
-"""Which job has which GPUs of this node: no GPU is given twice, and jobs stay within the node's
-capacity.
+"""Which job has which GPUs of this node: no GPU is given twice.
 
 A job is entered from when the server has placed it here until its last process is gone. One that
 finds its GPUs still held waits; whoever waits first is served first, but does not hold up those

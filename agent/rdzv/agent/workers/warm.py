@@ -1,4 +1,4 @@
-"""What `--warm` means: what the zygote preloads, and which workers may be forked from it."""
+"""`--warm`: which modules the zygote preloads, and which workers may be forked from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASK_TIMEOUT_S = 60.0
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
 _WITH = {"torch": ("torch._dynamo",)}
-"""What is preloaded with a module: DDP's constructor imports it, which takes a second."""
+"""Modules that are preloaded with another: DDP's constructor imports it, which takes a second."""
 
 EACH_WORKERS_OWN = frozenset(
     {
@@ -46,7 +46,7 @@ ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
 """Stands in for a round where what differs between rounds is left out."""
 
 _READ_LATE = ("NCCL_",)
-"""What begins so is read when a process group is made."""
+"""Variables with these prefixes are read when a process group is made."""
 
 
 def preloaded(modules: Sequence[str]) -> tuple[str, ...]:

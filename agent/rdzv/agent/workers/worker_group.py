@@ -33,7 +33,7 @@ DRAIN_TIMEOUT_S = 5.0
 """How long the console may take for what the workers have still written."""
 
 _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""What torchrun looks up in its own environment when it makes a worker's."""
+"""Variables that torchrun looks up in its own environment when it makes a worker's."""
 
 
 class LocalWorkerGroup:
@@ -63,7 +63,7 @@ class LocalWorkerGroup:
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
-        """What the workers are to be forked from, once that is known; None: they start cold."""
+        """The zygote that the workers are forked from, once known; None: they start cold."""
         self._told_cold: dict[int, str] = {}
         self._gpus: tuple[str, ...] = ()
 

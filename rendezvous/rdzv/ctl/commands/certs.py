@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
 ROLES = ("read", "submit", "admin")
-"""What a client may be; `node` is what `rdzvctl certs node` makes."""
+"""Roles of a client; `rdzvctl certs node` makes those of nodes."""
 
 MOST_DAYS = 36_500
 

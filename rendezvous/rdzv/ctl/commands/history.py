@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.view.answers import Event
 
 _HISTORY_ROWS = 10_000
-"""What a server keeps of each job's history, unless its configuration says otherwise."""
+"""How many rows of each job's history a server keeps by default."""
 
 
 @click.command("events")

@@ -186,7 +186,7 @@ def _drain_one(
     try:
         found = client.drain(node, deadline_ms, by_whom(reason), keep_min=True)
     except TooFewNodesError as error:
-        # One who names the node means it; what it costs is said.
+        # An operator who names the node means it; the consequence is printed.
         found = client.drain(node, deadline_ms, by_whom(reason))
         complain(f"without {node}, {error}", OK)
     if waits:

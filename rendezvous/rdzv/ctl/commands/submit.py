@@ -78,7 +78,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     text = submitted(found, request.server, page, followed=request.follow)
     if not request.follow:
         return text
-    # What the workers write is alone on stdout.
+    # Only the workers' output goes to stdout.
     click.echo(text, err=True)
     return _followed(request.rdzv_id, request.run, request.server, request.timeout_s)
 
