@@ -38,8 +38,8 @@ from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
 from rdzv.core.model import Claim, Membership, Offer, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Closed, Hello, Line
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.stores.base import Record
@@ -146,7 +146,7 @@ class Node:
         """Open a stream to a server."""
         self._driver = driver
         hello = Hello(self.node_id, "one", AgentKind.FOREGROUND, self._offer.address, 1, 0, 0)
-        self.stream: Stream = driver.attach(hello)
+        self.stream: Stream = driver.connections.attach(hello)
 
     async def read(self) -> None:
         """Take in what is told, for ever."""
@@ -262,11 +262,11 @@ class Group:
         """A rack is lost."""
         lost, self.nodes = self.nodes[:RACK], self.nodes[RACK:]
         for node in lost:
-            driver.detach(node.stream)
+            driver.connections.detach(node.stream)
         names = {node.node_id for node in lost}
         end = time.monotonic() + TIMEOUT_S
         while not names <= {
-            n.node_id for n in (await driver.status(JOB)).nodes if n.state == "lost"
+            n.node_id for n in (await driver.views.status(JOB)).nodes if n.state == "lost"
         }:
             if time.monotonic() > end:
                 raise TimeoutError("the rack is not lost")

@@ -26,12 +26,12 @@ from rdzv.client import Endpoint
 from rdzv.core.nodes import NodesTuning
 from rdzv.ctl.authority import Authority
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.service import serving
 from rdzv.server.security.access import Gate
 from rdzv.server.security.tls import Tls
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore

@@ -46,7 +46,9 @@ COPIED = (
 TARGETS = (
     "rendezvous/rdzv/core/*.py",
     "agent/rdzv/agent/core/*.py",
-    "rendezvous/rdzv/server/sessions/driver.py",
+    "rendezvous/rdzv/server/driver.py",
+    "rendezvous/rdzv/server/sessions/*.py",
+    "rendezvous/rdzv/server/operations/*.py",
     "rendezvous/rdzv/server/engine/jobs.py",
     "rendezvous/rdzv/server/scheduling/placer.py",
     "rendezvous/rdzv/server/engine/announcements.py",

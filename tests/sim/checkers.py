@@ -698,10 +698,10 @@ class Judge:
 
     def turned_away(self, server: Server, agent: Agent) -> None:
         """No server locks out the instance that holds all seats of its node, as is stored."""
-        record = server.driver._nodes.records.get(agent.name)
+        record = server.driver.leases.records.get(agent.name)
         if record is None or record.instance or server.store.leadership != self.leadership:
             return
-        if server.driver._stopping:
+        if server.driver.streams.closed:
             return  # It lets nobody in.
         rounds = [m.round for m in self.stored.values() if m.round is not None and not m.ended]
         seats = [p for round_ in rounds for p in round_.participants if p.node_id == agent.name]

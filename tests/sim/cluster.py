@@ -25,9 +25,9 @@ from rdzv.errors import (
     RendezvousError,
 )
 from rdzv.runtime.tasks import Tasks
+from rdzv.server.driver import Driver
 from rdzv.server.engine.jobs import Job, News
 from rdzv.server.messages import Holdings, Hung, Refused
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Meter
@@ -206,9 +206,9 @@ class WatchedDriver(Driver):
     world: World
     server: Server
 
-    def _publish(self, job: Job, news: News) -> None:
+    def publish(self, job: Job, news: News) -> None:
         self.world.judge.published(self.server, news)
-        super()._publish(job, news)
+        super().publish(job, news)
         if any(isinstance(event, RoundCompleted) for event in news.events):
             self.world.round_completed(self.server)
 
@@ -278,13 +278,13 @@ class Server:
         config = replace(CONFIG, quarantine=world.swarm.quarantine)
         self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
         self.driver.world, self.driver.server = world, self
-        watch = self.driver._watch
+        watch = self.driver.loop_watch
         watch._timer = self.process.looks = Looks(self.process, watch._every_ms, watch._look)
         self.process.create_task(self._serve())
 
     async def _serve(self) -> None:
         try:
-            await self.driver._start()
+            await self.driver.start()
         except RendezvousError:
             self.world.count("server: could not start")
             self.crash(back_in_ms=1_000)
@@ -371,13 +371,13 @@ class Server:
         elif isinstance(message, End):
             door.inbox.put_nowait(None)
         elif door.stream is not None and door.stream.open:
-            self.driver.heard(door.stream)
+            self.driver.connections.heard(door.stream)
             self._take_in(door, door.stream, message)
 
     def _attach(self, connection: Connection, message: pb.NodeMessage) -> None:
         door = self._doors[connection] = _Door(connection)
         try:
-            stream = door.stream = self.driver.attach(
+            stream = door.stream = self.driver.connections.attach(
                 inbound_nodes.hello_of(message.hello, CONFIG.limits)
             )
         except RendezvousError as error:
@@ -401,7 +401,9 @@ class Server:
             case "heartbeat":
                 pass
             case "away":
-                self.driver.plan_away(stream, inbound_nodes.away_ms_of(message.away, CONFIG.limits))
+                self.driver.connections.plan_away(
+                    stream, inbound_nodes.away_ms_of(message.away, CONFIG.limits)
+                )
             case "hung":
                 hung = inbound_nodes.hung_of(message.hung, CONFIG.limits)
                 if stream.greeted:
@@ -409,7 +411,7 @@ class Server:
                 else:
                     door.early_hung.append(hung)
             case "stacks":
-                self.driver.take_stacks_in(
+                self.driver.reports.take_stacks_in(
                     stream, inbound_nodes.stacks_of(message.stacks, CONFIG.limits)
                 )
             case "holdings":
@@ -420,7 +422,7 @@ class Server:
                 )
             case "draining":
                 draining = inbound_nodes.draining_of(message.draining, CONFIG.limits)
-                self.driver.note_draining(stream, draining)
+                self.driver.reports.note_draining(stream, draining)
             case _:
                 speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
                 try:
@@ -440,19 +442,19 @@ class Server:
 
     def _note_hung(self, stream: Stream, hung: Hung) -> None:
         try:
-            self.driver.note_hung(stream, hung)
+            self.driver.reports.note_hung(stream, hung)
         except InvalidRequestError as error:
             stream.send(Refused(hung.rdzv_id, error.code, str(error)))
 
     async def _obey(self, door: _Door, stream: Stream, beliefs: list[Any]) -> None:
-        await self.driver.greet(stream, beliefs)
+        await self.driver.recovery.greet(stream, beliefs)
         for hung in door.early_hung:
             self._note_hung(stream, hung)
         while (said := await door.inbox.get()) is not None:
             if isinstance(said, Holdings):
-                await self.driver.note_holdings(stream, said.held)
+                await self.driver.reports.note_holdings(stream, said.held)
             else:
-                await self.driver.hear(stream, *said)
+                await self.driver.commands.hear(stream, *said)
         stream.close()
 
     async def _write(self, door: _Door, stream: Stream) -> None:
@@ -468,5 +470,5 @@ class Server:
         for task in door.tasks:
             task.cancel()
         self._doors.pop(door.connection, None)
-        self.driver.detach(stream)
+        self.driver.connections.detach(stream)
         door.connection.end_by_server(error)

@@ -35,7 +35,12 @@ ADOPT = "rendezvous/rdzv/core/adopt.py"
 RANKS = "rendezvous/rdzv/core/ranks.py"
 TOLD = "rendezvous/rdzv/server/engine/announcements.py"
 JOBS = "rendezvous/rdzv/server/engine/jobs.py"
-DRIVER = "rendezvous/rdzv/server/sessions/driver.py"
+DRIVER = "rendezvous/rdzv/server/driver.py"
+CONNECTIONS = "rendezvous/rdzv/server/sessions/connections.py"
+NODE_COMMANDS = "rendezvous/rdzv/server/sessions/node_commands.py"
+PRESENCE = "rendezvous/rdzv/server/sessions/presence.py"
+RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
+REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
 CLOCK = "rendezvous/rdzv/runtime/clock.py"
 MACHINE = "agent/rdzv/agent/core/machine.py"
 MODEL = "rendezvous/rdzv/core/model.py"
@@ -329,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody is asked who joins",
-        DRIVER,
+        NODE_COMMANDS,
         "                roles.refuse_stranger(stream.caller, state, stream.node_id)",
         "                pass",
         by=ROLE_TESTS,
@@ -897,7 +902,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody stores which instance holds a seat",
-        DRIVER,
+        NODE_COMMANDS,
         "            command = replace(command, owner=owner, instance=stream.instance)",
         "            command = replace(command, owner=owner)",
         by="tests/unit/server/test_driver.py",
@@ -1050,34 +1055,33 @@ MUTANTS = (
     ),
     Mutant(
         "a node's word is dropped while the store is away",
-        DRIVER,
-        "            await sleep_ms(self._clock, self._timings.store_retry_ms)\n\n"
-        "    async def _insist_or_log(",
-        "            return self._jobs.peek(rdzv_id)\n\n    async def _insist_or_log(",
+        NODE_COMMANDS,
+        "            await sleep_ms(self._clock, self._retry_ms)\n\n    async def insist_or_log(",
+        "            return self._jobs.peek(rdzv_id)\n\n    async def insist_or_log(",
     ),
     Mutant(
         "jobs are not told who is away",
-        DRIVER,
-        "            case nodes.NodeAway():\n                self._mark_soon(event.node_id)",
-        "            case nodes.NodeAway():\n                pass",
+        CONNECTIONS,
+        "NodeAway():\n                self._presence.mark_soon(event.node_id)",
+        "NodeAway():\n                pass",
         by=_unit(),
     ),
     Mutant(
         "nobody is told that its lease has grown",
-        DRIVER,
-        "                    stream.send(Lease(interval_ms, event.lease_ms))",
-        "                    pass",
+        CONNECTIONS,
+        "                self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))",
+        "                pass",
         by=_unit(),
     ),
     Mutant(
         "jobs are not told who is lost",
-        DRIVER,
-        "                self._mark_soon(event.node_id, reason=event.reason)",
+        CONNECTIONS,
+        "                self._presence.mark_soon(event.node_id, reason=event.reason)",
         "                pass",
     ),
     Mutant(
         "a former instance is lost before the next has spoken",
-        DRIVER,
+        PRESENCE,
         "        if stream is not None and stream.greeted and stream.number == record.stream:",
         "        if True:",
         by=_unit(),
@@ -1282,7 +1286,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is forgotten by the next server",
         DRIVER,
-        "        await self._quarantine.load()\n",
+        "        await self.quarantine.load()\n",
         "",
         by=QUARANTINE_TESTS,
     ),
@@ -1397,7 +1401,7 @@ MUTANTS = (
     ),
     Mutant(
         "a job that left a node unheard keeps it",
-        DRIVER,
+        RECOVERY,
         "        await self._note_left(stream, believed)\n",
         "",
     ),
@@ -1445,28 +1449,28 @@ MUTANTS = (
     ),
     Mutant(
         "who lets go of a job keeps its place in it",
-        DRIVER,
+        REPORTS,
         "                await self._note_let_go(stream, rdzv_id, run)\n",
         "                pass\n",
         by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "who believes in another run keeps its seat in this one",
-        DRIVER,
+        RECOVERY,
         "            if not self._is_of_another_run(belief):\n",
         "            if True:\n",
         by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "who joins as another run is adopted has no place in that one",
-        DRIVER,
+        RECOVERY,
         "            belief = replace(belief, run=state.membership.run)\n",
         "            pass\n",
         by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who comes back to a run that goes on as another is not heard",
-        DRIVER,
+        RECOVERY,
         "                or went_along(state, node_id, incarnation, belief.run)\n",
         "",
         by="tests/unit/server/test_driver.py",
@@ -1487,21 +1491,21 @@ MUTANTS = (
     ),
     Mutant(
         "what a node believes is held against a job as it was before the same commit",
-        DRIVER,
+        NODE_COMMANDS,
         "        return self._jobs.peek(rdzv_id) or state\n",
         "        return state\n",
         by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who has become another before its join is stored is never lost",
-        DRIVER,
+        PRESENCE,
         "        if stream is None or stream.incarnation != command.incarnation:\n",
         "        if stream is None:\n",
         by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "a run that was not known when it was refused stays refused once it is adopted",
-        DRIVER,
+        NODE_COMMANDS,
         "            error = UnknownNodeError(text)\n",
         "",
         by="tests/unit/server/test_driver.py",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rdzv.core.commands import Restart, Scale, Stop, Submit
 from rdzv.core.placement import Host, demand
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.server.sessions.driver import Driver
+from rdzv.server.driver import Driver
 from tests.sim.checkers import fits
 from tests.sim.daemons import Daemon, Held
 
@@ -88,30 +88,32 @@ class Operators:
 
     def _scale(self, job: Membership, least: int, most: int) -> None:
         command = Scale(job.run, least, most, OPERATOR)
-        self._ask(f"scale {least}:{most}", lambda driver: driver.obey(job.rdzv_id, command))
+        self._ask(
+            f"scale {least}:{most}", lambda driver: driver.operations.obey(job.rdzv_id, command)
+        )
 
     def restarts(self, chance: Random) -> None:
         if (job := self._job(chance)) is not None and job.round is not None:
             command = Restart(job.run, job.round.number, OPERATOR)
-            self._ask("restart", lambda driver: driver.obey(job.rdzv_id, command))
+            self._ask("restart", lambda driver: driver.operations.obey(job.rdzv_id, command))
 
     def stops(self, chance: Random) -> None:
         if (job := self._job(chance)) is not None:
             command = Stop(job.run, OPERATOR)
-            self._ask("stop", lambda driver: driver.obey(job.rdzv_id, command))
+            self._ask("stop", lambda driver: driver.operations.obey(job.rdzv_id, command))
 
     def cordons(self, chance: Random) -> None:
         name = chance.choice(list(self.world.specs))
         self._ask(
             "cordon",
-            lambda driver: driver.cordon(name, "it is slow"),
+            lambda driver: driver.nodes.cordon(name, "it is slow"),
             done=partial(self._promised, name),
             of=name,
         )
 
     def uncordons(self, chance: Random) -> None:
         name = chance.choice(list(self.world.specs))
-        self._lift("uncordon", name, lambda driver: driver.uncordon(name))
+        self._lift("uncordon", name, lambda driver: driver.nodes.uncordon(name))
 
     def _promised(self, name: str) -> None:
         """Take a server at its word, unless somebody has asked for the contrary meanwhile."""
@@ -134,7 +136,7 @@ class Operators:
         deadline_ms = chance.choice((0, 100, 2_000, 20_000, 300_000))
         self._ask(
             "drain",
-            lambda driver: driver.drain(name, deadline_ms, "by ada", keep_min=False),
+            lambda driver: driver.nodes.drain(name, deadline_ms, "by ada", keep_min=False),
             done=partial(self._promised, name),
             of=name,
         )
@@ -143,7 +145,7 @@ class Operators:
         self._undrain(chance.choice(list(self.world.specs)))
 
     def _undrain(self, name: str) -> None:
-        self._lift("undrain", name, lambda driver: driver.undrain(name))
+        self._lift("undrain", name, lambda driver: driver.nodes.undrain(name))
 
     def preempts(self, chance: Random) -> None:
         """Let a node know that it is taken away, which it soon is."""
@@ -180,7 +182,7 @@ class Operators:
                 again = partial(self._submit, rdzv_id, run, insist=True)
                 world.agenda.after(AGAIN_MS, again)
 
-        request: Callable[[Driver], Awaitable[Any]] = lambda driver: driver.submit_job(  # noqa: E731
+        request: Callable[[Driver], Awaitable[Any]] = lambda driver: driver.operations.submit_job(  # noqa: E731
             rdzv_id, command
         )
         self._ask(f"submit {rdzv_id}", request, failed=failed)
@@ -208,7 +210,7 @@ class Operators:
     def _drained(self) -> list[str]:
         """Name the nodes that are to be empty because an operator has said so."""
         leader = self.world.leader
-        drains = leader.driver._placer.drains() if leader is not None else {}
+        drains = leader.driver.placer.drains() if leader is not None else {}
         return [name for name, drain in drains.items() if drain.by_operator]
 
     def ills(self) -> Iterable[str]:
@@ -222,13 +224,13 @@ class Operators:
             yield f"{name} is still drained"
         if leader is None or not world.swarm.specs:
             return
-        if leader.driver._placer._settled_at_ms > leader.process.now_ms():
+        if leader.driver.placer._settled_at_ms > leader.process.now_ms():
             yield "the server still waits for nodes that are on their way back"
-        for record in leader.driver._nodes.records.values():
+        for record in leader.driver.leases.records.values():
             # A job that could have it keeps back those that are after it in the queue.
             if record.stream is None:
                 yield f"the server still waits for {record.node_id}"
-        for node_id, quarantined in leader.driver._quarantine.nodes.items():
+        for node_id, quarantined in leader.driver.quarantine.nodes.items():
             if quarantined.until_ms - leader.process.now_ms() <= SOON_MS:
                 yield f"{node_id} is quarantined for a moment yet"
         for agent in world.agents:
@@ -236,7 +238,7 @@ class Operators:
                 rdzv_id, run = held.placed.key
                 if self._waits_for_room(held):
                     continue
-                job, state = world.judge.stored.get(rdzv_id), leader.driver._jobs.peek(rdzv_id)
+                job, state = world.judge.stored.get(rdzv_id), leader.driver.jobs.peek(rdzv_id)
                 if held.part is not None and job is not None and held.part.state.run == job.run:
                     # It went on in another run that was adopted after the store's loss.
                     run = job.run
@@ -262,8 +264,8 @@ class Operators:
         """Return why a submitted job has no round, if that is as it should be; else nothing."""
         world = self.world
         leader = world.leader
-        state = leader.driver._jobs.peek(job.rdzv_id) if leader is not None else None
-        wait = leader.driver._placer.wait(job.rdzv_id) if leader is not None else None
+        state = leader.driver.jobs.peek(job.rdzv_id) if leader is not None else None
+        wait = leader.driver.placer.wait(job.rdzv_id) if leader is not None else None
         held = [h for a in world.agents if isinstance(a, Daemon) for h in a.held]
         mine = [h for h in held if h.placed.key == (job.rdzv_id, job.run)]
         without_room = [h for h in mine if self._waits_for_room(h)]
@@ -291,7 +293,7 @@ class Operators:
         spec = job.submission.spec
         declined = {one.node_id for one in job.submission.declined}
         # One may be stored without that anybody has heard so.
-        cordoned = {*leader.driver._placer._cordons, *leader.driver._quarantine.nodes}
+        cordoned = {*leader.driver.placer._cordons, *leader.driver.quarantine.nodes}
         free = 0
         for agent in self.world.agents:
             if not isinstance(agent, Daemon) or not agent.greeted or agent.name in cordoned:

@@ -183,7 +183,7 @@ def plays_alike(world: World, rdzv_id: str, scenario: str) -> bool:
 def write_state_of(world: World, rdzv_id: str) -> str:
     """Write where a job stands at the server that leads; empty if none does."""
     leader = world.leader
-    state = leader.driver._jobs.peek(rdzv_id) if leader else None
+    state = leader.driver.jobs.peek(rdzv_id) if leader else None
     return write_state(state) if state is not None else ""
 
 

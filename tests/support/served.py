@@ -22,6 +22,7 @@ from rdzv.core.hangs import HungWorker
 from rdzv.core.model import Settings
 from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.messages import (
     Hung,
@@ -34,7 +35,6 @@ from rdzv.server.messages import (
     Told,
 )
 from rdzv.server.replication.replica import Replica
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Timings
 from rdzv.server.telemetry.metrics import Metrics
@@ -161,7 +161,7 @@ class Served:
         while True:
             for stream in self._streams.values():
                 if stream.open:
-                    self.driver.heard(stream)
+                    self.driver.connections.heard(stream)
             await asyncio.sleep(HEARD_EVERY_S)
 
     async def _stream(self, node_id: str) -> Stream:
@@ -169,7 +169,7 @@ class Served:
         if stream is None or not stream.open:
             stream = self._server.attach(node_id, instance=f"i{len(self._readers)}")
             self._streams[node_id] = stream
-            await self.driver.greet(stream, [])
+            await self.driver.recovery.greet(stream, [])
             self._readers.append(asyncio.create_task(self._read(stream)))
         return stream
 
@@ -192,13 +192,13 @@ class Served:
                         last=last and not told.follow,
                         error="",
                     )
-                    self.driver.take_log(stream, piece)
+                    self.driver.reports.take_log(stream, piece)
             elif isinstance(told, TakeStacks):
                 await self._looked_at.wait()
                 await self._say_stacks(stream, told)
 
     async def _say_stacks(self, stream: Stream, asked: TakeStacks) -> None:
-        state = await self.driver.status(asked.rdzv_id)
+        state = await self.driver.views.status(asked.rdzv_id)
         (node,) = (node for node in state.nodes if node.node_id == stream.node_id)
         assert node.rank_first is not None
         workers = []
@@ -207,13 +207,15 @@ class Served:
             frame = Frame("step", "/home/ada/train.py", self.lines.get(rank, 41))
             main = Thread("MainThread", True, (frame, Frame("<module>", frame.file, 90)))
             workers.append(WorkerStack(rank, local_rank, 4700 + rank, "S", (main,)))
-        self.driver.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
+        self.driver.reports.take_stacks_in(stream, Stacks(asked.request, tuple(workers), last=True))
 
     async def _hang(self, rdzv_id: str, node_id: str, ranks: tuple[int, ...]) -> None:
-        state = await self.driver.status(rdzv_id)
+        state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
         hung = tuple(HungWorker(rank, 0, 4700 + rank, 60_000, "no step") for rank in ranks)
-        self.driver.note_hung(self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung))
+        self.driver.reports.note_hung(
+            self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung)
+        )
 
     async def _join(
         self, rdzv_id: str, node_ids: tuple[str, ...], nodes: tuple[int, int], more: dict[str, Any]
@@ -221,22 +223,24 @@ class Served:
         settings = Settings(*nodes, max_restarts=3, last_call_timeout_ms=600_000)
         for node_id in node_ids:
             stream = await self._stream(node_id)
-            await self.driver.hear(stream, rdzv_id, join(stream, settings=settings, **more))
+            await self.driver.commands.hear(
+                stream, rdzv_id, join(stream, settings=settings, **more)
+            )
 
     async def _fail(self, rdzv_id: str, node_id: str, message: str, traceback: str) -> None:
-        state = await self.driver.status(rdzv_id)
+        state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
         stream = self._streams[node_id]
         report = FailureReport(0, 0, 4711, 1, None, message, traceback, 0)
         fail = Fail(node_id, stream.incarnation, state.run, state.round, (report,))
-        await self.driver.hear(stream, rdzv_id, fail)
+        await self.driver.commands.hear(stream, rdzv_id, fail)
 
     def rejoin(self, rdzv_id: str) -> None:
         """Have everyone who was to stop have stopped, and join again."""
         self.do(self._rejoin(rdzv_id))
 
     async def _rejoin(self, rdzv_id: str) -> None:
-        state = await self.driver.status(rdzv_id)
+        state = await self.driver.views.status(rdzv_id)
         settings = Settings(
             state.min_nodes, state.max_nodes, max_restarts=3, last_call_timeout_ms=600_000
         )
@@ -244,27 +248,27 @@ class Served:
             stream = self._streams[node.node_id]
             if node.state == "stopping" and stream.open:
                 again = join(stream, settings=settings, run=state.run, left_round=state.round)
-                await self.driver.hear(stream, rdzv_id, again)
+                await self.driver.commands.hear(stream, rdzv_id, again)
 
     async def _lose(self, node_id: str) -> None:
-        self.driver.detach(self._streams[node_id])
+        self.driver.connections.detach(self._streams[node_id])
 
     async def _succeed(self, rdzv_id: str) -> None:
-        state = await self.driver.status(rdzv_id)
+        state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
         for node in state.nodes:
             stream = self._streams[node.node_id]
             succeed = Succeed(node.node_id, stream.incarnation, state.run, state.round)
-            await self.driver.hear(stream, rdzv_id, succeed)
+            await self.driver.commands.hear(stream, rdzv_id, succeed)
 
     async def _progress(
         self, rdzv_id: str, node_id: str, steps: tuple[tuple[int, int, float], ...]
     ) -> None:
-        state = await self.driver.status(rdzv_id)
+        state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
         said = tuple(RankProgress(rank, step, 0, rate) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
-        self.driver.note_progress(self._streams[node_id], progress)
+        self.driver.reports.note_progress(self._streams[node_id], progress)
 
 
 @contextmanager

@@ -36,9 +36,9 @@ async def told(
     async with scraped() as s:
         await story(s)
         now_ms = s.clock.now_ms()
-        view = await s.driver.status(rdzv_id)
-        rows = await s.driver.history(rdzv_id, limit)
-        progress = s.driver.progress(rdzv_id)
+        view = await s.driver.views.status(rdzv_id)
+        rows = await s.driver.views.history(rdzv_id, limit)
+        progress = s.driver.views.progress(rdzv_id)
     status = job_status_of(outbound.job_status(view, now_ms, progress))
     return Told(status, tuple(event_of(outbound.event_row(row)) for row in rows), now_ms)
 
@@ -55,7 +55,7 @@ async def crashing(s: Scraped, rounds: int = 20) -> None:
         await s.fail(n1, number)
         await s.let_pass(500)
         await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=number))
-    await s.driver.submit("job-7", Stop("run-1", "stopped by ada at head: it only crashes"))
+    await s.driver.jobs.submit("job-7", Stop("run-1", "stopped by ada at head: it only crashes"))
     await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=rounds))
     await settle()
 

@@ -287,10 +287,10 @@ async def _run_alone(
     config: Config, clock: Clock, facade: Facade | None, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     """Serve from a store that belongs to this process."""
+    from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.service import server_version, serving
     from rdzv.server.security.access import Gate
-    from rdzv.server.sessions.driver import Driver
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, server_version())
@@ -377,7 +377,7 @@ async def _meter(
     from rdzv.server.telemetry.traces import tracing
 
     async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
-        return await replica.driver.history(rdzv_id, limit)
+        return await replica.driver.views.history(rdzv_id, limit)
 
     sender = OtlpSender(config.otlp, server_version())
     try:

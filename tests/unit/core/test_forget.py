@@ -109,7 +109,7 @@ async def stored(store: MemoryStore, rdzv_id: str, ended_at_ms: int | None) -> N
 async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Line]:
     """Have one node run a round of a job; return who it is, and its line."""
     stream = await s.connect(f"node-of-{rdzv_id}")
-    await s.driver.hear(stream, rdzv_id, join(stream, (1, 1)))
+    await s.driver.commands.hear(stream, rdzv_id, join(stream, (1, 1)))
     await settle()
     line = read(stream)[-1]
     assert isinstance(line, Line)
@@ -118,7 +118,7 @@ async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Line]:
 
 async def finished(s: Server, rdzv_id: str = "job-7") -> Line:
     node_id, incarnation, line = await begun(s, rdzv_id)
-    await s.driver.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
+    await s.driver.jobs.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
     await settle()
     return line
 
@@ -142,11 +142,11 @@ async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixtu
     await stored(store, "spoilt", None)
     store._jobs["spoilt"] = (b"{", 1)
     async with server(store) as s:
-        assert len(s.driver._jobs._ended) == 300
+        assert len(s.driver.jobs._ended) == 300
         assert store.reads == 1
         assert "job spoilt is left alone: job spoilt in memory can not be read" in caplog.text
         caplog.clear()
-        listed = await s.driver.list()
+        listed = await s.driver.views.list()
         assert store.reads == 1
         assert [view.rdzv_id for view in listed if view.state != "succeeded"] == ["open"]
         assert len(listed) == 301
@@ -162,32 +162,32 @@ async def test_what_joins_by_a_forgotten_name_is_a_new_job(
     async with server(store) as s:
         for run_number in (1, 2):
             await finished(s)
-            assert (await s.driver.status("job-7")).run_number == run_number
-        await s.driver._jobs.forget("job-7")
+            assert (await s.driver.views.status("job-7")).run_number == run_number
+        await s.driver.jobs.forget("job-7")
         with pytest.raises(UnknownJobError):
-            await s.driver.status("job-7")
+            await s.driver.views.status("job-7")
         assert (await store.list(), await store.history("job-7", 10)) == ((), ())
-        assert not s.driver._jobs._jobs
-        assert not s.driver._jobs._ended
+        assert not s.driver.jobs._jobs
+        assert not s.driver.jobs._ended
         assert (await finished(s)).round == 0
-        assert (await s.driver.status("job-7")).run_number == 1
+        assert (await s.driver.views.status("job-7")).run_number == 1
     assert lines == ["INFO job job-7 is forgotten: an operator said so"]
 
 
 async def test_history_that_waits_for_a_commit_is_forgotten_too(store: DeletingStore) -> None:
     async with server(store) as s:
         await finished(s)
-        async with s.driver._jobs.claim("job-7") as job:
+        async with s.driver.jobs.claim("job-7") as job:
             job.pending = (Record(0, "job-7", "run-1", "NodeLeft", "late"),)
-        await s.driver._jobs.forget("job-7")
+        await s.driver.jobs.forget("job-7")
     assert await store.history("job-7", 10) == ()
 
 
 async def test_a_job_that_nobody_has_joined_is_not_known(store: DeletingStore) -> None:
     async with server(store) as s:
         with pytest.raises(UnknownJobError, match=r"no job job-7 .*`rdzvctl list`"):
-            await s.driver._jobs.forget("job-7")
-        assert not s.driver._jobs._jobs
+            await s.driver.jobs.forget("job-7")
+        assert not s.driver.jobs._jobs
     assert store.deleted == []
 
 
@@ -198,18 +198,18 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
             InvalidRequestError,
             match="job-7 is running and can not be forgotten; stop it first, with `rdzvctl stop ",
         ):
-            await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
         stream = await s.connect("n8")
-        await s.driver.hear(stream, "job-8", join(stream, (2, 2)))
+        await s.driver.commands.hear(stream, "job-8", join(stream, (2, 2)))
         with pytest.raises(InvalidRequestError, match="job job-8 is joining"):
-            await s.driver._jobs.forget("job-8")
-        assert (await s.driver.status("job-7")).state == "running"
+            await s.driver.jobs.forget("job-8")
+        assert (await s.driver.views.status("job-7")).state == "running"
         leave = Leave(node_id, incarnation, line.run, LeaveCause.SIGNAL, "bye")
-        await s.driver.submit("job-7", leave)
+        await s.driver.jobs.submit("job-7", leave)
         with pytest.raises(InvalidRequestError, match="job job-7 is stopping"):
-            await s.driver._jobs.forget("job-7")
-        await s.driver.submit("job-7", replace(leave, left_round=line.round))
-        await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
+        await s.driver.jobs.submit("job-7", replace(leave, left_round=line.round))
+        await s.driver.jobs.forget("job-7")
     assert store.deleted == ["job-7"]
 
 
@@ -226,11 +226,11 @@ async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
         await finished(s)
         store.before = StoreRefusedError("full")
         with pytest.raises(StoreRefusedError, match="full"):
-            await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
         assert s.driver.trouble
-        assert (await s.driver.status("job-7")).state == "succeeded"
+        assert (await s.driver.views.status("job-7")).state == "succeeded"
         store.before = None
-        await s.driver._jobs.forget("job-7")
+        await s.driver.jobs.forget("job-7")
         assert not s.driver.trouble
     assert await store.list() == ()
 
@@ -244,15 +244,17 @@ async def test_after_a_deletion_of_which_nobody_knows_the_store_tells(
         unknown = RendezvousConnectionError("no answer")
         store.before, store.after = (None, unknown) if happened else (unknown, None)
         with pytest.raises(RendezvousConnectionError, match="no answer"):
-            await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
         store.before = store.after = None
-        assert [view.rdzv_id for view in await s.driver.list()] == ([] if happened else ["job-7"])
+        assert [view.rdzv_id for view in await s.driver.views.list()] == (
+            [] if happened else ["job-7"]
+        )
         # Repeated, as whoever gets no answer does.
         if happened:
             with pytest.raises(UnknownJobError):
-                await s.driver._jobs.forget("job-7")
+                await s.driver.jobs.forget("job-7")
         else:
-            await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
         assert (await finished(s)).round == 0
 
 
@@ -263,11 +265,11 @@ async def test_who_waits_for_a_deletion_of_which_nobody_knows_reads_the_job_anew
         await finished(s)
         stream = await s.connect("n1")
         store.gate, store.after = asyncio.Event(), RendezvousConnectionError("no answer")
-        caller = asyncio.ensure_future(s.driver._jobs.forget("job-7"))
+        caller = asyncio.ensure_future(s.driver.jobs.forget("job-7"))
         await settle()
-        joining = asyncio.ensure_future(s.driver.submit("job-7", join(stream, (1, 1))))
+        joining = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(stream, (1, 1))))
         await settle()
-        assert s.driver._jobs._jobs["job-7"].claims == 2
+        assert s.driver.jobs._jobs["job-7"].claims == 2
         store.gate.set()
         with pytest.raises(RendezvousConnectionError, match="no answer"):
             await caller
@@ -279,9 +281,9 @@ async def test_a_job_that_was_written_by_somebody_else_is_read_anew(store: Delet
         await finished(s)
         store.before = RevisionConflictError("somebody else has written it")
         with pytest.raises(RendezvousConnectionError, match=r"somebody else .*; try again"):
-            await s.driver._jobs.forget("job-7")
+            await s.driver.jobs.forget("job-7")
         store.before = None
-        await s.driver._jobs.forget("job-7")
+        await s.driver.jobs.forget("job-7")
     assert store.deleted == ["job-7"]
 
 
@@ -292,14 +294,14 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_deletion_in_two(
         await finished(s)
         stream = await s.connect("n1")
         store.gate = asyncio.Event()
-        caller = asyncio.ensure_future(s.driver._jobs.forget("job-7"))
+        caller = asyncio.ensure_future(s.driver.jobs.forget("job-7"))
         await settle()
         caller.cancel()
         await asyncio.wait([caller])
         # Whoever comes meanwhile waits, and finds a new job.
-        joining = asyncio.ensure_future(s.driver.submit("job-7", join(stream, (1, 1))))
+        joining = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(stream, (1, 1))))
         await settle()
-        assert s.driver._jobs._jobs["job-7"].claims == 2
+        assert s.driver.jobs._jobs["job-7"].claims == 2
         store.gate.set()
         assert (await joining).membership.run_number == 1
     assert store.deleted == ["job-7"]
@@ -345,7 +347,7 @@ async def test_at_a_start_what_is_too_old_goes(
     await stored(store, "open", None)
     async with server(store, clock) as s:
         await settle()
-        assert [view.rdzv_id for view in await s.driver.list()] == ["new", "open"]
+        assert [view.rdzv_id for view in await s.driver.views.list()] == ["new", "open"]
     assert store.deleted == ["older", "old"]
     assert await store.history("old", 10) == ()
     assert lines == [
@@ -420,8 +422,8 @@ async def test_a_job_that_has_begun_another_run_meanwhile_stays(
         store.gate.set()
         await settle()
         assert store.deleted == ["job-6", "job-9"]
-        assert (await s.driver.status("job-7")).state == "running"
-        assert (await s.driver.status("job-8")).run_number == 2
+        assert (await s.driver.views.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-8")).run_number == 2
 
 
 async def test_while_the_store_is_away_it_waits_for_the_next_hour(
@@ -474,22 +476,24 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
     async with server(store, clock) as s:
         stream = await s.connect("n1")
         settings = Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
-        await s.driver.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
+        await s.driver.commands.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
         line = read(stream)[-1]
         assert isinstance(line, Line)
         report = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
         speaker = (stream.node_id, stream.incarnation)
-        await s.driver.hear(stream, "job-7", Fail(*speaker, line.run, line.round, (report,)))
+        await s.driver.commands.hear(
+            stream, "job-7", Fail(*speaker, line.run, line.round, (report,))
+        )
         again = join(stream, (1, 1), settings=settings, run=line.run, left_round=line.round)
-        await s.driver.hear(stream, "job-7", again)
+        await s.driver.commands.hear(stream, "job-7", again)
     clock.at_ms -= HOUR_MS
     async with server(store, clock) as s:
         # What is in memory is what is stored: it is a step that has the times count as now.
         await clock.advance(0)
-        view = await s.driver.status("job-7")
+        view = await s.driver.views.status("job-7")
         assert (view.run_age_ms, view.restarts) == (0, 1)
         clock.at_ms += 40_000
-        view = await s.driver.status("job-7")
+        view = await s.driver.views.status("job-7")
         assert (view.run_age_ms, view.restarts) == (40_000, 0)
 
 

@@ -61,7 +61,7 @@ def test_who_says_nothing_any_more_does_not_straggle() -> None:
 
 def say(s: Server, stream: Stream, first: int, *rates: float, age_ms: int = 0) -> None:
     ranks = tuple(RankProgress(first + place, 7, age_ms, rate) for place, rate in enumerate(rates))
-    s.driver.note_progress(stream, Progress("job-7", "run-1", 0, ranks))
+    s.driver.reports.note_progress(stream, Progress("job-7", "run-1", 0, ranks))
 
 
 async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
@@ -75,15 +75,15 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
                 say(s, n1, 0, 2.0, 2.0)
                 say(s, n2, 2, 2.0, 0.5)
                 await clock.advance(5_000)
-                s.driver.heard(n1)
-                s.driver.heard(n2)
-            (found,) = s.driver.stragglers("job-7")
+                s.driver.connections.heard(n1)
+                s.driver.connections.heard(n2)
+            (found,) = s.driver.views.stragglers("job-7")
             assert (found.rank, found.step_s, found.median_s) == (3, 2.0, 0.5)
-            assert s.driver.figures().straggling(s.driver._jobs.peek("job-7")) == 1  # type: ignore[arg-type]
+            assert s.driver.figures().straggling(s.driver.jobs.peek("job-7")) == 1  # type: ignore[arg-type]
             say(s, n2, 2, 2.0, 2.0)
             await clock.advance(5_000)
             say(s, n1, 0, 2.0, 2.0)
-        assert s.driver.stragglers("job-7") == ()
+        assert s.driver.views.stragglers("job-7") == ()
         lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
         assert lines == [
             "job-7: RANK 3 on n2 straggles: 2 s a step, where the median is 0.5 s",
@@ -99,10 +99,10 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
             say(s, n1, 0, 2.0, 2.0)
             say(s, n2, 2, 2.0, 0.5, age_ms=100_000)
             await clock.advance(5_000)
-            s.driver.heard(n1)
-            s.driver.heard(n2)
-        assert s.driver.stragglers("job-7") == ()
-        assert s.driver._stragglers._jobs
-        s.driver.detach(n1)
+            s.driver.connections.heard(n1)
+            s.driver.connections.heard(n2)
+        assert s.driver.views.stragglers("job-7") == ()
+        assert s.driver.diagnosis.stragglers._jobs
+        s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert not s.driver._stragglers._jobs
+        assert not s.driver.diagnosis.stragglers._jobs

@@ -179,6 +179,16 @@ RULES = (
         only=of("rdzv.errors", "rdzv.transport.protocol", "rdzv.structs"),
     ),
     Rule(
+        "operators' requests are values; gRPC and HTTP are the services'",
+        "server/operations/*.py",
+        never=of("grpc", "aiohttp"),
+    ),
+    Rule(
+        "the parts of a server are put together without knowing how it is reached",
+        "server/driver.py",
+        never=of("grpc", "aiohttp"),
+    ),
+    Rule(
         "configurations are described without knowing any program",
         "settings/*.py",
         only=of("rdzv.errors", "rdzv.structs"),
@@ -365,5 +375,5 @@ def test_a_folder_imports_only_what_stands_above_it_on_the_map() -> None:
 def test_the_rules_are_about_files_that_are_there() -> None:
     names = [name for _, name in sources()]
     about = {rule.files for rule in RULES}
-    assert {"core/model.py", "server/sessions/driver.py", "agent/runner/runner.py"} <= set(names)
+    assert {"core/model.py", "server/driver.py", "agent/runner/runner.py"} <= set(names)
     assert all(any(matches(name, files) for name in names) for files in about)

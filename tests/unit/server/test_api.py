@@ -26,6 +26,7 @@ from rdzv.core.model import JobState
 from rdzv.core.rendezvous import vacant
 from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
+from rdzv.server.driver import Driver
 from rdzv.server.http import feeds as feeds_module
 from rdzv.server.http.feeds import Reader
 from rdzv.server.http.listener import Serving, serving_http
@@ -34,7 +35,6 @@ from rdzv.server.http.page import FOLDER, POLICY
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import Hung, LogPiece, Progress, RankProgress, ReadLog, TakeStacks
 from rdzv.server.replication.replica import Replica
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.metrics import Metrics
@@ -72,8 +72,8 @@ class Events:
         reading = asyncio.ensure_future(self._content.readuntil(b"\n\n"))
         try:
             while not reading.done():
-                for stream in self._server.driver._streams.values():
-                    self._server.driver.heard(stream)
+                for stream in self._server.driver.streams.open.values():
+                    self._server.driver.connections.heard(stream)
                 await self._server.clock.advance(250)
                 await asyncio.wait([reading], timeout=0.005)
             return await reading
@@ -184,7 +184,7 @@ async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
     async with asked() as s:
         n1, _ = await s.pair()
         said = Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
-        s.driver.note_progress(n1, said)
+        s.driver.reports.note_progress(n1, said)
         job = await s.get("/jobs/job-7")
         assert (job["version"], job["state"], job["round"], job["world_size"]) == (
             1,
@@ -244,7 +244,7 @@ async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken()
         assert "no round of this run has hung; `rdzvctl stacks job-7` takes" in error["message"]
         for number in (0, 3):
             where = (Group((0,), f"in step of round {number}"),)
-            await s.driver._shelf.keep(
+            await s.driver.diagnosis.stack_archive.keep(
                 Report("job-7", "run-1", number, s.clock.at_ms, "it hung", where, (stack,))
             )
         told = await s.get("/jobs/job-7/stacks")
@@ -436,10 +436,10 @@ async def test_logs_of_all_ranks_say_whose_lines_they_are() -> None:
             CONFIG.limits.http_log_bytes,
             False,
         )
-        s.driver.take_log(n1, piece(first, 0, b"one\ntw"))
-        s.driver.take_log(n1, piece(first, 0, b"o\n\xff<b>\n"))
-        s.driver.take_log(n1, piece(first, 0, b"", last=True))
-        s.driver.take_log(n2, piece(second, 2, b"", last=True, error="no such folder"))
+        s.driver.reports.take_log(n1, piece(first, 0, b"one\ntw"))
+        s.driver.reports.take_log(n1, piece(first, 0, b"o\n\xff<b>\n"))
+        s.driver.reports.take_log(n1, piece(first, 0, b"", last=True))
+        s.driver.reports.take_log(n2, piece(second, 2, b"", last=True, error="no such folder"))
         text = await reading
     assert text.splitlines() == [
         "[rank 0] one",
@@ -456,7 +456,7 @@ async def test_logs_of_one_rank_are_its_lines_alone_and_bounded() -> None:
         request = await ask_of(n1)
         assert (request.rank, request.round, request.tail_lines) == (1, 0, 200)
         for _ in range(3):
-            s.driver.take_log(n1, piece(request, 1, b"twenty characters...\n"))
+            s.driver.reports.take_log(n1, piece(request, 1, b"twenty characters...\n"))
         lines = (await reading).splitlines()
     assert lines[:2] == ["twenty characters..."] * 2
     assert lines[2].startswith("rdzv: more than 40 bytes were written")
@@ -469,15 +469,15 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(s.session.get(url).__aenter__())
             request = await ask_of(n1)
-            s.driver.take_log(n1, piece(request, 0, b"one\n"))
+            s.driver.reports.take_log(n1, piece(request, 0, b"one\n"))
             answer = await opening
             async with asyncio.timeout(WAIT_S):
                 assert await answer.content.readline() == b"one\n"
-                s.driver.take_log(n1, piece(request, 0, b"two\n"))
+                s.driver.reports.take_log(n1, piece(request, 0, b"two\n"))
                 assert await answer.content.readline() == b"two\n"
         answer.close()
         # Who has gone holds nothing up.
-        await until(lambda: s.driver._logs.statistics == (0, 0))
+        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
 
 
 @pytest.mark.slow
@@ -490,15 +490,15 @@ async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
         url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"
         opening = asyncio.ensure_future(s.session.get(url).__aenter__())
         await ask_of(n1)
-        await until(lambda: s.driver._logs.statistics == (1, 1))
+        await until(lambda: s.driver.diagnosis.logs.statistics == (1, 1))
         # The headers are sent after a moment without a text; it leaves before and after that.
         answer = await opening
         answer.close()
-        await until(lambda: s.driver._logs.statistics == (0, 0))
+        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
         opening = asyncio.ensure_future(s.session.get(url).__aenter__())
-        await until(lambda: s.driver._logs.statistics == (1, 1))
+        await until(lambda: s.driver.diagnosis.logs.statistics == (1, 1))
         opening.cancel()
-        await until(lambda: s.driver._logs.statistics == (0, 0))
+        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
     assert "bug" not in caplog.text
     assert "asynchronous generator" not in caplog.text
 
@@ -515,7 +515,9 @@ async def test_the_fleet_is_pushed_whole_and_then_what_changes() -> None:
             assert ageless(jobs) == ageless(await s.get("/jobs"))
             assert [n["node_id"] for n in nodes["nodes"]] == ["n1", "n2"]
             report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
-            await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, "run-1", 0, (report,)))
+            await s.driver.commands.hear(
+                n2, "job-7", Fail("n2", n2.incarnation, "run-1", 0, (report,))
+            )
             (row,) = (await events.until("jobs"))["jobs"]
             assert (row["rdzv_id"], row["state"]) == ("job-7", "stopping")
             told = await events.until("nodes")
@@ -531,13 +533,13 @@ async def test_a_job_that_is_forgotten_and_a_node_that_is_lost_are_gone() -> Non
         await s.join(n1, (1, 1))
         async with s.stream() as events:
             await events.first()
-            await s.driver.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
+            await s.driver.commands.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
             (row,) = (await events.until("jobs"))["jobs"]
             assert row["state"] == "succeeded"
-            s.driver.detach(n1)
+            s.driver.connections.detach(n1)
             gone = await events.until("gone")
             assert (gone["jobs"], gone["nodes"]) == ([], ["n1"])
-            await s.driver.forget("job-7")
+            await s.driver.operations.forget("job-7")
             gone = await events.until("gone")
             assert (gone["jobs"], gone["nodes"]) == (["job-7"], [])
 
@@ -547,10 +549,10 @@ async def test_what_an_operator_says_of_a_node_is_pushed() -> None:
         await s.pair()
         async with s.stream() as events:
             await events.first()
-            await s.driver.cordon("n1", "its fan is loud")
+            await s.driver.nodes.cordon("n1", "its fan is loud")
             (node,) = (await events.until("nodes"))["nodes"]
             assert (node["node_id"], node["cordon_reason"]) == ("n1", "its fan is loud")
-            await s.driver.uncordon("n1")
+            await s.driver.nodes.uncordon("n1")
             (node,) = (await events.until("nodes"))["nodes"]
             assert not node["cordoned"]
 
@@ -563,12 +565,14 @@ async def test_one_job_is_pushed_with_its_history() -> None:
             (job,), (history,) = found["job"], found["events"]
             assert (job["rdzv_id"], job["state"]) == ("job-7", "running")
             assert history["events"][-1]["name"] == "RoundCompleted"
-            s.driver.note_progress(
+            s.driver.reports.note_progress(
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await events.until("job"))["progress"][0]["step"] == 41
             report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
-            await s.driver.hear(n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (report,)))
+            await s.driver.commands.hear(
+                n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (report,))
+            )
             assert (await events.until("job"))["state"] == "stopping"
             names = [e["name"] for e in (await events.until("events"))["events"]]
             assert "RoundEnded" in names
@@ -580,8 +584,8 @@ async def test_what_happens_elsewhere_is_not_pushed_to_who_follows_one_job() -> 
         async with s.stream("?job=job-7") as events:
             await events.first()
             n9 = await s.connect("n9")
-            await s.driver.hear(n9, "job-8", join(n9, (1, 1)))
-            await s.driver.hear(n9, "job-7", join(n9))
+            await s.driver.commands.hear(n9, "job-8", join(n9, (1, 1)))
+            await s.driver.commands.hear(n9, "job-7", join(n9))
             # The first thing that comes is of job-7, and has n9 as a spare.
             name, job = await events.next()
             assert name == "job"
@@ -604,7 +608,7 @@ async def test_a_large_fleet_comes_in_parts() -> None:
     async with asked() as s:
         n1 = await s.connect("n1")
         for number in range(feeds_module.ROWS + 1):
-            await s.driver.hear(n1, f"job-{number:04d}", join(n1, (2, 2)))
+            await s.driver.commands.hear(n1, f"job-{number:04d}", join(n1, (2, 2)))
         async with s.stream() as events:
             parts = (await events.first())["jobs"]
         assert [len(part["jobs"]) for part in parts] == [feeds_module.ROWS, 1]
@@ -661,7 +665,7 @@ async def test_what_happens_beside_any_step_is_pushed_too() -> None:
         async with s.stream("?job=job-7") as events:
             await events.first()
             hung = HungWorker(0, 0, 4711, 60_000, "no step")
-            s.driver.note_hung(n1, Hung("job-7", "run-1", 0, (hung,)))
+            s.driver.reports.note_hung(n1, Hung("job-7", "run-1", 0, (hung,)))
             told = await events.until("events")
             assert told["events"][-1]["name"] == "WorkersHang"
 
@@ -673,7 +677,7 @@ async def test_more_readers_than_the_limit_are_refused_and_those_gone_do_not_cou
             await events.first()
             error = await s.get("/stream", 429)
             assert "`http_streams`" in error["message"]
-        await until(lambda: not (s.feeds._readers or s.feeds._feeds or s.driver._followers))
+        await until(lambda: not (s.feeds._readers or s.feeds._feeds or s.driver.watchers.followers))
 
 
 async def test_who_follows_a_job_that_nobody_knows_gives_the_place_back() -> None:
@@ -721,7 +725,7 @@ async def test_a_store_that_is_away_ends_no_stream() -> None:
             store.away = RendezvousConnectionError("no answer")
             await s.connect("n3")
             assert [n["node_id"] for n in (await fleet.until("nodes"))["nodes"]] == ["n3"]
-            s.driver.note_progress(
+            s.driver.reports.note_progress(
                 n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
             )
             assert (await job.until("job"))["progress"][0]["step"] == 41
@@ -736,7 +740,7 @@ async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -
             await fleet.first()
             for stream in (n1, n2):
                 succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-                await s.driver.hear(stream, "job-7", succeed)
+                await s.driver.commands.hear(stream, "job-7", succeed)
             # A job that has ended is not in memory: it has to be read to be told of.
             store.away = RendezvousConnectionError("no answer")
             while not s.driver.trouble:

@@ -40,8 +40,8 @@ def url() -> Iterator[str]:
     with served() as s:
         s.join("job-7", "n1", "n2")
         s.fail("job-7", "n1", "no", "Traceback")
-        run = s.do(s.driver.status("job-7")).run
-        s.do(s.driver._shelf.keep(Report("job-7", run, 0, 0, "it hung")))
+        run = s.do(s.driver.views.status("job-7")).run
+        s.do(s.driver.diagnosis.stack_archive.keep(Report("job-7", run, 0, 0, "it hung")))
         yield f"{s.url}{PREFIX}"
 
 

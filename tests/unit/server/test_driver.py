@@ -58,6 +58,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
+from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
 from rdzv.server.engine import jobs as jobs_module
 from rdzv.server.messages import (
@@ -78,7 +79,6 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry import event_lines
@@ -201,11 +201,11 @@ class Server:
 
     def attach(self, node_id: str, instance: str = "one", **more: object) -> Stream:
         hello = Hello(node_id, instance, AgentKind.DAEMON, "10.0.0.1", 99, 0, 0)
-        return self.driver.attach(replace(hello, **more))  # type: ignore[arg-type]
+        return self.driver.connections.attach(replace(hello, **more))  # type: ignore[arg-type]
 
     async def connect(self, node_id: str, *beliefs: Belief, **more: object) -> Stream:
         stream = self.attach(node_id, **more)  # type: ignore[arg-type]
-        await self.driver.greet(stream, beliefs)
+        await self.driver.recovery.greet(stream, beliefs)
         await settle()
         return stream
 
@@ -214,12 +214,12 @@ class Server:
         stream = self.attach(node_id, **more)  # type: ignore[arg-type]
         resume = Resume(node_id, stream.incarnation, "run-1", 0)
         belief = Belief("job-7", "run-1", 0, has_workers=True, commands=(resume,))
-        await self.driver.greet(stream, [belief])
+        await self.driver.recovery.greet(stream, [belief])
         await settle()
         return stream
 
     async def join(self, stream: Stream, nodes: tuple[int, int] = (2, 2)) -> None:
-        await self.driver.hear(stream, "job-7", join(stream, nodes))
+        await self.driver.commands.hear(stream, "job-7", join(stream, nodes))
         await settle()
 
     async def pair(self) -> tuple[Stream, Stream]:
@@ -231,7 +231,7 @@ class Server:
         return n1, n2
 
     async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
-        return {n.node_id: n.state for n in (await self.driver.status(rdzv_id)).nodes}
+        return {n.node_id: n.state for n in (await self.driver.views.status(rdzv_id)).nodes}
 
 
 @asynccontextmanager
@@ -313,8 +313,8 @@ async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> No
         assert read(n1) == [Welcome(n1.incarnation, 1_666, 5_000)]
         n2 = await s.connect("n2")
         assert read(n2) == [Welcome(n2.incarnation, 15_000, 30_000)]
-        s.driver.heard(n1)
-        s.driver.heard(n2)
+        s.driver.connections.heard(n1)
+        s.driver.connections.heard(n2)
         await s.clock.advance(1_000)
         assert (read(n1), read(n2)) == ([Lease(15_000, 30_000)], [])
 
@@ -322,12 +322,12 @@ async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> No
 async def test_a_refused_join_leaves_no_job_behind() -> None:
     async with server() as s:
         n1 = await s.connect("n1")
-        await s.driver.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
-        await s.driver.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
-        assert "job-8" not in s.driver._jobs._jobs
+        await s.driver.commands.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
+        await s.driver.commands.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
+        assert "job-8" not in s.driver.jobs._jobs
         with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
-            await s.driver.status("job-8")
-        assert s.driver._jobs._jobs.keys() == {"job-7"}
+            await s.driver.views.status("job-8")
+        assert s.driver.jobs._jobs.keys() == {"job-7"}
 
 
 async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
@@ -335,15 +335,15 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
         n1, n2 = await s.pair()
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.hear(stream, "job-7", succeed)
+            await s.driver.commands.hear(stream, "job-7", succeed)
         for stream in (n1, n2):
             closed = read(stream)[-1]
             assert isinstance(closed, Closed)
             assert closed.ended.result is Result.SUCCEEDED
-        assert not s.driver._jobs._jobs
-        assert not s.driver._jobs_of
-        assert (await s.driver.status("job-7")).state == "succeeded"
-        assert [view.rdzv_id for view in await s.driver.list()] == ["job-7"]
+        assert not s.driver.jobs._jobs
+        assert not s.driver.presence.node_ids
+        assert (await s.driver.views.status("job-7")).state == "succeeded"
+        assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
 
 
 async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None:
@@ -351,7 +351,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
     async with server(store) as s:
         n1 = await s.connect("n1")
         store.gate = asyncio.Event()
-        caller = asyncio.ensure_future(s.driver.submit("job-7", join(n1, (1, 1))))
+        caller = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(n1, (1, 1))))
         await settle()
         caller.cancel()
         await asyncio.wait([caller])
@@ -367,7 +367,7 @@ async def test_what_is_said_while_a_commit_is_under_way_shares_the_next_one() ->
         streams = [await s.connect(f"n{number:02}") for number in range(40)]
         store.gate = asyncio.Event()
         said = [
-            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, (40, 40))))
+            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, (40, 40))))
             for stream in streams
         ]
         await settle()
@@ -385,7 +385,7 @@ async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> No
         n1, n2, n3, n4 = [await s.connect(f"n{number}") for number in range(1, 5)]
         store.gate = asyncio.Event()
         said = [
-            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, bounds)))
+            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, bounds)))
             for stream, bounds in ((n1, (3, 3)), (n2, (3, 3)), (n3, (2, 2)), (n4, (3, 3)))
         ]
         await settle()
@@ -404,7 +404,7 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         store.gate = asyncio.Event()
         others = (n2, n3)
         said = [
-            asyncio.ensure_future(s.driver.hear(stream, "job-7", join(stream, (3, 3))))
+            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, (3, 3))))
             for stream in others
         ]
         store.next_write = lost
@@ -417,7 +417,7 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         await asyncio.gather(*said)
         lines = [m for stream in streams for m in read(stream) if isinstance(m, Line)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1), (0, 2)]
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert (names.count("RoundCompleted"), names.count("NodeJoined")) == (1, 3)
 
 
@@ -446,7 +446,7 @@ async def test_jobs_are_bounded() -> None:
         n1 = await s.connect("n1")
         await s.join(n1)
         with pytest.raises(LimitExceededError, match="job-8 would be one too many"):
-            await s.driver.submit("job-8", join(n1))
+            await s.driver.jobs.submit("job-8", join(n1))
 
 
 async def test_nodes_are_bounded() -> None:
@@ -460,7 +460,7 @@ async def test_a_slow_reader_loses_its_stream_alone() -> None:
     async with server(limits=Limits(outbox=3)) as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for _ in range(4):
-            await s.driver.hear(n1, "job-7", join(n1, run="x y"))
+            await s.driver.commands.hear(n1, "job-7", join(n1, run="x y"))
             n1.send(Refused("job-7", "code", "text"))
         assert isinstance(await end_of(n1), LimitExceededError)
         assert n2.open
@@ -477,11 +477,11 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         await s.join(n1)
         store.away = StoreRefusedError("disk full")
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         for _ in range(4):
             await s.clock.advance(1_000)
-            s.driver.heard(n1)
-            s.driver.heard(n2)
+            s.driver.connections.heard(n1)
+            s.driver.connections.heard(n2)
         waiting = read(n2)[-1]
         assert isinstance(waiting, Waiting)
         assert "disk full" in waiting.reason
@@ -489,7 +489,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         assert n2.open
         assert caplog.text.count("the store is away") == 1
         with pytest.raises(RendezvousConnectionError):
-            await s.driver.submit("job-7", join(n2))
+            await s.driver.jobs.submit("job-7", join(n2))
 
         store.away = None
         await s.clock.advance(2_000)
@@ -503,17 +503,17 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
     async with server(store) as s:
         n1, n2 = await s.pair()
         # History that no step has led to rides on the next commit, which is the doubtful one.
-        s.driver._jobs.record("job-7", events.NodeStuck("n9", 0, (4711,)))
+        s.driver.jobs.record("job-7", events.NodeStuck("n9", 0, (4711,)))
         store.next_write = "lost after"
         report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", fail))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
         await s.clock.advance(500)
         store.away = None
         await s.clock.advance(2_500)
         await said
         # Whatever was kept for another commit is written with this one.
-        await s.driver.hear(
+        await s.driver.commands.hear(
             n1, "job-7", Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "x")
         )
         await settle()
@@ -528,27 +528,27 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
     async with server(store) as s:
         n1, n2 = await s.pair()
         n9 = await s.connect("n9")
-        views = s.driver.watch("job-7")
+        views = s.driver.views.watch("job-7")
         await anext(views)
         store.away, store.reads = StoreRefusedError("disk full"), True
         report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", fail))
-        joins = asyncio.ensure_future(s.driver.hear(n9, "job-9", join(n9, (1, 1))))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
+        joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
         for _ in range(12):
             await s.clock.advance(1_000)
             for stream in (n1, n2, n9):
-                s.driver.heard(stream)
+                s.driver.connections.heard(stream)
         away = "the store is away for 12 s (disk full); workers run on, nothing new is decided; "
         reason = f"{away}not stored yet: workers of n2 have failed; 2 nodes and 4 workers run"
-        assert (await s.driver.status("job-7")).reason.startswith(reason)
-        assert [view.reason.startswith(reason) for view in await s.driver.list()] == [True]
+        assert (await s.driver.views.status("job-7")).reason.startswith(reason)
+        assert [view.reason.startswith(reason) for view in await s.driver.views.list()] == [True]
         # Who watches is told without asking.
         assert "workers of n2 have failed" in (await anext(views)).reason
         waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
         assert s.driver.trouble == away + waiting
         with pytest.raises(RendezvousConnectionError, match=r"stored of job job-9: .* n9 joins$"):
-            await s.driver.status("job-9")
+            await s.driver.views.status("job-9")
         # The node that failed hears it, and once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
@@ -558,8 +558,8 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         await s.clock.advance(2_000)
         await asyncio.gather(said, joins)
         assert s.driver.trouble == ""
-        assert "away" not in (await s.driver.status("job-7")).reason
-        assert (await s.driver.status("job-9")).state == "running"
+        assert "away" not in (await s.driver.views.status("job-7")).reason
+        assert (await s.driver.views.status("job-9")).state == "running"
         await views.aclose()
 
 
@@ -570,15 +570,15 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
         await s.pair()
         n9 = await s.connect("n9")
         store.away, store.reads = StoreRefusedError("disk full"), True
-        joins = asyncio.ensure_future(s.driver.hear(n9, "job-9", join(n9, (1, 1))))
+        joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
         await s.clock.advance(1_500)
         assert "n9 joins (job-9)" in s.driver.trouble
         joins.cancel()
         for _ in range(5):
-            s.driver.heard(n9)
+            s.driver.connections.heard(n9)
             await s.clock.advance(1_000)
         assert "n9" not in s.driver.trouble
-        assert "job-9" not in s.driver._jobs.store_state._waiting
+        assert "job-9" not in s.driver.jobs.store_state._waiting
 
 
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
@@ -597,7 +597,7 @@ async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
         await s.pair()
         store.full = True
         with pytest.raises(StoreRefusedError):
-            await s.driver.cordon("n1", "a fan is broken")
+            await s.driver.nodes.cordon("n1", "a fan is broken")
         await s.clock.advance(5_000)
         assert "disk full" in s.driver.trouble
         store.full = False
@@ -613,7 +613,7 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         await s.join(n1)
         read(n1), read(n2)
         store.next_write = lost
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         await s.clock.advance(2_500)
         assert not any(isinstance(m, Line | Joined) for m in read(n1) + read(n2))
         store.away = None
@@ -624,8 +624,8 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         stored = await store.load("job-7")
         assert stored is not None
         assert stored.revision == store.writes
-        assert s.driver._jobs.doubtful == ()
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        assert s.driver.jobs.doubtful == ()
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert names.count("RoundCompleted") == 1
 
 
@@ -651,7 +651,7 @@ async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -
         before = await store.load("job-7")
         assert before is not None
         store.next_write = "lost before"
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         await settle()
         others = replace(before.membership, run="run-of-another")
         await MemoryStore.compare_and_swap(store, "job-7", others, before.revision)
@@ -660,7 +660,7 @@ async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -
         await s.clock.advance(2_500)
         await asyncio.wait([said])
         assert before.membership.run not in tried
-        assert (await s.driver._jobs.look("job-7")).membership.run == "run-of-another"
+        assert (await s.driver.jobs.look("job-7")).membership.run == "run-of-another"
 
 
 async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
@@ -668,9 +668,9 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
     async with server(store) as s:
         n1, n2 = await s.pair()
         store.away = StoreRefusedError("disk full")
-        s.driver.detach(n2)
+        s.driver.connections.detach(n2)
         for _ in range(10):
-            s.driver.heard(n1)
+            s.driver.connections.heard(n1)
             await s.clock.advance(1_000)
         assert read(n1) == []
         store.away = None
@@ -687,16 +687,16 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         await s.connect("n1")
         store.gate = asyncio.Event()
         former = s.attach("n2")
-        joining = asyncio.ensure_future(s.driver.hear(former, "job-7", join(former)))
+        joining = asyncio.ensure_future(s.driver.commands.hear(former, "job-7", join(former)))
         await settle()
-        s.driver.detach(former)
+        s.driver.connections.detach(former)
         await s.clock.advance(10_000)
         await s.connect("n2", instance="two")
         store.gate.set()
         await joining
         await s.clock.advance(1_000)
         assert (await s.states()).get("n2") is not NodeState.SPARE
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert names[-2:] == ["NodeJoined", "NodeLost"]
 
 
@@ -709,7 +709,7 @@ async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_h
         await s.join(n1)
         read(n1), read(n2)
         store.next_write = "conflict"
-        said = asyncio.ensure_future(s.driver.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         await s.clock.advance(1_500)
         await said
         (refused,) = read(n1)
@@ -724,11 +724,11 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(jobs_module, "violations", lambda *_: ["barrier: broken"])
         with pytest.raises(InvariantError, match=r"a bug of rdzvd.*Leave.*barrier: broken"):
             leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
-            await s.driver.submit("job-7", leave)
+            await s.driver.jobs.submit("job-7", leave)
         monkeypatch.undo()
         for _ in range(60):
-            s.driver.heard(n1)
-            s.driver.heard(n2)
+            s.driver.connections.heard(n1)
+            s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
         assert set((await s.states()).values()) == {NodeState.SEATED}
         assert read(n1) == read(n2) == []
@@ -746,7 +746,7 @@ async def test_a_bug_in_the_core_is_refused_and_changes_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(rendezvous, "step", broken)
             with pytest.raises(InvariantError, match="oops"):
-                await s.driver.submit("job-7", join(n1))
+                await s.driver.jobs.submit("job-7", join(n1))
         assert "ZeroDivisionError" in caplog.text
         assert set((await s.states()).values()) == {NodeState.SEATED}
 
@@ -755,9 +755,9 @@ async def test_history_that_waits_for_a_commit_is_shown_and_written_at_the_end()
     store = MemoryStore()
     async with server(store) as s:
         n1, _ = await s.pair()
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await settle()
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert names[-1] == "NodeWentAway"
         assert "NodeWentAway" not in [row.name for row in await store.history("job-7", 100)]
     assert "NodeWentAway" in [row.name for row in await store.history("job-7", 100)]
@@ -773,9 +773,9 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
     async with server(store) as s:
         assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
         assert "job bad is left alone" in caplog.text
-        assert [view.rdzv_id for view in await s.driver.list()] == ["job-7"]
+        assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
         with pytest.raises(RendezvousStateError, match="job bad"):
-            await s.driver.status("bad")
+            await s.driver.views.status("bad")
     assert store._jobs["bad"] == (b"?", 1)
 
 
@@ -786,7 +786,7 @@ async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
         for _ in range(7):
-            s.driver.heard(n1)
+            s.driver.connections.heard(n1)
             await s.clock.advance(1_000)
         (over,) = read(n1)
         assert isinstance(over, RoundOver)
@@ -802,8 +802,8 @@ async def test_heartbeats_keep_a_lease_however_long() -> None:
         writes = store.writes
         for _ in range(60):
             await s.clock.advance(1_600)
-            s.driver.heard(n1)
-            s.driver.heard(n2)
+            s.driver.connections.heard(n1)
+            s.driver.connections.heard(n2)
         assert set((await s.states()).values()) == {NodeState.SEATED}
         assert store.writes == writes
 
@@ -811,11 +811,11 @@ async def test_heartbeats_keep_a_lease_however_long() -> None:
 async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.detach(n2)
+        s.driver.connections.detach(n2)
         await settle()
         assert (await s.states())["n2"] is NodeState.AWAY
         await s.clock.advance(3_000)
-        s.driver.heard(n1)
+        s.driver.connections.heard(n1)
         await s.come_back("n2")
         assert (await s.states())["n2"] is NodeState.SEATED
         assert read(n1) == []
@@ -825,7 +825,7 @@ async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
     """It ended there while no stream was open: nobody has heard it say so."""
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.detach(n2)
+        s.driver.connections.detach(n2)
         await s.connect("n2")
         over = read(n1)[-1]
         assert isinstance(over, RoundOver)
@@ -836,8 +836,8 @@ async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
 async def test_a_belief_that_can_not_be_read_is_one_all_the_same() -> None:
     async with server() as s:
         _, n2 = await s.pair()
-        s.driver.detach(n2)
-        await s.driver.greet(s.attach("n2"), [], unread=["job-7"])
+        s.driver.connections.detach(n2)
+        await s.driver.recovery.greet(s.attach("n2"), [], unread=["job-7"])
         await settle()
         assert (await s.states())["n2"] is NodeState.SEATED
 
@@ -848,7 +848,7 @@ async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
         new = await s.connect("n1")
         error = await end_of(old)
         assert isinstance(error, RendezvousConnectionError)
-        s.driver.detach(old)
+        s.driver.connections.detach(old)
         assert new.open
         assert new.incarnation == old.incarnation
         with pytest.raises(NodeSupersededError, match=r"in use by 10\.0\.0\.1 pid 99"):
@@ -860,10 +860,10 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
         line = next(told.lines(*_round(s), 0))[1]
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         stream = s.attach("n1", "two")
         await settle()
-        await s.driver.greet(stream, [running(stream, line)])
+        await s.driver.recovery.greet(stream, [running(stream, line)])
         await settle()
         assert stream.incarnation > n1.incarnation
         assert read(stream)[1:] == [line]
@@ -872,7 +872,7 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
 
 
 def _round(s: Server) -> tuple[Membership, Round]:
-    state = s.driver._jobs.peek("job-7")
+    state = s.driver.jobs.peek("job-7")
     assert state is not None
     assert state.membership.round is not None
     return state.membership, state.membership.round
@@ -881,7 +881,7 @@ def _round(s: Server) -> tuple[Membership, Round]:
 async def test_a_new_instance_that_knows_nothing_gives_its_former_self_up() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await s.connect("n1", instance="two")
         (over,) = read(n2)
         assert isinstance(over, RoundOver)
@@ -891,10 +891,10 @@ async def test_a_new_instance_that_knows_nothing_gives_its_former_self_up() -> N
 async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_same() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.detach(n1)
-        s.driver.detach(s.attach("n1", "two"))
+        s.driver.connections.detach(n1)
+        s.driver.connections.detach(s.attach("n1", "two"))
         for _ in range(7):
-            s.driver.heard(n2)
+            s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
         assert isinstance(read(n2)[0], RoundOver)
 
@@ -906,9 +906,9 @@ async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
         n1, former = await s.connect("n1"), await s.connect("n2")
         await s.join(n1)
         store.gate = asyncio.Event()
-        completing = asyncio.ensure_future(s.driver.hear(former, "job-7", join(former)))
+        completing = asyncio.ensure_future(s.driver.commands.hear(former, "job-7", join(former)))
         await settle()
-        s.driver.detach(former)
+        s.driver.connections.detach(former)
         later = s.attach("n2", instance="two")
         store.gate.set()
         await completing
@@ -921,21 +921,21 @@ async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
     """It joins again from an older round, and is seated already."""
     async with server() as s:
         n1, n2 = await s.pair()
-        await s.driver.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
-        await s.driver.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
+        await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
+        await s.driver.commands.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
         (line,) = [message for message in read(n1) if isinstance(message, Line)]
         assert line.round == 1
-        await s.driver.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
+        await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
         assert line in read(n1)
 
 
 async def test_a_planned_absence_is_waited_for() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.plan_away(n1, 60_000)
-        s.driver.detach(n1)
+        s.driver.connections.plan_away(n1, 60_000)
+        s.driver.connections.detach(n1)
         for _ in range(50):
-            s.driver.heard(n2)
+            s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
         assert (await s.states())["n1"] is NodeState.AWAY
         await s.come_back("n1")
@@ -948,9 +948,9 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
         n1, n2 = await s.pair()
         await s.clock.pause(20_000)
         assert "held up for" in caplog.text
-        s.driver.heard(n1)
+        s.driver.connections.heard(n1)
         await s.clock.advance(4_000)
-        s.driver.heard(n2)
+        s.driver.connections.heard(n2)
         assert set((await s.states()).values()) == {NodeState.SEATED}
         assert n1.open
         assert n2.open
@@ -961,10 +961,10 @@ async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departur
     async with server() as s:
         n1 = await s.connect("n1", kind=AgentKind.FOREGROUND)
         await s.join(n1, (1, 1))
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await s.clock.pause(12_000)
         attempt = s.attach("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
-        s.driver.detach(attempt)
+        s.driver.connections.detach(attempt)
         await s.clock.advance(20_000)
         assert await s.states() == {"n1": NodeState.AWAY}
         await s.come_back("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
@@ -976,15 +976,17 @@ async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() 
     async with server() as s:
         n1, n2 = await s.pair()
         failure = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
-        await s.driver.hear(n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failure,)))
+        await s.driver.commands.hear(
+            n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failure,))
+        )
         await s.clock.pause(120_000)
         for stream in (n1, n2):
-            await s.driver.hear(stream, "job-7", join(stream, run="run-1", left_round=0))
+            await s.driver.commands.hear(stream, "job-7", join(stream, run="run-1", left_round=0))
         await s.clock.advance(3_000)
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         assert status.state == "failed"
         assert [failure.message for failure in status.last_failure] == ["boom"]
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert "NodeLost" not in names
 
 
@@ -996,7 +998,7 @@ async def test_a_server_that_stops_moves_nobody() -> None:
         s.driver.close_streams(RendezvousConnectionError("stopping"))
         for stream in (n1, n2):
             assert isinstance(await end_of(stream), RendezvousConnectionError)
-            s.driver.detach(stream)
+            s.driver.connections.detach(stream)
         with pytest.raises(RendezvousConnectionError, match="stopping"):
             s.attach("n3")
     assert store.writes == writes
@@ -1017,7 +1019,7 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
         back = await s.come_back("n1", incarnation=n1.incarnation)
         assert back.incarnation == n1.incarnation
         for _ in range(14):
-            s.driver.heard(back)
+            s.driver.connections.heard(back)
             await clock.advance(1_000)
         over = read(back)[-1]
         assert isinstance(over, RoundOver)
@@ -1032,7 +1034,7 @@ async def test_after_a_restart_a_node_hears_the_same_line() -> None:
         line = next(told.lines(*_round(s), 0))[1]
     async with server(store, clock) as s:
         stream = s.attach("n1", incarnation=n1.incarnation)
-        await s.driver.greet(stream, [running(stream, line)])
+        await s.driver.recovery.greet(stream, [running(stream, line)])
         assert read(stream)[1:] == [line]
 
 
@@ -1046,7 +1048,7 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
     async with server() as s:
         stream = s.attach("n1")
         resume = Resume("n1", stream.incarnation, "feed", 4)
-        await s.driver.greet(stream, [Belief("job-9", "feed", 4, True, (resume,))])
+        await s.driver.recovery.greet(stream, [Belief("job-9", "feed", 4, True, (resume,))])
         assert [type(message) for message in read(stream)] == [Welcome]
         assert "n1 runs round 4 of run feed of job-9" in caplog.text
 
@@ -1100,18 +1102,18 @@ async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
     await s.join(n1)
     await s.join(n2)
     if not silent:
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
     for _ in range(12):
-        s.driver.heard(n2)
+        s.driver.connections.heard(n2)
         await s.clock.advance(1_000)
     stopped = join(n2, run="run-1", left_round=0)
-    await s.driver.hear(n2, "job-7", stopped)
+    await s.driver.commands.hear(n2, "job-7", stopped)
     await settle()
 
 
 async def why_gone(s: Server) -> str:
     """Return what `status` says of n1."""
-    nodes = (await s.driver.status("job-7")).nodes
+    nodes = (await s.driver.views.status("job-7")).nodes
     return next(node.reason for node in nodes if node.node_id == "n1")
 
 
@@ -1138,7 +1140,7 @@ async def test_who_is_given_up_unheard_may_have_workers(
         await given_up(s, silent=silent, kind=kind, fence_after_ms=fence_after_ms)
         assert (MAY_RUN in await why_gone(s)) is may_run
         assert (MAY_RUN in caplog.text) is may_run
-        assert (MAY_RUN in (await s.driver.status("job-7")).reason) is may_run
+        assert (MAY_RUN in (await s.driver.views.status("job-7")).reason) is may_run
 
 
 async def test_who_is_heard_again_without_workers_has_none() -> None:
@@ -1146,7 +1148,7 @@ async def test_who_is_heard_again_without_workers_has_none() -> None:
         await given_up(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)
-        assert "n1" not in s.driver._jobs_of
+        assert "n1" not in s.driver.presence.node_ids
 
 
 async def test_after_a_restart_of_the_server_it_is_still_not_known_until_it_is_heard() -> None:
@@ -1164,25 +1166,25 @@ async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joi
     """The join has to wait for the end of the run, and that for word of the node that joins."""
     async with server() as s:
         await given_up(s)
-        await s.driver.obey("job-7", Stop("run-1", "an operator"))
-        assert (await s.driver.status("job-7")).state == "stopping"
+        await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
+        assert (await s.driver.views.status("job-7")).state == "stopping"
         n1 = s.attach("n1", "another")
-        await s.driver.greet(n1, [asks_for("job-7", n1)])
+        await s.driver.recovery.greet(n1, [asks_for("job-7", n1)])
         await settle()
-        shown = await s.driver.status("job-7")
+        shown = await s.driver.views.status("job-7")
         assert (shown.state, shown.run_number) == ("joining", 2)
 
 
 async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
     async with server() as s:
         await given_up(s)
-        await s.driver.obey("job-7", Stop("run-1", "an operator"))
+        await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
         await s.clock.advance(90_000)
-        assert (await s.driver.status("job-7")).state == "stopped"
+        assert (await s.driver.views.status("job-7")).state == "stopped"
         assert MAY_RUN in await why_gone(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)
-        assert "n1" not in s.driver._jobs_of
+        assert "n1" not in s.driver.presence.node_ids
 
 
 # ---------------------------------------------------------------- one job that fails, and others
@@ -1230,7 +1232,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
     async with server() as s:
         await s.join(await s.connect("n2"))
         n1 = s.attach("n1")
-        await s.driver.greet(n1, [asks_for("job-7", n1), asks_for("job-8", n1)])
+        await s.driver.recovery.greet(n1, [asks_for("job-7", n1), asks_for("job-8", n1)])
         await settle()
         said = read(n1)
         assert n1.open and any(isinstance(message, Line) for message in said)
@@ -1245,7 +1247,7 @@ async def test_who_has_no_other_job_says_everything_again_after_a_bug(
     broken_for(monkeypatch, "job-8", Join)
     async with server() as s:
         n1 = s.attach("n1")
-        await s.driver.greet(n1, [asks_for("job-8", n1)])
+        await s.driver.recovery.greet(n1, [asks_for("job-8", n1)])
         assert [m.code for m in read(n1) if isinstance(m, Refused)] == [InvariantError.code]
 
 
@@ -1254,13 +1256,13 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
 ) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         broken_for(monkeypatch, "job-7", MarkLost)
         again = s.attach("n1")
-        await s.driver.greet(again, [asks_for("job-8", again)])
+        await s.driver.recovery.greet(again, [asks_for("job-8", again)])
         assert again.open and again.greeted
         assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
-        assert (await s.driver.look("job-8")).present("n1")
+        assert (await s.driver.jobs.look("job-8")).present("n1")
 
 
 async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
@@ -1268,10 +1270,10 @@ async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
     store = UnreadableStore()
     async with server(store) as s:
         _, n2 = await s.pair()
-        await s.driver.hear(n2, "job-9", join(n2))
+        await s.driver.commands.hear(n2, "job-9", join(n2))
         store.unreadable = "job-8"
         ended = Belief("job-8", "run-9", 0, has_workers=False)
-        await s.driver._refuse(n2, ended, RendezvousClosedError("its run has ended"))
+        await s.driver.commands.refuse(n2, ended, RendezvousClosedError("its run has ended"))
         assert n2.open
         [waits] = [m for m in read(n2) if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
         assert "job-8 can not be read" in waits.reason
@@ -1282,9 +1284,9 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
 ) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver._placer.note_holdings("n1", (Holding("job-7", "run-1", 0),))
+        s.driver.placer.note_holdings("n1", (Holding("job-7", "run-1", 0),))
         broken_for(monkeypatch, "job-7", MarkLost)
-        await s.driver.note_holdings(n1, ())
+        await s.driver.reports.note_holdings(n1, ())
         assert n1.open
         assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
 
@@ -1298,18 +1300,18 @@ async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
         for number in range(20):
             rdzv_id = f"job-{number}"
             for stream in (n1, n2):
-                await s.driver.hear(stream, rdzv_id, join(stream))
+                await s.driver.commands.hear(stream, rdzv_id, join(stream))
             await settle()
-            run = (await s.driver.look(rdzv_id)).membership.run
+            run = (await s.driver.jobs.look(rdzv_id)).membership.run
             for stream in (n1, n2):
                 done = Succeed(stream.node_id, stream.incarnation, run, 0)
-                await s.driver.hear(stream, rdzv_id, done)
+                await s.driver.commands.hear(stream, rdzv_id, done)
             await settle()
-            assert (await s.driver.look(rdzv_id)).membership.ended is not None
+            assert (await s.driver.jobs.look(rdzv_id)).membership.ended is not None
             read(n1)
             read(n2)
         assert not n1._last and not n2._last
-        assert not s.driver._jobs_of
+        assert not s.driver.presence.node_ids
 
 
 async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
@@ -1340,27 +1342,27 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
         former = await s.connect("n1")
         present = s.attach("n1", incarnation=former.incarnation)
         assert former.number != present.number
-        placer, hangs = s.driver._placer, s.driver._hangs
+        placer, hangs = s.driver.placer, s.driver.diagnosis.hangs
         noted: list[str] = []
         relays = (
             (placer, "note_health"),
             (placer, "note_draining"),
             (placer, "note_holdings"),
             (hangs, "note"),
-            (s.driver._logs, "take"),
-            (s.driver._stacks, "take_in"),
+            (s.driver.diagnosis.logs, "take"),
+            (s.driver.diagnosis.stacks, "take_in"),
         )
         for owner, name in relays:
             setattr(owner, name, lambda *_, name=name: noted.append(name))
 
         async def say_all(stream: Stream) -> None:
             driver = s.driver
-            driver.note_health(stream, (FailingCheck("disk", "it is full"),))
-            driver.note_draining(stream, Draining(1_000, "preempted", 0, own=True))
-            await driver.note_holdings(stream, ())
-            driver.note_hung(stream, Hung("job-7", "run-1", 0, ()))
-            driver.take_log(stream, LogPiece(1))
-            driver.take_stacks_in(stream, Stacks(1, last=True))
+            driver.reports.note_health(stream, (FailingCheck("disk", "it is full"),))
+            driver.reports.note_draining(stream, Draining(1_000, "preempted", 0, own=True))
+            await driver.reports.note_holdings(stream, ())
+            driver.reports.note_hung(stream, Hung("job-7", "run-1", 0, ()))
+            driver.reports.take_log(stream, LogPiece(1))
+            driver.reports.take_stacks_in(stream, Stacks(1, last=True))
 
         await say_all(former)
         assert noted == []
@@ -1389,8 +1391,8 @@ async def test_who_joins_in_the_commit_that_adopts_another_run_waits_in_that_one
     async with server() as s:
         n1, n2 = s.attach("n1"), s.attach("n2")
         await asyncio.gather(
-            s.driver.greet(n1, [waits(n1, "first")]),
-            s.driver.greet(n2, [runs_elsewhere(n2)]),
+            s.driver.recovery.greet(n1, [waits(n1, "first")]),
+            s.driver.recovery.greet(n2, [runs_elsewhere(n2)]),
         )
         await settle()
         told_n1 = [message for message in read(n1) if not isinstance(message, Welcome)]
@@ -1406,14 +1408,14 @@ async def test_who_reconnects_before_that_commit_waits_in_the_adopted_run_all_th
     async with server(store) as s:
         store.gate = asyncio.Event()
         n1, n2 = s.attach("n1"), s.attach("n2")
-        former = asyncio.ensure_future(s.driver.greet(n1, [waits(n1, "first")]))
-        adopting = asyncio.ensure_future(s.driver.greet(n2, [runs_elsewhere(n2)]))
+        former = asyncio.ensure_future(s.driver.recovery.greet(n1, [waits(n1, "first")]))
+        adopting = asyncio.ensure_future(s.driver.recovery.greet(n2, [runs_elsewhere(n2)]))
         await settle()
         former.cancel()
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         n1 = s.attach("n1")
         store.gate.set()
-        await s.driver.greet(n1, [waits(n1, "first")])
+        await s.driver.recovery.greet(n1, [waits(n1, "first")])
         await adopting
         await settle()
         told_n1 = read(n1)
@@ -1426,22 +1428,22 @@ async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later(
     """It was told that its run is over, though it had a place in the one that had followed."""
     async with server() as s:
         n1 = s.attach("n1")
-        await s.driver.greet(n1, [waits(n1, "first")])
-        s.driver.detach(n1)
+        await s.driver.recovery.greet(n1, [waits(n1, "first")])
+        s.driver.connections.detach(n1)
         n2 = s.attach("n2")
-        await s.driver.greet(n2, [runs_elsewhere(n2)])
+        await s.driver.recovery.greet(n2, [runs_elsewhere(n2)])
         n1 = s.attach("n1")
-        await s.driver.greet(n1, [waits(n1, "first")])
+        await s.driver.recovery.greet(n1, [waits(n1, "first")])
         await settle()
         welcome, joined, waiting = read(n1)
         assert isinstance(welcome, Welcome)
         assert joined == Joined("job-7", "former", 2)
         assert isinstance(waiting, Waiting)
         assert (await s.states())["n1"] is NodeState.SPARE
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         n1 = s.attach("n1")
         leave = Leave("n1", n1.incarnation, "first", LeaveCause.SIGNAL, "bye")
-        await s.driver.greet(n1, [replace(waits(n1, "first"), commands=(leave,))])
+        await s.driver.recovery.greet(n1, [replace(waits(n1, "first"), commands=(leave,))])
         assert (await s.states())["n1"] is NodeState.LEFT
 
 
@@ -1451,10 +1453,10 @@ async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() ->
     async with server(store) as s:
         n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
         store.gate = asyncio.Event()
-        fresh = asyncio.ensure_future(s.driver.hear(n3, "job-7", join(n3)))
-        adopting = asyncio.ensure_future(s.driver.greet(n2, [runs_elsewhere(n2)]))
+        fresh = asyncio.ensure_future(s.driver.commands.hear(n3, "job-7", join(n3)))
+        adopting = asyncio.ensure_future(s.driver.recovery.greet(n2, [runs_elsewhere(n2)]))
         await settle()
-        back = asyncio.ensure_future(s.driver.greet(n1, [waits(n1, "former")]))
+        back = asyncio.ensure_future(s.driver.recovery.greet(n1, [waits(n1, "former")]))
         await settle()
         store.gate.set()
         await asyncio.gather(fresh, adopting, back)
@@ -1472,20 +1474,20 @@ async def test_who_is_refused_before_its_run_is_adopted_says_hello_again(looks: 
         # Who looks at the job first is refused together with the claim, and else just before.
         await asyncio.gather(
             *(
-                s.driver.greet(stream, [belief])
+                s.driver.recovery.greet(stream, [belief])
                 if looks
-                else s.driver.hear(stream, "job-7", belief.commands[0])
+                else s.driver.commands.hear(stream, "job-7", belief.commands[0])
                 for stream, belief in said
             ),
-            s.driver.greet(n2, [runs_elsewhere(n2)]),
+            s.driver.recovery.greet(n2, [runs_elsewhere(n2)]),
         )
         await settle()
         refused = read(n1)[-1]
         assert isinstance(refused, Refused)
         assert refused.code == "UnknownNodeError", "no final refusal"
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         n1 = s.attach("n1")
-        await s.driver.greet(n1, [waits(n1, "former")])
+        await s.driver.recovery.greet(n1, [waits(n1, "former")])
         await settle()
         assert [type(message) for message in read(n1)] == [Welcome, Joined, Waiting]
         assert (await s.states())["n1"] is NodeState.SPARE
@@ -1572,8 +1574,8 @@ async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> N
             await s.join(await s.connect(f"n{number}"), (40, 40))
     async with server(store, clock) as s:
         for _ in range(5):
-            s.driver._renew_leases(1_000)
-            assert len(s.driver._tasks._running) <= 2
+            s.driver.leases.renew(1_000)
+            assert len(s.driver.tasks._running) <= 2
         await settle()
         assert set((await s.states()).values()) == {NodeState.AWAY}
 
@@ -1669,4 +1671,4 @@ async def test_a_timer_fires_once_at_its_last_time() -> None:
 async def test_a_tick_that_is_early_does_nothing() -> None:
     async with server() as s:
         await s.pair()
-        assert (await s.driver.submit("job-7", Tick())).membership.round is not None
+        assert (await s.driver.jobs.submit("job-7", Tick())).membership.round is not None

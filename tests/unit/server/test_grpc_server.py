@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rdzv.errors import RendezvousStateError
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import service
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.service import serving
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen

@@ -27,11 +27,11 @@ def worker(rank: int, silent_ms: int = 60_000) -> HungWorker:
 
 def hang(s: Server, stream: Stream, *ranks: int, run: str = "run-1", number: int = 0) -> None:
     workers = tuple(worker(rank, 60_000 + rank) for rank in ranks)
-    s.driver.note_hung(stream, Hung("job-7", run, number, workers))
+    s.driver.reports.note_hung(stream, Hung("job-7", run, number, workers))
 
 
 async def membership(s: Server) -> Membership:
-    return (await s.driver._jobs.look("job-7")).membership
+    return (await s.driver.jobs.look("job-7")).membership
 
 
 async def failure(s: Server) -> Failure:
@@ -111,12 +111,12 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
             hang(s, n1, 0, 1)
             await clock.advance(GATHER_MS - 1)
             assert was_asked(n1, n2) == [False, False]
-            assert s.driver.hangs("job-7") == "RANK 0-1: no word of its progress"
+            assert s.driver.views.hangs("job-7") == "RANK 0-1: no word of its progress"
             await clock.advance(1)
             await say(s, n1, stack(0), stack(1))
             assert await live(s)
             await say(s, n2, stack(2, line=7), stack(3))
-        assert s.driver.hangs("job-7") == ""
+        assert s.driver.views.hangs("job-7") == ""
         found = await failure(s)
         assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
         assert "RANK 2 in step at train.py:7" in found.message
@@ -126,11 +126,11 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         lines = [record.getMessage() for record in caplog.records]
         assert lines[0] == "job-7: n1: workers hang in round 0: RANK 0-1: no word of its progress"
         assert lines[1].startswith("job-7: stacks of round 0: RANK 0-1,3 in step at train.py:41; ")
-        kept = await s.driver._shelf.find("job-7", "run-1", 0)
+        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None
         assert kept.reason == "it hung: RANK 0-1: no word of its progress"
-        assert s.driver._hangs._episodes == {}
-        rows = [row.name for row in await s.driver.history("job-7", 100)]
+        assert s.driver.diagnosis.hangs._episodes == {}
+        rows = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
 
 
@@ -171,8 +171,8 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         await say(s, n1, stack(0), stack(1))
         await say(s, n2, stack(2), stack(3))
         assert await live(s)
-        assert s.driver._hangs._episodes == {}
-        last = (await s.driver.history("job-7", 100))[-1]
+        assert s.driver.diagnosis.hangs._episodes == {}
+        last = (await s.driver.views.history("job-7", 100))[-1]
         assert last.text == "nobody hangs any more in round 0, which goes on"
 
 
@@ -181,9 +181,9 @@ async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
     async with server(clock=clock) as s:
         n1, _ = await s.pair()
         hang(s, n1, 0)
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert s.driver._hangs._episodes == {}
+        assert s.driver.diagnosis.hangs._episodes == {}
         round_ = (await membership(s)).round
         assert round_ is not None and round_.end is not None
         assert round_.end.cause is Cause.NODE_LOST
@@ -193,10 +193,10 @@ async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
     async with server() as s:
         n1, _ = await s.pair()
         hang(s, n1, 0)
-        assert s.driver.hangs("job-7")
+        assert s.driver.views.hangs("job-7")
         leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
-        await s.driver.submit("job-7", leave)
-        assert s.driver.hangs("job-7") == ""
+        await s.driver.jobs.submit("job-7", leave)
+        assert s.driver.views.hangs("job-7") == ""
 
 
 async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> None:
@@ -209,7 +209,7 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
         hang(s, other, 0)
         with pytest.raises(InvalidRequestError, match=r"RANK 0 hangs: n2 has RANK 2\.\.3"):
             hang(s, n2, 0)
-        assert s.driver._hangs._episodes == {}
+        assert s.driver.diagnosis.hangs._episodes == {}
 
 
 async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on() -> None:
@@ -268,13 +268,13 @@ async def test_a_server_that_stops_leaves_it_to_the_next() -> None:
 async def test_it_spends_a_restart_and_without_one_the_run_fails_by_it() -> None:
     async with server() as s:
         n1 = await s.connect("n1")
-        await s.driver.hear(n1, "job-7", join(n1, settings=Settings(1, 1, max_restarts=0)))
+        await s.driver.commands.hear(n1, "job-7", join(n1, settings=Settings(1, 1, max_restarts=0)))
         read(n1)
         hang(s, n1, 0, 1)
         await settle()
         await say(s, n1, stack(0), stack(1, line=7))
         again = join(n1, settings=Settings(1, 1, max_restarts=0), run="run-1", left_round=0)
-        await s.driver.hear(n1, "job-7", again)
+        await s.driver.commands.hear(n1, "job-7", again)
         ended = (await membership(s)).ended
         assert ended is not None and ended.result is Result.FAILED
         assert ended.failures[0].message.startswith("hung: ")

@@ -39,7 +39,7 @@ class Reading:
     """A caller that takes what comes, unless it is told to wait."""
 
     def __init__(self, s: Server, wanted: LogsWanted) -> None:
-        self._lines = s.driver.read_logs("job-7", wanted)
+        self._lines = s.driver.workers.read_logs("job-7", wanted)
         self.found: list[LogLines] = []
         self.error: RendezvousError | None = None
         self.ended = False
@@ -88,7 +88,7 @@ def granted(stream: Stream) -> list[LogCredit]:
 
 
 def readers(s: Server) -> tuple[int, int]:
-    return s.driver._logs.statistics
+    return s.driver.diagnosis.logs.statistics
 
 
 async def say(
@@ -96,13 +96,15 @@ async def say(
 ) -> None:
     """Answer as a node does: first with the round, then with pieces of LOCAL_RANK 1."""
     piece = LogPiece(request.request, request.round or 0)
-    s.driver.take_log(stream, piece)
+    s.driver.reports.take_log(stream, piece)
     offset = 0
     for text in data:
-        s.driver.take_log(stream, replace(piece, local_rank=1, rank=9, offset=offset, data=text))
+        s.driver.reports.take_log(
+            stream, replace(piece, local_rank=1, rank=9, offset=offset, data=text)
+        )
         offset += len(text)
     if last:
-        s.driver.take_log(stream, LogPiece(request.request, last=True))
+        s.driver.reports.take_log(stream, LogPiece(request.request, last=True))
     await settle()
 
 
@@ -111,13 +113,13 @@ async def end_round(s: Server, *streams: Stream) -> None:
     report = FailureReport(0, 0, 5, 1, None, "boom", "", 0)
     for stream in streams[:1]:
         fail = Fail(stream.node_id, stream.incarnation, "run-1", 0, (report,))
-        await s.driver.hear(stream, "job-7", fail)
+        await s.driver.commands.hear(stream, "job-7", fail)
     for stream in streams:
         offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
         again = Join(
             stream.node_id, stream.incarnation, "run-1", Settings(2, 2, 3), offer, left_round=0
         )
-        await s.driver.hear(stream, "job-7", again)
+        await s.driver.commands.hear(stream, "job-7", again)
     await settle()
 
 
@@ -127,7 +129,7 @@ async def pair(s: Server) -> tuple[Stream, Stream]:
     for stream in streams:
         offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
         join = Join(stream.node_id, stream.incarnation, "", Settings(2, 2, 3), offer)
-        await s.driver.hear(stream, "job-7", join)
+        await s.driver.commands.hear(stream, "job-7", join)
     await settle()
     assert [type(read(stream)[-1]) for stream in streams] == [Line, Line]
     return streams
@@ -163,7 +165,7 @@ async def test_all_nodes_are_asked_for_a_round_of_which_only_they_know() -> None
         reading = await begin(s, rank=3, round=0)
         requests = asked(n1), asked(n2)
         assert [request.rank for request in requests] == [3, 3]
-        s.driver.take_log(n1, LogPiece(requests[0].request, last=True))
+        s.driver.reports.take_log(n1, LogPiece(requests[0].request, last=True))
         await say(s, n2, requests[1], b"x", last=True)
         assert (reading.ended, reading.text) == (True, b"x")
 
@@ -176,7 +178,7 @@ async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> Non
             read(stream)
         reading = await begin(s, round=0)
         for stream in (n1, n2):
-            s.driver.take_log(stream, LogPiece(asked(stream).request, last=True))
+            s.driver.reports.take_log(stream, LogPiece(asked(stream).request, last=True))
         await settle()
         assert isinstance(reading.error, InvalidRequestError)
         assert "job-7-run-1/NODE_ID/round_0 in its --log-dir" in str(reading.error)
@@ -238,11 +240,11 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
         assert not [x for stream in (n1, n2) for x in read(stream) if isinstance(x, ReadLog)]
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 1)
-            await s.driver.hear(stream, "job-7", succeed)
+            await s.driver.commands.hear(stream, "job-7", succeed)
         await settle()
         assert not reading.ended
         for stream, request in zip((n1, n2), requests, strict=True):
-            s.driver.take_log(stream, LogPiece(request.request, last=True))
+            s.driver.reports.take_log(stream, LogPiece(request.request, last=True))
         await settle()
         assert (reading.ended, reading.text, reading.notes) == (True, b"ab", [])
 
@@ -272,7 +274,7 @@ async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
         reading = await begin(s, follow=True, rank=0, tail_lines=3)
         request = asked(n1)
         await say(s, n1, request, b"12345")
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         again = await s.connect("n1", instance="one")
         second = asked(again)
         assert second.request != request.request
@@ -292,7 +294,7 @@ async def test_a_stream_that_replaces_another_is_asked_anew() -> None:
         reading = await begin(s, follow=True, rank=0)
         await say(s, n1, asked(n1), b"1")
         newer = await s.connect("n1", instance="one")
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await say(s, newer, asked(newer), b"2")
         assert reading.text == b"12"
         await reading.stop()
@@ -322,11 +324,11 @@ async def test_a_node_that_has_left_and_come_back_is_asked_for_its_new_round() -
         await say(s, n1, asked(n1), b"a")
         await say(s, n2, asked(n2), b"b", last=True)
         leave = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "SIGTERM", left_round=0)
-        await s.driver.hear(n2, "job-7", leave)
-        s.driver.detach(n2)
+        await s.driver.commands.hear(n2, "job-7", leave)
+        s.driver.connections.detach(n2)
         await end_round(s, n1)
         again = await s.connect("n2", instance="two")
-        await s.driver.hear(
+        await s.driver.commands.hear(
             again,
             "job-7",
             Join(
@@ -353,7 +355,7 @@ async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_jo
     async with server(store, clock) as s:
         for stream in await pair(s):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.hear(stream, "job-7", succeed)
+            await s.driver.commands.hear(stream, "job-7", succeed)
     async with server(store, clock) as s:
         reading = await begin(s, follow=True, rank=0)
         n1 = await s.connect("n1")
@@ -368,12 +370,12 @@ async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_jo
 
 async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are() -> None:
     async with server() as s:
-        s.driver._logs.expects_until_ms = 0
+        s.driver.diagnosis.logs.expects_until_ms = 0
         n1, n2 = await pair(s)
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.hear(stream, "job-7", succeed)
-        s.driver.detach(n1)
+            await s.driver.commands.hear(stream, "job-7", succeed)
+        s.driver.connections.detach(n1)
         for follow in (False, True):
             reading = await begin(s, follow=follow)
             # The other's agent is there still.
@@ -403,7 +405,7 @@ async def test_who_follows_hears_of_a_node_that_stays_away_and_of_it_when_it_is_
         n1, _ = await pair(s)
         reading = await begin(s, follow=True, rank=0)
         await say(s, n1, asked(n1), b"1")
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await s.clock.advance(ANSWER_MS - 1)
         assert not reading.notes
         await s.clock.advance(1)
@@ -430,7 +432,7 @@ async def test_why_a_node_sends_nothing_is_passed_on_and_ends_what_can_not_go_on
         reading = await begin(s, follow=True)
         for stream in (n1, n2):
             refusal = LogPiece(asked(stream).request, last=True, error="it goes to the console")
-            s.driver.take_log(stream, refusal)
+            s.driver.reports.take_log(stream, refusal)
         await settle()
         assert reading.ended
         assert reading.notes == [(x, "it goes to the console") for x in ("n1", "n2")]
@@ -513,7 +515,7 @@ async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
         n1, n2 = await pair(s)
         reading = await begin(s, rank=0)
         request = asked(n1)
-        s.driver.take_log(n2, LogPiece(request.request, data=b"forged"))
-        s.driver.take_log(n1, LogPiece(4_711, data=b"nobody's"))
+        s.driver.reports.take_log(n2, LogPiece(request.request, data=b"forged"))
+        s.driver.reports.take_log(n1, LogPiece(4_711, data=b"nobody's"))
         await say(s, n1, request, b"x", last=True)
         assert reading.text == b"x"

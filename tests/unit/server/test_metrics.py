@@ -24,8 +24,8 @@ from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settin
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.rendezvous import step, vacant
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
+from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.job_metrics import (
@@ -55,20 +55,20 @@ class Scraped(Server):
         self.metrics = metrics
 
     async def say(self, stream: Stream, command: Join | Fail | Succeed) -> None:
-        await self.driver.hear(stream, "job-7", command)
+        await self.driver.commands.hear(stream, "job-7", command)
         await settle()
 
     async def let_pass(self, for_ms: int, *silent: str) -> None:
         """Let time pass in which every connected node but these is heard."""
         for left_ms in range(for_ms, 0, -1_000):
-            for node_id, stream in self.driver._streams.items():
+            for node_id, stream in self.driver.streams.open.items():
                 if node_id not in silent:
-                    self.driver.heard(stream)
+                    self.driver.connections.heard(stream)
             await self.clock.advance(min(left_ms, 1_000))
 
     def tell(self, stream: Stream, number: int, *ranks: RankProgress) -> None:
         """Workers of this node tell how far they are in a round."""
-        self.driver.note_progress(stream, Progress("job-7", "run-1", number, ranks))
+        self.driver.reports.note_progress(stream, Progress("job-7", "run-1", number, ranks))
 
     async def fail(self, stream: Stream, number: int) -> None:
         """A worker of this node fails in a round."""
@@ -137,11 +137,11 @@ async def history(s: Scraped) -> None:
     await s.let_pass(30_000)
 
     n9 = await s.connect("n9")
-    await s.driver.hear(n9, "waits", join(n9, (2, 4)))
-    await s.driver.hear(n9, "done", join(n9, (1, 1)))
-    run = (await s.driver.status("done")).run
+    await s.driver.commands.hear(n9, "waits", join(n9, (2, 4)))
+    await s.driver.commands.hear(n9, "done", join(n9, (1, 1)))
+    run = (await s.driver.views.status("done")).run
     await s.let_pass(2_000)
-    await s.driver.hear(n9, "done", Succeed("n9", n9.incarnation, run, 0))
+    await s.driver.commands.hear(n9, "done", Succeed("n9", n9.incarnation, run, 0))
 
     # n2 falls silent. Once n1 has stopped, n3 takes the seat.
     await s.let_pass(6_000, "n2")
@@ -155,14 +155,16 @@ async def history(s: Scraped) -> None:
 
 async def submitted_jobs(s: Scraped) -> None:
     """One job is placed on the one node that may be; the other waits for two."""
-    s.driver._placer._settled_at_ms = 0
+    s.driver.placer._settled_at_ms = 0
     gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
     for node_id in ("g1", "g2"):
         await s.connect(node_id, resources=Resources(gpus=gpus, capacity=2))
-    await s.driver.cordon("g2", "its fan is loud")
+    await s.driver.nodes.cordon("g2", "its fan is loud")
     spec = JobSpec(("train.py",), local_world_size=3)
     for rdzv_id, nodes in (("eval", 1), ("later", 2)):
-        await s.driver.submit(rdzv_id, Submit(f"{rdzv_id}-1", Settings(nodes, nodes), spec, "ada"))
+        await s.driver.jobs.submit(
+            rdzv_id, Submit(f"{rdzv_id}-1", Settings(nodes, nodes), spec, "ada")
+        )
     await s.let_pass(1_000)
 
 
@@ -185,7 +187,7 @@ async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
         await s.say(n1, join(n1, (1, 2), settings=settings, run="run-1", left_round=3))
         await s.let_pass(2_000, "n2")
         told = await s.values()
-        await s.driver.hear(n1, "free", join(n1, (1, 1)))
+        await s.driver.commands.hear(n1, "free", join(n1, (1, 1)))
         free = await s.values()
     found = {name: told[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in BUDGETS}
     assert found == dict(zip(BUDGETS, (1, 5, 0, 2, 2, 7), strict=True))
@@ -201,7 +203,7 @@ BUDGETS = (
 
 async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them() -> None:
     async with scraped() as s:
-        s.driver._placer._settled_at_ms = 0
+        s.driver.placer._settled_at_ms = 0
         await s.connect("g2", resources=Resources(capacity=2))
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
@@ -212,11 +214,11 @@ async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them
             return tuple(told[name] for name in states)  # type: ignore[return-value]
 
         assert await counted() == (0, 0)
-        await s.driver.drain("g2", 60_000, "its fan is loud")
+        await s.driver.nodes.drain("g2", 60_000, "its fan is loud")
         assert await counted() == (0, 1), "nothing is on it"
-        await s.driver.drain("n1", 60_000, "so is its own")
+        await s.driver.nodes.drain("n1", 60_000, "so is its own")
         assert await counted() == (1, 1), "it has a seat"
-        await s.driver.undrain("g2")
+        await s.driver.nodes.undrain("g2")
         assert await counted() == (1, 0)
 
 
@@ -379,7 +381,7 @@ async def test_a_job_that_has_ended_is_shown_for_a_while_and_no_longer() -> None
     async with scraped() as s:
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
-        await s.driver.submit("job-7", Stop("run-1", "an operator"))
+        await s.driver.jobs.submit("job-7", Stop("run-1", "an operator"))
         await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
         found = await s.values()
         assert found["rdzv_job_state{rdzv_id=job-7}{state=stopped}"] == 1
@@ -394,7 +396,7 @@ async def test_a_job_that_begins_again_counts_from_zero() -> None:
     async with scraped() as s:
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
-        await s.driver.submit("job-7", Stop("run-1", "an operator"))
+        await s.driver.jobs.submit("job-7", Stop("run-1", "an operator"))
         await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
         await s.clock.advance(1_000)
         await s.say(n1, join(n1, (1, 1)))
@@ -449,7 +451,7 @@ async def test_a_store_that_is_away_is_told_and_counted() -> None:
     async with scraped(store) as s:
         n1 = await s.connect("n1")
         store.away = RendezvousConnectionError("no answer")
-        said = asyncio.ensure_future(s.driver.hear(n1, "job-7", join(n1, (1, 1))))
+        said = asyncio.ensure_future(s.driver.commands.hear(n1, "job-7", join(n1, (1, 1))))
         await s.clock.advance(2_500)
         found = await s.values()
         assert found["rdzv_store_away_seconds"] == 2.5

@@ -45,7 +45,7 @@ def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: obje
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
     """Nodes that take submitted jobs; what they were told so far is read."""
-    s.driver._placer._settled_at_ms = 0
+    s.driver.placer._settled_at_ms = 0
     streams = [await s.connect(name, resources=HAS, **more) for name in names]
     await s.clock.advance(QUIET_MS)
     for stream in streams:
@@ -57,7 +57,7 @@ async def live(s: Server, for_ms: int, *streams: Stream) -> None:
     """Let time pass in which these nodes send their heartbeats."""
     for _ in range(for_ms // 1_000):
         for stream in streams:
-            s.driver.heard(stream)
+            s.driver.connections.heard(stream)
         await s.clock.advance(1_000)
 
 
@@ -68,21 +68,21 @@ def placements(stream: Stream) -> list[Placed | Withdrawn]:
 async def take_up(s: Server, stream: Stream, placed: Told, nodes: tuple[int, int] = (2, 2)) -> None:
     """Hold what was placed, and join it."""
     assert isinstance(placed, Placed)
-    await s.driver.note_holdings(stream, (Holding(placed.rdzv_id, placed.run, 1),))
+    await s.driver.reports.note_holdings(stream, (Holding(placed.rdzv_id, placed.run, 1),))
     offer = Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
     join = Join(stream.node_id, stream.incarnation, placed.run, Settings(*nodes), offer)
-    await s.driver.hear(stream, placed.rdzv_id, join)
+    await s.driver.commands.hear(stream, placed.rdzv_id, join)
     await settle()
 
 
 async def reason(s: Server, rdzv_id: str) -> str:
-    return (await s.driver.status(rdzv_id)).reason
+    return (await s.driver.views.status(rdzv_id)).reason
 
 
 async def test_a_submitted_job_is_placed_joined_and_run() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        shown = await s.driver.submit_job("job-7", submission())
+        shown = await s.driver.operations.submit_job("job-7", submission())
         assert shown.submission is not None
         assert shown.submission.placed == ("n1", "n2")
         assert [(n.node_id, n.state) for n in shown.nodes] == [("n1", "waiting"), ("n2", "waiting")]
@@ -91,12 +91,12 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
             assert placed == Placed("job-7", "sub-1", SPEC)
             await take_up(s, stream, placed)
         assert all(isinstance(read(stream)[-1], Line) for stream in (n1, n2))
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
 
 
 async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
     async with server() as s:
-        shown = await s.driver.submit_job("job-7", submission())
+        shown = await s.driver.operations.submit_job("job-7", submission())
         assert shown.reason == "queued: needs 2 nodes, and no rdzv-agent is connected"
         (n1,) = await daemons(s, "n1")
         assert await reason(s, "job-7") == (
@@ -105,16 +105,16 @@ async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
         )
         assert placements(n1) == []
         await daemons(s, "n2")
-        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_what_is_submitted_again_is_submitted_once() -> None:
     async with server() as s:
-        await s.driver.submit_job("job-7", submission())
-        await s.driver.submit_job("job-7", submission())
-        assert (await s.driver.status("job-7")).run_number == 1
+        await s.driver.operations.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
+        assert (await s.driver.views.status("job-7")).run_number == 1
         with pytest.raises(JobExistsError, match=r"a job job-7 is there already, submitted by ada"):
-            await s.driver.submit_job("job-7", submission("sub-2"))
+            await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
 
 async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
@@ -123,20 +123,20 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
         with pytest.raises(
             InvalidRequestError, match=r"of the nearest, n1 has zone=a\. Ask for less"
         ):
-            await s.driver.submit_job("job-7", submission(labels=(("zone", "b"),)))
+            await s.driver.operations.submit_job("job-7", submission(labels=(("zone", "b"),)))
         with pytest.raises(InvalidRequestError, match="n1 has 1 GPU"):
-            await s.driver.submit_job("job-7", submission(gpus_per_node=2))
-        assert await s.driver.list() == ()
+            await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
+        assert await s.driver.views.list() == ()
         # Of a server that has just started the right one may be on its way.
-        s.driver._placer._settled_at_ms = s.clock.now_ms() + 1
-        await s.driver.submit_job("job-7", submission(gpus_per_node=2))
+        s.driver.placer._settled_at_ms = s.clock.now_ms() + 1
+        await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
 
 
 async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
-        await s.driver.submit_job("job-8", submission("sub-2"))
+        await s.driver.operations.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-8", submission("sub-2"))
         assert await reason(s, "job-8") == (
             "queued: needs 2 nodes, none are free; n1, n2: taken by job-7"
         )
@@ -144,7 +144,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
             await take_up(s, stream, placements(stream)[0])
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "sub-1", 0)
-            await s.driver.hear(stream, "job-7", succeed)
+            await s.driver.commands.hear(stream, "job-7", succeed)
         assert all(isinstance(read(stream)[-1], Closed) for stream in (n1, n2))
         await s.clock.advance(QUIET_MS)
         # The job has ended; its processes may not be gone yet.
@@ -153,7 +153,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
             "queued: needs 2 nodes, none are free; n1, n2: taken by job-7"
         )
         for stream in (n1, n2):
-            await s.driver.note_holdings(stream, ())
+            await s.driver.reports.note_holdings(stream, ())
         await s.clock.advance(QUIET_MS)
         assert [placements(stream)[0].run for stream in (n1, n2)] == ["sub-2", "sub-2"]
 
@@ -161,12 +161,12 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
 async def test_a_node_that_declines_is_replaced() -> None:
     async with server() as s:
         n1, _, n3 = await daemons(s, "n1", "n2", "n3")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         why = "the folder /data is not on this node"
-        await s.driver.hear(n1, "job-7", Decline("n1", "sub-1", why))
+        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", why))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
-        shown = (await s.driver.status("job-7")).submission
+        shown = (await s.driver.views.status("job-7")).submission
         assert shown is not None
         assert shown.placed == ("n2", "n3")
         assert [(d.node_id, d.reason) for d in shown.declined] == [("n1", why)]
@@ -176,10 +176,10 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
         await live(s, 40_000, n1)
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
-        await s.driver.hear(n1, "job-7", Decline("n1", "sub-1", "no such folder"))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.status("job-7")
+        shown = await s.driver.views.status("job-7")
         assert (shown.state, shown.reason) == ("failed", "no node could run it: n1: no such folder")
 
 
@@ -188,32 +188,32 @@ async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() ->
     async with server() as s:
         nodes = await daemons(s, "n1", "n2")
         await live(s, 40_000, *nodes)
-        await s.driver.submit_job("job-7", submission(nodes=(2, 2)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(2, 2)))
         for name, node in zip(("n1", "n2"), nodes, strict=True):
-            await s.driver.hear(node, "job-7", Decline(name, "sub-1", "no such folder"))
+            await s.driver.commands.hear(node, "job-7", Decline(name, "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.status("job-7")
+        shown = await s.driver.views.status("job-7")
         assert shown.reason == "no node could run it: n1, n2: no such folder"
 
 
 async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
     async with server() as s:
         _, n2, n3 = await daemons(s, "n1", "n2", "n3")
-        await s.driver.submit_job("job-7", submission())
-        s.driver.detach(n2)
+        await s.driver.operations.submit_job("job-7", submission())
+        s.driver.connections.detach(n2)
         await s.clock.advance(6_000)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         assert isinstance(placements(n3)[0], Placed)
 
 
 async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
-        s.driver.detach(n1)
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
+        s.driver.connections.detach(n1)
         again = await s.connect("n1", resources=HAS)
         assert placements(again) == [Placed("job-7", "sub-1", SPEC)]
-        s.driver.detach(again)
+        s.driver.connections.detach(again)
         held = await s.connect("n1", resources=HAS, holdings=(Holding("job-7", "sub-1", 1),))
         assert placements(held) == []
 
@@ -221,9 +221,9 @@ async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
 async def test_a_node_that_holds_what_is_over_is_told_so() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
-        s.driver.detach(n1)
-        await s.driver.obey("job-7", Stop("sub-1", "stopped by ada"))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
+        s.driver.connections.detach(n1)
+        await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
         again = await s.connect("n1", resources=HAS, holdings=(Holding("job-7", "sub-1", 1),))
         assert placements(again) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
 
@@ -231,11 +231,11 @@ async def test_a_node_that_holds_what_is_over_is_told_so() -> None:
 async def test_stopping_a_job_withdraws_those_who_have_not_joined() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
         read(n1)
         assert [type(told) for told in placements(n2)] == [Placed]
-        await s.driver.obey("job-7", Stop("sub-1", "stopped by ada"))
+        await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
         assert isinstance(read(n1)[-1], Closed)
         assert placements(n2) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
 
@@ -244,8 +244,8 @@ async def test_a_server_that_takes_over_goes_on_with_the_queue() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
-        await s.driver.submit_job("job-8", submission("sub-2", (1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-8", submission("sub-2", (1, 1)))
     async with server(store, clock) as s:
         n2, n1 = await s.connect("n2", resources=HAS), await s.connect("n1", resources=HAS)
         assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
@@ -257,7 +257,7 @@ async def test_who_never_comes_back_after_a_take_over_is_replaced() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
     async with server(store, clock) as s:
         n2 = await s.connect("n2", resources=HAS)
         await live(s, 20_000, n2)
@@ -270,49 +270,49 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         n1, _ = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 2)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 2)))
         placed = placements(n1)[0]
         await take_up(s, n1, placed, (1, 2))
         await s.clock.advance(11_000)
-        await s.driver.obey("job-7", Stop("sub-1", "stopped by ada"))
-        assert (await s.driver.status("job-7")).state == "stopping"
+        await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
+        assert (await s.driver.views.status("job-7")).state == "stopping"
     async with server(store, clock) as s:
         n1 = s.attach("n1", incarnation=n1.incarnation, resources=HAS)
         resume = Resume("n1", n1.incarnation, "sub-1", 0)
         belief = Belief("job-7", "sub-1", 0, has_workers=True, commands=(resume,))
-        await s.driver.greet(n1, [belief])
-        await s.driver.submit_job("job-8", submission("sub-2", (3, 3)))
+        await s.driver.recovery.greet(n1, [belief])
+        await s.driver.operations.submit_job("job-8", submission("sub-2", (3, 3)))
         await live(s, 35_000, n1)
-        shown = await s.driver.status("job-7")
+        shown = await s.driver.views.status("job-7")
         assert (shown.state, shown.submission and shown.submission.placed) == ("stopping", ("n1",))
-        assert (await s.driver.status("job-8")).reason.startswith("queued: needs 3 nodes")
+        assert (await s.driver.views.status("job-8")).reason.startswith("queued: needs 3 nodes")
         await live(s, 60_000, n1)
-        assert (await s.driver.status("job-7")).state == "stopped"
+        assert (await s.driver.views.status("job-7")).state == "stopped"
 
 
 async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
-        shown = await s.driver.cordon("n1", "fan")
+        shown = await s.driver.nodes.cordon("n1", "fan")
         assert (shown.cordoned, shown.cordon_reason, shown.state) == (True, "fan", "connected")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert await reason(s, "job-7") == (
             "queued: needs 1 node, none is free; n1: cordoned (fan); if all other jobs had "
             "ended it would still lack 1 node"
         )
     async with server(store, clock) as s:
-        assert [(n.node_id, n.state) for n in s.driver.nodes()] == [("n1", "gone")]
+        assert [(n.node_id, n.state) for n in s.driver.nodes.summaries()] == [("n1", "gone")]
         # It need not be there to be cordoned, and uncordoned.
-        assert not (await s.driver.uncordon("n1")).cordoned
-        assert s.driver.nodes() == []
+        assert not (await s.driver.nodes.uncordon("n1")).cordoned
+        assert s.driver.nodes.summaries() == []
     await store.swap_document("cordons", b'{"n1":{"reason":"fan","at_ms":5}}', 2)
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
         assert placements(n1) == []
         with pytest.raises(UnknownNodeError, match=r"no node n9 .*`rdzvctl nodes`"):
-            await s.driver.cordon("n9", "")
-        await s.driver.uncordon("n1")
+            await s.driver.nodes.cordon("n9", "")
+        await s.driver.nodes.uncordon("n1")
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
 
@@ -325,8 +325,8 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
     async with server(Full()) as s:
         await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="the disk is full"):
-            await s.driver.cordon("n1", "fan")
-        assert not s.driver.nodes()[0].cordoned
+            await s.driver.nodes.cordon("n1", "fan")
+        assert not s.driver.nodes.summaries()[0].cordoned
 
 
 async def test_cordons_that_can_not_be_read_are_left_alone() -> None:
@@ -348,7 +348,7 @@ def drains(stream: Stream) -> list[DrainNode | UndrainNode]:
 async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Stream]:
     """Have n1 and n2 run job-7, with n3 free."""
     streams = await daemons(s, "n1", "n2", "n3")
-    await s.driver.submit_job("job-7", submission(nodes=nodes))
+    await s.driver.operations.submit_job("job-7", submission(nodes=nodes))
     for stream in streams[:2]:
         await take_up(s, stream, placements(stream)[0], nodes)
         read(stream)
@@ -358,14 +358,14 @@ async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Strea
 async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -> None:
     async with server() as s:
         n1, n2, n3 = await running_pair(s)
-        shown = await s.driver.drain("n1", 60_000, "by ada: new kernel")
+        shown = await s.driver.nodes.drain("n1", 60_000, "by ada: new kernel")
         (told,) = drains(n1)
         assert told == DrainNode(60_000, "drained by ada: new kernel", told.number)  # type: ignore[union-attr]
         assert (shown.drain, shown.drain_left_ms, shown.cordoned) == ("draining", 60_000, True)
         await s.clock.advance(QUIET_MS)
         (placed,) = placements(n3)
         await take_up(s, n3, placed)
-        view = await s.driver.status("job-7")
+        view = await s.driver.views.status("job-7")
         assert view.reason == (
             "2 nodes and 2 workers run round 0; n1 is drained (by ada: new kernel), leaves in "
             "1 min 0 s"
@@ -374,15 +374,15 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         assert states == {"n1": ("seated", 59_900), "n2": ("seated", None), "n3": ("spare", None)}
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "drained", left_round)
-            await s.driver.hear(n1, "job-7", leave)
-        await s.driver.note_holdings(n1, ())
+            await s.driver.commands.hear(n1, "job-7", leave)
+        await s.driver.reports.note_holdings(n1, ())
         offer = Offer("10.0.0.2", 1, machine="n2", store_port=4712)
         again = Join("n2", n2.incarnation, "sub-1", Settings(2, 2), offer, left_round=0)
-        await s.driver.hear(n2, "job-7", again)
+        await s.driver.commands.hear(n2, "job-7", again)
         line = next(told for told in read(n3) if isinstance(told, Line))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
-        assert s.driver.nodes(["n1"])[0].drain == "drained"
-        texts = [row.text for row in await s.driver.history("job-7", 99)]
+        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        texts = [row.text for row in await s.driver.views.history("job-7", 99)]
         assert "n1 leaves within 1 min 0 s: drained by ada: new kernel" in texts
 
 
@@ -390,19 +390,19 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await daemons(s, "n1")
-        await s.driver.drain("n1", 60_000, "fan")
+        await s.driver.nodes.drain("n1", 60_000, "fan")
         number = clock.now_ms()
     await clock.advance(10_000)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", resources=HAS)
         (told,) = drains(n1)
         assert told == DrainNode(60_000 - (clock.now_ms() - number), "drained: fan", number)
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == []
         assert "n1: drained (fan)" in await reason(s, "job-7")
         # It is told that it may stay, and is placed on.
-        assert (await s.driver.undrain("n1")).drain == ""
+        assert (await s.driver.nodes.undrain("n1")).drain == ""
         await s.clock.advance(QUIET_MS)
         assert [type(told) for told in read(n1)] == [UndrainNode, Placed]
 
@@ -419,46 +419,46 @@ async def test_who_was_away_when_its_drain_was_lifted_hears_that_it_may_stay() -
 async def test_a_second_drain_has_another_deadline_and_a_cordon_lifts_none() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.drain("n1", 60_000, "fan")
+        await s.driver.nodes.drain("n1", 60_000, "fan")
         await s.clock.advance(1_000)
-        await s.driver.drain("n1", 5_000, "fire")
+        await s.driver.nodes.drain("n1", 5_000, "fire")
         first, second = drains(n1)
         assert isinstance(first, DrainNode)
         assert isinstance(second, DrainNode)
         assert (second.left_ms, second.reason) == (5_000, "drained: fire")
         assert first.number != second.number
-        assert (await s.driver.cordon("n1", "loud")).drain_reason == "fire"
+        assert (await s.driver.nodes.cordon("n1", "loud")).drain_reason == "fire"
         assert drains(n1) == []
-        assert not (await s.driver.uncordon("n1")).cordoned
+        assert not (await s.driver.nodes.uncordon("n1")).cordoned
         assert drains(n1) == [UndrainNode()]
 
 
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
     async with server() as s:
         n1, _, n3 = await running_pair(s)
-        s.driver.note_draining(n1, Draining(30_000, "preempted", 0, own=True))
+        s.driver.reports.note_draining(n1, Draining(30_000, "preempted", 0, own=True))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
         assert "n1 is about to leave (preempted), leaves in 30 s" in await reason(s, "job-7")
-        shown = s.driver.nodes(["n1"])[0]
+        shown = s.driver.nodes.summaries(["n1"])[0]
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
             "draining",
             False,
             False,
         )
         # Another start of its agent does not wish it any more.
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
-        assert s.driver.nodes(["n1"])[0].drain == ""
+        assert s.driver.nodes.summaries(["n1"])[0].drain == ""
 
 
 async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
-            s.driver.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
-            await s.driver.drain(node.node_id, 60_000, "fan")
-        shown = s.driver.nodes(["n1", "n2"])
+            s.driver.reports.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
+            await s.driver.nodes.drain(node.node_id, 60_000, "fan")
+        shown = s.driver.nodes.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
             ("preempted", 30_000),
             ("fan", 60_000),
@@ -468,10 +468,10 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
 async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         (placed,) = placements(n1)
         assert isinstance(placed, Placed)
-        await s.driver.drain("n1", 60_000, "by ada")
+        await s.driver.nodes.drain("n1", 60_000, "by ada")
         await s.clock.advance(QUIET_MS)
         (taken,) = placements(n1)
         assert taken == Withdrawn("job-7", "sub-1", "n1: by ada")
@@ -481,20 +481,20 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
 async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
     async with server() as s:
         _, _, n3 = await running_pair(s)
-        assert (await s.driver.drain("n3", 1_000, "roll", keep_min=True)).drain == "drained"
+        assert (await s.driver.nodes.drain("n3", 1_000, "roll", keep_min=True)).drain == "drained"
         with pytest.raises(
             TooFewNodesError,
             match=(r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it$"),
         ):
-            await s.driver.drain("n1", 1_000, "roll", keep_min=True)
-        assert s.driver.nodes(["n1"])[0].drain == ""
-        await s.driver.undrain("n3")
+            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
+        assert s.driver.nodes.summaries(["n1"])[0].drain == ""
+        await s.driver.nodes.undrain("n3")
         read(n3)
         # n3 would be placed for it.
-        assert (await s.driver.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
         # And is, for n1: there is none for n2.
         with pytest.raises(TooFewNodesError):
-            await s.driver.drain("n2", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n2", 1_000, "roll", keep_min=True)
 
 
 async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
@@ -503,10 +503,10 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
         # Nobody is placed for it, so nothing is said of nodes that are free.
         short = r"^job-7 would have 1 of the 2 nodes that it needs$"
         with pytest.raises(TooFewNodesError, match=short):
-            await s.driver.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
         n3 = await s.connect("n3")
         await s.join(n3)
-        assert (await s.driver.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
+        assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
         assert len(drains(n1)) == 1
         assert drains(n2) == []
 
@@ -519,10 +519,10 @@ async def test_what_was_not_stored_is_not_drained() -> None:
     async with server(Full()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="the disk is full"):
-            await s.driver.drain("n1", 1_000, "fan")
+            await s.driver.nodes.drain("n1", 1_000, "fan")
         assert drains(n1) == []
         with pytest.raises(UnknownNodeError, match="no node n9"):
-            await s.driver.drain("n9", 1_000, "fan")
+            await s.driver.nodes.drain("n9", 1_000, "fan")
 
 
 async def test_what_was_stored_after_all_is_told() -> None:
@@ -534,15 +534,15 @@ async def test_what_was_stored_after_all_is_told() -> None:
     async with server(Unsure()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="no answer"):
-            await s.driver.drain("n1", 1_000, "fan")
+            await s.driver.nodes.drain("n1", 1_000, "fan")
         assert [type(told) for told in drains(n1)] == [DrainNode]
-        assert s.driver.nodes(["n1"])[0].drain == "drained"
+        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
 
 
 async def test_while_the_store_is_away_nothing_is_placed() -> None:
     store = FlakyStore()
     async with server(store) as s:
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         store.next_write = "lost before"
         (n1,) = await daemons(s, "n1")
         assert placements(n1) == []
@@ -555,14 +555,14 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
     store = FlakyStore()
     async with server(store) as s:
         (n1,) = await daemons(s, "n1")
-        s.driver._placer._stopping = True
-        await s.driver.submit("job-7", submission(nodes=(1, 1)))
-        s.driver._placer._stopping = False
+        s.driver.placer._stopping = True
+        await s.driver.jobs.submit("job-7", submission(nodes=(1, 1)))
+        s.driver.placer._stopping = False
         store.next_write = "lost after"
-        await s.driver._placer.place()
+        await s.driver.placer.place()
         store.away, store.next_write = None, ""
         urgent = submission("sub-2", (1, 1), priority=1)
-        shown = await s.driver.submit_job("job-8", urgent)
+        shown = await s.driver.operations.submit_job("job-8", urgent)
         assert shown.submission is not None
         assert shown.submission.placed == ()
         assert [told.rdzv_id for told in placements(n1)] == ["job-7"]
@@ -571,9 +571,9 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
 async def test_a_new_instance_of_a_node_is_placed_once_its_former_self_is_lost() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         again = await s.connect("n1", instance="two", resources=HAS)
         await s.clock.advance(QUIET_MS)
         placed = Placed("job-7", "sub-1", SPEC)
@@ -584,13 +584,13 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
     """It may have taken the job up again meanwhile, and would hold it for ever."""
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
         read(n1)
-        s.driver._placer._stopping = True
+        s.driver.placer._stopping = True
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", left_round)
-            await s.driver.hear(n1, "job-7", leave)
+            await s.driver.commands.hear(n1, "job-7", leave)
         assert placements(n1) == [Withdrawn("job-7", "sub-1", "SIGTERM")]
 
 
@@ -598,10 +598,10 @@ async def test_who_lets_go_of_a_job_before_it_has_joined_is_placed_anew() -> Non
     """That it left, or declined, was said to a server that died before it was stored."""
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         (placed,) = placements(n1)
-        await s.driver.note_holdings(n1, (Holding("job-7", "sub-1", 1),))
-        await s.driver.note_holdings(n1, ())
+        await s.driver.reports.note_holdings(n1, (Holding("job-7", "sub-1", 1),))
+        await s.driver.reports.note_holdings(n1, ())
         reason = "nothing of the job is left on it"
         assert placements(n1) == [Withdrawn("job-7", "sub-1", reason)]
         await s.clock.advance(QUIET_MS)
@@ -612,10 +612,10 @@ async def test_who_lets_go_of_a_job_that_it_has_joined_is_in_it_no_more() -> Non
     """It had heard that the run is closed, and then met a server that does not know so."""
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
-        await s.driver.note_holdings(n1, ())
+        await s.driver.reports.note_holdings(n1, ())
         over = next(said for said in read(n2) if isinstance(said, RoundOver))
         assert over.end.reason == "n1: nothing of the job is left on it"
         assert (await s.states())["n1"] is NodeState.LOST
@@ -624,13 +624,13 @@ async def test_who_lets_go_of_a_job_that_it_has_joined_is_in_it_no_more() -> Non
 async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
         leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", 0)
-        await s.driver.hear(n1, "job-7", leave)
+        await s.driver.commands.hear(n1, "job-7", leave)
         read(n1)
-        await s.driver.note_holdings(n1, ())
+        await s.driver.reports.note_holdings(n1, ())
         assert placements(n1) == []
         assert (await s.states())["n1"] is NodeState.LEFT
 
@@ -643,7 +643,7 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
         assert isinstance(read(n1)[-1], Line)
     async with server(store, clock) as s:
@@ -656,7 +656,7 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
         assert next(said for said in heard if isinstance(said, Closed)).run == "sub-9"
         assert (await s.states())["n1"] is NodeState.LOST
         # Once nothing is left of what it held, it takes up what it is placed in now.
-        await s.driver.note_holdings(stream, ())
+        await s.driver.reports.note_holdings(stream, ())
         await live(s, 31_000, stream)
         assert Placed("job-7", "sub-1", SPEC) in read(stream)
 
@@ -664,12 +664,12 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
 async def test_a_job_that_is_scaled_up_grows_and_scaled_down_gives_back() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        await s.driver.obey("job-7", Scale("sub-1", 1, 2, "scaled"))
+        await s.driver.operations.obey("job-7", Scale("sub-1", 1, 2, "scaled"))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n2)[0], Placed)
-        await s.driver.obey("job-7", Scale("sub-1", 1, 1, "scaled"))
+        await s.driver.operations.obey("job-7", Scale("sub-1", 1, 1, "scaled"))
         await s.clock.advance(QUIET_MS)
         assert placements(n2) == [Withdrawn("job-7", "sub-1", "the job was scaled down")]
 
@@ -678,10 +678,10 @@ async def test_nodes_are_shown_with_their_jobs() -> None:
     async with server() as s:
         n1, _, n3 = await daemons(s, "n1", "n2", "n3")
         await s.connect("n4")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
-        await s.driver.note_holdings(n3, (Holding("old", "r", 1),))
-        shown = {n.node_id: n for n in s.driver.nodes()}
+        await s.driver.reports.note_holdings(n3, (Holding("old", "r", 1),))
+        shown = {n.node_id: n for n in s.driver.nodes.summaries()}
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n1"].jobs] == [("job-7", 1, "waiting")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n2"].jobs] == [("job-7", 1, "placed")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n3"].jobs] == [("old", 1, "holding")]
@@ -700,66 +700,66 @@ FULL = (FailingCheck("disk /data", "has 1 % free"),)
 async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> None:
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        s.driver.note_health(n1, FULL)
-        await s.driver.submit_job("job-7", submission())
+        s.driver.reports.note_health(n1, FULL)
+        await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
             "queued: needs 2 nodes, 1 is free (n2); n1: unhealthy: disk /data has 1 % free; if all "
             "other jobs had ended it would still lack 1 node"
         )
         await s.clock.advance(500)
-        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes()}
+        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": ("", 0)}
-        s.driver.note_health(n1, ())
+        s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1", failing=FULL)
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert "n1: unhealthy: disk /data has 1 % free" in await reason(s, "job-7")
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await daemons(s, "n1", failing=FULL)
-        (shown,) = s.driver.nodes()
+        (shown,) = s.driver.nodes.summaries()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
 async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() -> None:
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert isinstance(placements(n1)[0], Placed)
-        s.driver.note_health(n1, FULL)
-        await s.driver.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
+        s.driver.reports.note_health(n1, FULL)
+        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        status = (await s.driver.status("job-7")).submission
+        status = (await s.driver.views.status("job-7")).submission
         assert status is not None
         assert (status.placed, status.declined) == (("n2",), ())
-        await s.driver.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
-        s.driver.note_health(n1, ())
+        await s.driver.commands.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
+        s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
         assert isinstance(placements(n1)[-1], Placed)
 
 
 async def test_who_has_a_seat_declines_nothing_for_now() -> None:
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission(nodes=(1, 1)))
+        await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        await s.driver.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
+        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
 
 
 async def test_an_operator_has_a_node_look_again() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1", failing=FULL)
-        await s.driver.uncordon("n1")
+        await s.driver.nodes.uncordon("n1")
         assert LookAgain() in read(n1)
 
 
@@ -767,9 +767,9 @@ async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None
     """Nobody knows for how long it will be so: three idle nodes are not to wait for a repair."""
     async with server() as s:
         n1, n2, _ = await daemons(s, "n1", "n2", "n3")
-        s.driver.note_health(n1, FULL)
+        s.driver.reports.note_health(n1, FULL)
         await live(s, 40_000, n1, n2)
-        await s.driver.submit_job("large", submission(nodes=(3, 3)))
-        await s.driver.submit_job("small", submission("sub-2", nodes=(1, 1)))
+        await s.driver.operations.submit_job("large", submission(nodes=(3, 3)))
+        await s.driver.operations.submit_job("small", submission("sub-2", nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("small")).submission.placed  # type: ignore[union-attr]
+        assert (await s.driver.views.status("small")).submission.placed  # type: ignore[union-attr]

@@ -79,22 +79,22 @@ def said(*steps: int, rank: int = 0, run: str = "run-1", round_: int = 0) -> Pro
 
 
 def steps(s: Server) -> dict[int, int]:
-    return {one.rank: one.step for one in s.driver.progress("job-7")}
+    return {one.rank: one.step for one in s.driver.views.progress("job-7")}
 
 
 async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.note_progress(n2, said(7, rank=2))
-        s.driver.note_progress(n1, said(5, 6))
+        s.driver.reports.note_progress(n2, said(7, rank=2))
+        s.driver.reports.note_progress(n1, said(5, 6))
         await s.clock.advance(1_000)
-        s.driver.note_progress(n1, said(8, 9))
-        assert s.driver.progress("job-7") == (
+        s.driver.reports.note_progress(n1, said(8, 9))
+        assert s.driver.views.progress("job-7") == (
             Said(0, 8, 100, 2.0),
             Said(1, 9, 100, 2.0),
             Said(2, 7, 1_100, 2.0),
         )
-        assert s.driver.progress("job-8") == ()
+        assert s.driver.views.progress("job-8") == ()
 
 
 async def test_what_is_told_again_is_as_old_as_it_was() -> None:
@@ -103,26 +103,26 @@ async def test_what_is_told_again_is_as_old_as_it_was() -> None:
     line = Line("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         n1, _ = await s.pair()
-        s.driver.note_progress(n1, said(6))
+        s.driver.reports.note_progress(n1, said(6))
         await clock.advance(2_000)
-        assert s.driver.progress("job-7") == (Said(0, 6, 2_100, 2.0),)
+        assert s.driver.views.progress("job-7") == (Said(0, 6, 2_100, 2.0),)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         again = replace(said(6), ranks=(Said(0, 6, 4_321, 2.0),))
-        s.driver.note_progress(n1, again)
-        assert s.driver.progress("job-7") == (Said(0, 6, 4_321, 2.0),)
+        s.driver.reports.note_progress(n1, again)
+        assert s.driver.views.progress("job-7") == (Said(0, 6, 4_321, 2.0),)
         await clock.advance(679)
-        assert s.driver.progress("job-7") == (Said(0, 6, 5_000, 2.0),)
+        assert s.driver.views.progress("job-7") == (Said(0, 6, 5_000, 2.0),)
         # Said once more it is neither added up nor begun anew.
-        s.driver.note_progress(n1, replace(again, ranks=(Said(0, 6, 5_010, 2.0),)))
-        assert s.driver.progress("job-7") == (Said(0, 6, 5_010, 2.0),)
+        s.driver.reports.note_progress(n1, replace(again, ranks=(Said(0, 6, 5_010, 2.0),)))
+        assert s.driver.views.progress("job-7") == (Said(0, 6, 5_010, 2.0),)
 
 
 async def test_a_worker_of_another_node_is_refused() -> None:
     async with server() as s:
         n1, _ = await s.pair()
         with pytest.raises(InvalidRequestError, match=r"RANK 2: n1 has RANK 0..1 in round 0"):
-            s.driver.note_progress(n1, said(5, 6, 7))
+            s.driver.reports.note_progress(n1, said(5, 6, 7))
         assert steps(s) == {}
 
 
@@ -130,7 +130,7 @@ async def test_a_worker_of_another_node_is_refused() -> None:
 async def test_what_is_of_another_round_is_passed_over(wrong: dict[str, object]) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.note_progress(n1, said(5, **wrong))  # type: ignore[arg-type]
+        s.driver.reports.note_progress(n1, said(5, **wrong))  # type: ignore[arg-type]
         assert steps(s) == {}
 
 
@@ -139,37 +139,37 @@ async def test_who_has_no_seat_has_no_say() -> None:
         await s.pair()
         spare = await s.connect("n3")
         await s.join(spare)
-        s.driver.note_progress(spare, said(5))
+        s.driver.reports.note_progress(spare, said(5))
         assert steps(s) == {}
 
 
 async def test_a_round_that_ends_takes_its_progress_along() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.note_progress(n1, said(5))
+        s.driver.reports.note_progress(n1, said(5))
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
-        await s.driver.hear(n2, "job-7", leaving)
+        await s.driver.commands.hear(n2, "job-7", leaving)
         assert steps(s) == {}
-        assert not s.driver._progress._jobs
-        s.driver.note_progress(n1, said(6))
+        assert not s.driver.diagnosis.progress._jobs
+        s.driver.reports.note_progress(n1, said(6))
         assert steps(s) == {}
 
 
 async def test_a_new_round_begins_with_nothing_and_goes_on_with_its_own() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.note_progress(n1, said(500))
+        s.driver.reports.note_progress(n1, said(500))
         for stream in (n1, n2):
             away = Leave(stream.node_id, stream.incarnation, "run-1", LeaveCause.SIGNAL, "x", 0)
-            await s.driver.hear(stream, "job-7", away)
+            await s.driver.commands.hear(stream, "job-7", away)
         for stream in (n1, n2):
             await s.join(stream)
         line = read(n1)[-1]
         assert isinstance(line, Line)
         assert (line.run, line.round) != ("run-1", 0)
-        s.driver.note_progress(n1, said(501))
+        s.driver.reports.note_progress(n1, said(501))
         assert steps(s) == {}
-        s.driver.note_progress(n1, said(1, run=line.run, round_=line.round))
+        s.driver.reports.note_progress(n1, said(1, run=line.run, round_=line.round))
         assert steps(s) == {0: 1}
 
 
@@ -178,13 +178,13 @@ async def test_a_server_that_starts_anew_knows_nothing_and_stores_nothing() -> N
     async with server(store, clock) as s:
         n1, _ = await s.pair()
         stored = await store.load("job-7")
-        s.driver.note_progress(n1, said(5))
+        s.driver.reports.note_progress(n1, said(5))
         assert await store.load("job-7") == stored
         line = Line("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         assert steps(s) == {}
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        s.driver.note_progress(n1, said(6))
+        s.driver.reports.note_progress(n1, said(6))
         assert steps(s) == {0: 6}
 
 
@@ -194,7 +194,7 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
     """A node says it as soon as its stream is open; its seat may be known only after that."""
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         stream = s.attach("n1", incarnation=n1.incarnation)
         config = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
         conversation = Conversation(s.driver, cast(Any, None), s.clock, config, "0")
@@ -224,14 +224,14 @@ async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
         seen: list[JobView] = []
 
         async def look() -> None:
-            async for view in s.driver.watch("job-7"):
+            async for view in s.driver.views.watch("job-7"):
                 seen.append(view)
 
         watching = asyncio.ensure_future(look())
         await settle()
         assert len(seen) == 1
         for step in range(100):
-            s.driver.note_progress(n1, said(step))
+            s.driver.reports.note_progress(n1, said(step))
             await s.clock.advance(50)
         assert 4 <= len(seen) - 1 <= 5
         await s.clock.advance(10_000)
@@ -245,8 +245,8 @@ async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
 async def test_nobody_is_woken_where_nobody_watches() -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.note_progress(n1, said(1))
-        assert s.driver._progress_timer.due_ms is None
+        s.driver.reports.note_progress(n1, said(1))
+        assert s.driver.watchers.progress_due_ms is None
 
 
 # ---------------------------------------------------------------------- what is shown

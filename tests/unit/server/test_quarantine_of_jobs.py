@@ -19,8 +19,8 @@ from rdzv.core.model import Offer, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
+from rdzv.server.driver import Driver
 from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
@@ -67,18 +67,18 @@ def offer(stream: Stream) -> Offer:
 
 
 async def join(s: Server, stream: Stream, left_round: int | None = None) -> None:
-    run = (await s.driver.status("job-7")).run
+    run = (await s.driver.views.status("job-7")).run
     asked = Join(stream.node_id, stream.incarnation, run, SETTINGS, offer(stream), left_round)
     # While the store is away it waits to be heard.
-    s.driver._tasks.start(s.driver.hear(stream, "job-7", asked))
+    s.driver.tasks.start(s.driver.commands.hear(stream, "job-7", asked))
     await settle()
 
 
 async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> None:
     """Submit a job, and let whoever gets it run its first round."""
-    await s.driver.submit_job("job-7", replace(submission(run), settings=SETTINGS))
+    await s.driver.operations.submit_job("job-7", replace(submission(run), settings=SETTINGS))
     await s.clock.advance(QUIET_MS)
-    placed = (await s.driver.status("job-7")).submission
+    placed = (await s.driver.views.status("job-7")).submission
     assert placed is not None
     for stream in streams:
         if stream.node_id in placed.placed:
@@ -91,23 +91,23 @@ def lines(stream: Stream) -> list[Line]:
 
 async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: str = "") -> None:
     """A worker of one node fails, and all stop and come back, that node first."""
-    status = await s.driver.status("job-7")
+    status = await s.driver.views.status("job-7")
     number = status.round
     assert status.state == "running" and number is not None
     report = FailureReport(0, 1, 99, 3, None, message or "uncorrectable ECC error", "", 10)
     fail = Fail(at_fault.node_id, at_fault.incarnation, status.run, number, (report,))
-    await s.driver.hear(at_fault, "job-7", fail)
+    await s.driver.commands.hear(at_fault, "job-7", fail)
     for stream in (at_fault, *others):
         await join(s, stream, number)
     await s.clock.advance(QUIET_MS)
 
 
 async def shown(s: Server, node_id: str) -> NodeSummary:
-    return next(node for node in s.driver.nodes() if node.node_id == node_id)
+    return next(node for node in s.driver.nodes.summaries() if node.node_id == node_id)
 
 
 async def quarantined(s: Server) -> list[str]:
-    return [node.node_id for node in s.driver.nodes() if node.quarantine]
+    return [node.node_id for node in s.driver.nodes.summaries() if node.quarantine]
 
 
 async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
@@ -133,13 +133,13 @@ async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
         assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
         assert any(isinstance(message, Placed) for message in read(n3))
         await join(s, n3)
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         assert (status.state, [n.node_id for n in status.nodes][:2]) == ("running", ["n1", "n3"])
         # The third failure was charged as every other.
         assert status.restarts == 3
         assert (await shown(s, "n2")).quarantine == why
         assert (await shown(s, "n2")).quarantine_left_ms > 11 * HOUR_MS
-        names = [row.name for row in await s.driver.history("job-7", 100)]
+        names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert "NodeQuarantined" in names
 
 
@@ -147,14 +147,16 @@ async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
     async with server(failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         report = FailureReport(0, 1, 99, 3, None, "", "", 10)
-        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,)))
+        await s.driver.commands.hear(
+            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,))
+        )
         await join(s, n1, 0)
         read(n2)
         await join(s, n2, 0)
         assert not lines(n2)
-        assert (await s.driver.status("job-7")).state == "joining"
+        assert (await s.driver.views.status("job-7")).state == "joining"
         await s.clock.advance(QUIET_MS)
         assert any(isinstance(message, Placed) for message in read(n3))
 
@@ -164,7 +166,7 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        reason = (await s.driver.status("job-7")).reason
+        reason = (await s.driver.views.status("job-7")).reason
         assert "; n2: quarantined (at fault once, last in job-7: " in reason
 
 
@@ -195,15 +197,15 @@ async def test_an_operator_lifts_it() -> None:
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
         assert await quarantined(s) == ["n2"]
-        summary = await s.driver.uncordon("n2")
+        summary = await s.driver.nodes.uncordon("n2")
         assert not summary.quarantine
         read(n2)
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
         await join(s, n2)
         assert lines(n2)
         with pytest.raises(UnknownNodeError):
-            await s.driver.uncordon("n9")
+            await s.driver.nodes.uncordon("n9")
 
 
 async def test_it_ends_with_its_time() -> None:
@@ -212,10 +214,10 @@ async def test_it_ends_with_its_time() -> None:
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
         await live(s, 59_000, n1, n2)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
         await live(s, 2_000, n1, n2)
         assert not await quarantined(s)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_it_outlives_the_server() -> None:
@@ -230,45 +232,45 @@ async def test_it_outlives_the_server() -> None:
         assert (await shown(s, "n2")).state == "gone"
         n1, n2 = await daemons(s, "n1", "n2")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.driver.views.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
     """Two jobs share two nodes. One has n2 quarantined; the other lets go of it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
         roomy = replace_capacity(2)
-        s.driver._placer._settled_at_ms = 0
+        s.driver.placer._settled_at_ms = 0
         n1, n2, n3 = [await s.connect(name, resources=roomy) for name in ("n1", "n2", "n3")]
         await s.clock.advance(QUIET_MS)
         await training(s, (n1, n2, n3))
         other = replace(submission("sub-2"), settings=SETTINGS)
-        await s.driver.submit_job("job-8", other)
+        await s.driver.operations.submit_job("job-8", other)
         await s.clock.advance(QUIET_MS)
-        second = (await s.driver.status("job-8")).submission
+        second = (await s.driver.views.status("job-8")).submission
         assert second is not None
         shared = next(n for n in (n1, n2, n3) if n.node_id in second.placed)
         mate = next(n for n in (n1, n2, n3) if n.node_id in second.placed and n is not shared)
-        first = (await s.driver.status("job-7")).submission
+        first = (await s.driver.views.status("job-7")).submission
         assert first is not None and shared.node_id in first.placed
         for stream in (shared, mate):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream))
-            await s.driver.hear(stream, "job-8", asked)
+            await s.driver.commands.hear(stream, "job-8", asked)
         await settle()
         peer = next(n for n in (n1, n2, n3) if n.node_id in first.placed and n is not shared)
         for _ in range(2):
             await fails(s, shared, [peer])
         assert await quarantined(s) == [shared.node_id]
-        status = await s.driver.status("job-8")
+        status = await s.driver.views.status("job-8")
         assert status.state == "running"
         assert {n.node_id for n in status.nodes} == set(second.placed)
         report = FailureReport(0, 1, 99, 3, None, "", "", 10)
         fail = Fail(mate.node_id, mate.incarnation, "sub-2", 0, (report,))
-        await s.driver.hear(mate, "job-8", fail)
+        await s.driver.commands.hear(mate, "job-8", fail)
         for stream in (mate, shared):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream), 0)
-            await s.driver.hear(stream, "job-8", asked)
+            await s.driver.commands.hear(stream, "job-8", asked)
         await s.clock.advance(QUIET_MS)
-        status = await s.driver.status("job-8")
+        status = await s.driver.views.status("job-8")
         assert shared.node_id not in status.submission.placed  # type: ignore[union-attr]
         assert status.state == "joining"
 
@@ -292,32 +294,32 @@ async def test_a_broken_job_has_one_node_quarantined_and_then_is_told_so(
             await fails(s, n3, [n1], "TypeError: a bug of the user")
         assert await quarantined(s) == ["n2"]
         assert "so it is rather the job that is wrong" in caplog.text
-        rows = await s.driver.history("job-7", 100)
+        rows = await s.driver.views.history("job-7", 100)
         assert [row.name for row in rows if "Quarantined" in row.name] == [
             "NodeQuarantined",
             "NodeNotQuarantined",
         ]
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
 
 
 async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
     async with server(failures=1) as s:
         n1, n2 = await daemons(s, "n1", "n2")
-        await s.driver.submit_job("job-7", submission())
+        await s.driver.operations.submit_job("job-7", submission())
         await s.clock.advance(QUIET_MS)
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream))
-            await s.driver.hear(stream, "job-7", asked)
+            await s.driver.commands.hear(stream, "job-7", asked)
         await settle()
         report = FailureReport(0, 1, 99, 3, None, "", "", 10)
-        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (report,)))
+        await s.driver.commands.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (report,)))
         for stream in (n1, n2):
             ask = Join(
                 stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream), 0
             )
-            await s.driver.hear(stream, "job-7", ask)
+            await s.driver.commands.hear(stream, "job-7", ask)
         await settle()
-        assert (await s.driver.status("job-7")).state == "failed"
+        assert (await s.driver.views.status("job-7")).state == "failed"
         assert await quarantined(s) == ["n2"]
 
 
@@ -326,14 +328,14 @@ async def test_processes_that_survive_sigkill_count_as_a_failure() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         stuck = ReportStuck("n2", n2.incarnation, "sub-1", 0, (99,))
-        await s.driver.hear(n2, "job-7", stuck)
+        await s.driver.commands.hear(n2, "job-7", stuck)
         await s.clock.advance(QUIET_MS)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         # It is let go of once its processes are gone.
         assert ("n2", "stopping") in [(n.node_id, n.state) for n in status.nodes]
         await join(s, n2, 0)
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         assert ("n2", "left") in [(n.node_id, n.state) for n in status.nodes]
 
 
@@ -344,11 +346,11 @@ async def test_nodes_of_rdzvrun_are_not_judged() -> None:
         n2 = await s.connect("n2", kind=AgentKind.FOREGROUND)
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
-            await s.driver.hear(stream, "job-7", asked)
+            await s.driver.commands.hear(stream, "job-7", asked)
         await settle()
         await fails(s, n2, [n1])
         assert not await quarantined(s)
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
 
 
 async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> None:
@@ -357,11 +359,11 @@ async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> 
         n1, n2 = await daemons(s, "n1", "n2")
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
-            await s.driver.hear(stream, "job-7", asked)
+            await s.driver.commands.hear(stream, "job-7", asked)
         await settle()
         await fails(s, n2, [n1])
         assert await quarantined(s) == ["n2"]
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
         assert lines(n2)
 
 
@@ -375,13 +377,13 @@ async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how:
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         # The round was settled once the strike was stored; it counts once.
-        assert (await s.driver.status("job-7")).state == "running"
+        assert (await s.driver.views.status("job-7")).state == "running"
         assert not await quarantined(s)
         store.refuse = [how]
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         assert status.restarts == 2
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
 
@@ -391,19 +393,21 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
     async with server(store, failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         report = FailureReport(0, 1, 99, 3, None, "", "", 10)
-        await s.driver.hear(n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,)))
+        await s.driver.commands.hear(
+            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (report,))
+        )
         await join(s, n2, 0)
         store.next_write = "lost before"
         await join(s, n1, 0)
         assert await quarantined(s) == ["n2"]
         store.away = None
         await live(s, 3_000, n1, n2, n3)
-        status = await s.driver.status("job-7")
+        status = await s.driver.views.status("job-7")
         assert status.restarts == 1
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
-        rows = await s.driver.history("job-7", 100)
+        rows = await s.driver.views.history("job-7", 100)
         assert [row.name for row in rows].count("NodeQuarantined") == 1
 
 

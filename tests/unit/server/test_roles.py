@@ -20,13 +20,13 @@ from grpc_reflection.v1alpha import reflection
 
 from rdzv.core.commands import Tick
 from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, UnauthenticatedError
+from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import role_interceptor, service
 from rdzv.server.rpc.service import serving
 from rdzv.server.security import access, roles
 from rdzv.server.security.callers import Role
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.stores.memory import MemoryStore
@@ -117,7 +117,7 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
             tokens = {}
             for name in ("read", "submit", "node", "admin", "ada", "bob"):
                 role = Role(name) if name in set(Role) else Role.SUBMIT
-                _, tokens[name] = await driver.create_token(name, [role], 0)
+                _, tokens[name] = await driver.tokens.create(name, [role], 0)
             routes = [str(r.resource.canonical) for r in made[0].router.routes() if r.resource]
             url = f"http://{http.bound}"
             yield Guarded(driver, clock, str(grpc_bound), url, routes, methods, tokens)
@@ -282,7 +282,7 @@ def submission(rdzv_id: str, run: str) -> pb.SubmitJobRequest:
 async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
-        state = await server.driver.look("job-7")
+        state = await server.driver.jobs.look("job-7")
         assert state.membership.owner == "ada"
         assert state.membership.submission is not None
         assert state.membership.submission.spec.submitter == "ada", "whatever the caller says"
@@ -304,14 +304,14 @@ async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         # Its name stays hers, until she, or an admin, gives it up.
         await denied(server, "bob", "SubmitJob", submission("job-7", "r2"))
         await control(server, "admin", "SubmitJob", submission("job-7", "r3"))
-        state = await server.driver.look("job-7")
+        state = await server.driver.jobs.look("job-7")
         assert state.membership.owner == "ada"
         assert state.membership.submission is not None
         assert state.membership.submission.spec.submitter == "admin", "it runs as who submits it"
         await control(server, "ada", "StopJob", pb.StopJobRequest(rdzv_id="job-7", run="r3"))
         await control(server, "ada", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
         await control(server, "bob", "SubmitJob", submission("job-7", "r4"))
-        assert (await server.driver.look("job-7")).membership.owner == "bob"
+        assert (await server.driver.jobs.look("job-7")).membership.owner == "bob"
 
 
 @pytest.mark.parametrize("what", ["logs", "stacks"])
@@ -440,7 +440,7 @@ async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -
     ):
         await ada.say(join=join_of("job-7"))
         assert (await ada.hear_of_job()).HasField("joined")
-        assert (await server.driver.look("job-7")).membership.owner == "ada"
+        assert (await server.driver.jobs.look("job-7")).membership.owner == "ada"
 
         await bob.say(join=join_of("job-7"))
         refused = (await bob.hear_of_job()).refused
@@ -455,7 +455,7 @@ async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -
         # What nodes begin by themselves is nobody's, and no user's to join.
         await daemon.say(join=join_of("nightly"))
         assert (await daemon.hear_of_job()).HasField("joined")
-        assert (await server.driver.look("nightly")).membership.owner == ""
+        assert (await server.driver.jobs.look("nightly")).membership.owner == ""
         await bob.say(join=join_of("nightly"))
         assert "it belongs to nobody" in (await bob.hear_of_job()).refused.message
 
@@ -521,7 +521,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
 ) -> None:
     async with guarded(monkeypatch) as server:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
-        store = server.driver._jobs._store
+        store = server.driver.jobs._store
         swap, append = store.compare_and_swap, store.append
         reached, gate, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -551,7 +551,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
         ]
         # It was, for a change is not cut in two.
         gate.set()
-        assert (await server.driver.submit("job-7", Tick())).membership.ended is not None
+        assert (await server.driver.jobs.submit("job-7", Tick())).membership.ended is not None
 
 
 async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +559,7 @@ async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyP
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
         stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
         await control(server, "ada", "StopJob", stop)
-        rows = {row.name: row.text for row in await server.driver.history("job-7", 10)}
+        rows = {row.name: row.text for row in await server.driver.views.history("job-7", 10)}
         id_ = server.tokens["ada"].split("_")[1]
         assert "submitted by root at head-1" in rows["RunBegan"]
         assert "[ada]" in rows["RunBegan"]
@@ -595,14 +595,14 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
         async with serving(replica, clock, config) as bound:
             server = Guarded(driver, clock, str(bound), "", [], [], {"": "rdzv_nonsense"})
             await control(server, "", "SubmitJob", submission("job-7", "r1"))
-            state = await driver.look("job-7")
+            state = await driver.jobs.look("job-7")
             assert state.membership.owner == ""
             assert state.membership.submission is not None
             assert state.membership.submission.spec.submitter == ""
             with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
-            rows = [row.text for row in await driver.past(access.AUDIT, 10)]
+            rows = [row.text for row in await driver.jobs.past(access.AUDIT, 10)]
             assert rows == [
                 "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
             ]

@@ -57,9 +57,9 @@ async def test_a_server_lists_those_that_are_away_and_those_lost(
         g1 = await s.connect("g1", metrics="10.0.0.1:29481")
         await s.connect("g2")
         assert s.driver.agents() == {"g1": "10.0.0.1:29481"}
-        s.driver.detach(g1)
+        s.driver.connections.detach(g1)
         await s.clock.advance(60_000)
-        assert "g1" not in s.driver._nodes.records
+        assert "g1" not in s.driver.leases.records
         assert s.driver.agents() == {"g1": "10.0.0.1:29481"}
         await s.clock.advance(60_000)
         assert s.driver.agents() == {}

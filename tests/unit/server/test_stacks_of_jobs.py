@@ -38,7 +38,7 @@ class Asking:
     """An operator who asks for the stacks of job-7."""
 
     def __init__(self, s: Server, number: int | None = None, run: str = "") -> None:
-        self._task = asyncio.ensure_future(s.driver.stacks("job-7", run, number, "asked"))
+        self._task = asyncio.ensure_future(s.driver.workers.stacks("job-7", run, number, "asked"))
 
     @property
     def done(self) -> bool:
@@ -64,8 +64,8 @@ async def say(s: Server, stream: Stream, *stacks: WorkerStack, error: str = "") 
     """Answer as a node does: one worker at a time, then the last word."""
     request = asked(stream).request
     for one in stacks:
-        s.driver.take_stacks_in(stream, Stacks(request, (one,)))
-    s.driver.take_stacks_in(stream, Stacks(request, last=True, error=error))
+        s.driver.reports.take_stacks_in(stream, Stacks(request, (one,)))
+    s.driver.reports.take_stacks_in(stream, Stacks(request, last=True, error=error))
     await settle()
 
 
@@ -92,7 +92,7 @@ async def test_all_nodes_are_asked_at_once_and_their_workers_put_together() -> N
             *((0, "n1"), (1, "n1")),
             *((2, "n2"), (3, "n2")),
         ]
-        assert not s.driver._stacks._takings
+        assert not s.driver.diagnosis.stacks._takings
 
 
 async def test_a_node_that_does_not_answer_is_named_and_waited_for_no_longer() -> None:
@@ -116,7 +116,7 @@ async def test_a_node_that_goes_or_is_not_there_or_has_none_says_why() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
         asking = await ask(s)
-        s.driver.detach(n1)
+        s.driver.connections.detach(n1)
         await say(s, n2, error="its workers have all exited")
         assert {node.node_id: node.reason for node in (await asking.report()).silent} == {
             "n1": "its stream ended before it had answered",
@@ -136,11 +136,11 @@ async def test_what_is_not_asked_for_is_dropped() -> None:
         asking = await ask(s)
         number = asked(n1).request
         old, n1 = n1, s.attach("n1")
-        s.driver.take_stacks_in(old, Stacks(number, (stack(0),), last=True))
-        s.driver.take_stacks_in(n1, Stacks(number, (stack(0),), last=True))
-        s.driver.take_stacks_in(n2, Stacks(number + 7, (stack(2),), last=True))
-        s.driver.take_stacks_in(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
-        s.driver.take_stacks_in(n2, Stacks(number, last=True))
+        s.driver.reports.take_stacks_in(old, Stacks(number, (stack(0),), last=True))
+        s.driver.reports.take_stacks_in(n1, Stacks(number, (stack(0),), last=True))
+        s.driver.reports.take_stacks_in(n2, Stacks(number + 7, (stack(2),), last=True))
+        s.driver.reports.take_stacks_in(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
+        s.driver.reports.take_stacks_in(n2, Stacks(number, last=True))
         report = await asking.report()
         assert report.groups == (Group((2,), "in step at train.py:7"),)
         assert [node.node_id for node in report.silent] == ["n1"]
@@ -193,7 +193,7 @@ async def test_what_can_not_be_had_is_refused_with_the_reason() -> None:
                 await (await ask(s, number, run)).report()
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.hear(stream, "job-7", succeed)
+            await s.driver.commands.hear(stream, "job-7", succeed)
         with pytest.raises(InvalidRequestError, match="has no workers now"):
             await (await ask(s)).report()
 
@@ -212,17 +212,17 @@ async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> 
         before = await s.connect("n1")
         await s.join(before, (1, 1))
         for number in (3, 5):
-            await s.driver._shelf.keep(report(number))
-        await s.driver._shelf.keep(report(5, at_ms=99))
+            await s.driver.diagnosis.stack_archive.keep(report(number))
+        await s.driver.diagnosis.stack_archive.keep(report(5, at_ms=99))
     async with server(store) as s:
         n1 = await s.come_back("n1", incarnation=before.incarnation)
         assert await (await ask(s, 3)).report() == report(3)
         assert await (await ask(s, 5)).report() == report(5, at_ms=99)
-        await s.driver.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
+        await s.driver.commands.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
         assert await (await ask(s)).report() == report(5, at_ms=99)
         with pytest.raises(InvalidRequestError, match="those of round 3, 5 are"):
             await (await ask(s, 4)).report()
-        await s.driver.forget("job-7")
+        await s.driver.operations.forget("job-7")
         await s.join(await s.connect("n2"), (1, 1))
         with pytest.raises(InvalidRequestError, match="no round of this run has hung"):
             await (await ask(s, 3)).report()
@@ -231,7 +231,10 @@ async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> 
 async def test_the_oldest_makes_room_that_of_the_same_job_first() -> None:
     store = MemoryStore()
     async with server(store) as s:
-        keep, rounds = s.driver._shelf.keep, s.driver._shelf.rounds
+        keep, rounds = (
+            s.driver.diagnosis.stack_archive.keep,
+            s.driver.diagnosis.stack_archive.rounds,
+        )
         for number in range(1, 7):
             await keep(report(number, "flaky", at_ms=1_000 + number))
         assert await rounds("flaky", "run-1") == (3, 4, 5, 6)
@@ -249,8 +252,8 @@ async def test_a_document_that_can_not_be_read_is_written_over() -> None:
     store = MemoryStore()
     await store.swap_document(stack_archive.PLACES[0], b"{", 0)
     async with server(store) as s:
-        await s.driver._shelf.keep(report(3))
-        assert await s.driver._shelf.find("job-7", "run-1", 3) == report(3)
+        await s.driver.diagnosis.stack_archive.keep(report(3))
+        assert await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3) == report(3)
         assert await store.list_documents() == (stack_archive.PLACES[0],)
 
 
@@ -267,10 +270,10 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
 
         monkeypatch.setattr(store, "swap_document", lost)
         with pytest.raises(RendezvousError):
-            await s.driver._shelf.keep(report(3))
+            await s.driver.diagnosis.stack_archive.keep(report(3))
         monkeypatch.setattr(store, "swap_document", whole)
-        assert await s.driver._shelf.find("job-7", "run-1", 3) == report(3)
-        await s.driver._shelf.keep(replace(report(3), reason="again"))
+        assert await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3) == report(3)
+        await s.driver.diagnosis.stack_archive.keep(replace(report(3), reason="again"))
 
 
 async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stacks() -> None:
@@ -280,8 +283,8 @@ async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stack
             replace(stack(rank), threads=(Thread("t", True, (frame,) * 100),)) for rank in range(9)
         ]
         whole = replace(report(3), stacks=tuple(wide), left_out=1)
-        await s.driver._shelf.keep(whole)
-        kept = await s.driver._shelf.find("job-7", "run-1", 3)
+        await s.driver.diagnosis.stack_archive.keep(whole)
+        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3)
         assert kept is not None
         assert kept.stacks == whole.stacks[: len(kept.stacks)]
         assert 0 < len(kept.stacks) < 9

@@ -19,9 +19,9 @@ from rdzv.errors import (
     UnauthenticatedError,
     UnknownTokenError,
 )
+from rdzv.server.driver import Driver
 from rdzv.server.security import callers, tokens
 from rdzv.server.security.callers import Caller, Role
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config, Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.certificates import read_certificate
@@ -50,7 +50,7 @@ async def stored(store: MemoryStore) -> str:
 async def test_a_token_says_who_calls_also_after_a_restart_and_is_stored_as_a_hash() -> None:
     store = MemoryStore()
     async with driving(store) as driver:
-        token, text = await driver.create_token("ada", [Role.SUBMIT], 0)
+        token, text = await driver.tokens.create("ada", [Role.SUBMIT], 0)
     secret = text.split("_", 2)[2]
     assert secret not in await stored(store)
     async with driving(store) as driver:
@@ -64,7 +64,7 @@ async def test_a_token_says_who_calls_also_after_a_restart_and_is_stored_as_a_ha
 @pytest.mark.parametrize("change", ["", "x", "rdzv_", "rdzv_00000000_" + 43 * "a", "\udcff"])
 async def test_what_is_no_token_of_ours_says_nothing_of_itself(change: str) -> None:
     async with driving(MemoryStore()) as driver:
-        _, text = await driver.create_token("ada", [Role.SUBMIT], 0)
+        _, text = await driver.tokens.create("ada", [Role.SUBMIT], 0)
         wrong = [change, text[:-1], f"{text}a", text[:-1] + ("A" if text[-1] != "A" else "B")]
         for one in wrong:
             with pytest.raises(UnauthenticatedError) as refused:
@@ -75,7 +75,7 @@ async def test_what_is_no_token_of_ours_says_nothing_of_itself(change: str) -> N
 async def test_a_token_expires() -> None:
     clock = FakeClock()
     async with driving(MemoryStore(), clock) as driver:
-        token, text = await driver.create_token("ada", [Role.READ], HOUR_MS)
+        token, text = await driver.tokens.create("ada", [Role.READ], HOUR_MS)
         clock.at_ms += HOUR_MS - 1
         driver.tokens.caller(text)
         clock.at_ms += 1
@@ -84,14 +84,14 @@ async def test_a_token_expires() -> None:
         # It is listed for a while, so that people see why; then the next one takes its place.
         assert driver.tokens.listed()[0].id == token.id
         clock.at_ms += tokens.EXPIRED_KEPT_MS + HOUR_MS
-        await driver.create_token("ada", [Role.READ], HOUR_MS)
+        await driver.tokens.create("ada", [Role.READ], HOUR_MS)
         assert token.id not in {one.id for one in driver.tokens.listed()}
 
 
 async def test_one_is_rotated_while_the_other_is_good() -> None:
     async with driving(MemoryStore()) as driver:
-        first, old = await driver.create_token("ada", [Role.SUBMIT], 0)
-        _, new = await driver.create_token("ada", [Role.SUBMIT], 0)
+        first, old = await driver.tokens.create("ada", [Role.SUBMIT], 0)
+        _, new = await driver.tokens.create("ada", [Role.SUBMIT], 0)
         await driver.tokens.revoke(first.id)
         assert driver.tokens.caller(new).name == "ada"
         with pytest.raises(UnauthenticatedError):
@@ -106,7 +106,7 @@ async def test_one_is_rotated_while_the_other_is_good() -> None:
 async def test_when_it_was_used_is_stored_now_and_then() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with driving(store, clock) as driver:
-        _, text = await driver.create_token("ada", [Role.READ], 0)
+        _, text = await driver.tokens.create("ada", [Role.READ], 0)
         assert driver.tokens.listed()[0].used_ms is None
         driver.tokens.caller(text)
         await settle()
@@ -121,9 +121,9 @@ async def test_when_it_was_used_is_stored_now_and_then() -> None:
 
 async def test_too_many_are_refused() -> None:
     async with driving(MemoryStore(), limits=Limits(tokens=1)) as driver:
-        await driver.create_token("ada", [Role.READ], 0)
+        await driver.tokens.create("ada", [Role.READ], 0)
         with pytest.raises(LimitExceededError, match="raise the limit `tokens`"):
-            await driver.create_token("bob", [Role.READ], 0)
+            await driver.tokens.create("bob", [Role.READ], 0)
 
 
 async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) ->
 async def test_nobody_opens_a_server_by_leaving_a_flag_out() -> None:
     store = MemoryStore()
     async with driving(store) as driver:
-        await driver.create_token("ada", [Role.READ], 0)
+        await driver.tokens.create("ada", [Role.READ], 0)
     with pytest.raises(InvalidRequestError, match="start it with --auth=required"):
         async with driving(store, auth=False):
             pass

@@ -96,7 +96,7 @@ async def test_what_a_server_tells_of_itself_becomes_spans() -> None:
     found: list[TraceSpan] = []
     traces = Traces(unread, found.append)
     async with scraped() as s:
-        s.driver._jobs._meter = Meters(s.metrics, traces)
+        s.driver.jobs._meter = Meters(s.metrics, traces)
         await history(s)
     await traces.drain()
     assert {span.rdzv_id for span in found} == {"job-7", "done"}

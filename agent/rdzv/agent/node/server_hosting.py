@@ -23,9 +23,9 @@ from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import MonotonicClock
+from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.service import server_version, serving
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import DAY_MS, Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -103,7 +103,7 @@ async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]
         finder = StoreFinder(server, rdzv_id)
         async with shared(listening, Endpoint(bound.host, bound.port), finder.where):
             yield
-            await server.wait_alone(OTHERS_TIMEOUT_S)
+            await server.streams.wait_empty(OTHERS_TIMEOUT_S)
 
 
 class StoreFinder:
@@ -115,7 +115,7 @@ class StoreFinder:
 
     async def where(self) -> Endpoint | None:
         """Return where it is; None while there is no round."""
-        now = (await self._server.look(self._rdzv_id)).membership.round
+        now = (await self._server.jobs.look(self._rdzv_id)).membership.round
         return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
 

@@ -22,7 +22,7 @@ from rdzv.core.stacks import Report
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer, sleep_ms
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.diagnosis.stack_archive import Shelf
+from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.messages import Hung
 
@@ -50,7 +50,7 @@ class Hangs:
         clock: Clock,
         tasks: Tasks,
         stacks: StackRelay,
-        shelf: Shelf,
+        shelf: StackArchive,
         *,
         peek: Callable[[str], State | None],
         submit: Callable[[str, Command], Awaitable[State]],

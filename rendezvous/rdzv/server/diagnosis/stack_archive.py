@@ -45,7 +45,7 @@ class _Place:
     at_ms: int = 0
 
 
-class Shelf:
+class StackArchive:
     """The stacks that are kept by one server. Read when they are first asked for."""
 
     def __init__(self, jobs: Jobs) -> None:

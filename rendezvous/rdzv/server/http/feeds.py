@@ -30,10 +30,10 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import sleep_ms
 from rdzv.runtime.concurrency import single_error
+from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import NodeSummary
 from rdzv.server.rpc.queries import SLICE
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Limits, Timings
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
@@ -150,7 +150,7 @@ class Feed:
         """Send updates to all readers, until cancelled or nothing more can follow."""
         try:
             driver = self._answers.replica.driver
-            with driver.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
+            with driver.watchers.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
                 while True:
                     self._check(driver)
                     self._woken.clear()
@@ -364,7 +364,7 @@ class JobFeed(Feed):
         if told != self._last:
             _put_all(old, [told])
             self._last = told
-        turn = (self._answers.replica.driver.noted(self._rdzv_id), _turn_of(view))
+        turn = (self._answers.replica.driver.views.noted(self._rdzv_id), _turn_of(view))
         if turn != self._turn or not self._events:
             events = await self._answers.events(self._rdzv_id, EVENTS)
             written = frame("events", as_json.events(self._rdzv_id, events, indent=None))

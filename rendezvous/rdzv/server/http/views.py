@@ -33,14 +33,14 @@ class Shown(Answers):
 
     def status_of(self, view: JobView) -> answers.JobStatus:
         """Show a job of which the server has this view."""
-        progress = self.replica.driver.progress(view.rdzv_id)
-        stragglers = self.replica.driver.stragglers(view.rdzv_id)
+        progress = self.replica.driver.views.progress(view.rdzv_id)
+        stragglers = self.replica.driver.views.stragglers(view.rdzv_id)
         status = outbound.job_status(view, self.clock.now_ms(), progress, stragglers)
         return answers.job_status_of(status)
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
         """Show a job as one line."""
-        hangs = self.replica.driver.hangs(view.rdzv_id)
+        hangs = self.replica.driver.views.hangs(view.rdzv_id)
         return answers.job_summary_of(outbound.job_summary(view, hangs))
 
     async def jobs(self) -> list[answers.JobSummary]:
@@ -63,7 +63,7 @@ class Shown(Answers):
 
         """
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
-        report = await self.replica.driver.kept_stacks(rdzv_id, number)
+        report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
         # It may be a megabyte, for which no node is to wait.
         return await asyncio.to_thread(
@@ -72,7 +72,7 @@ class Shown(Answers):
 
     def summaries(self) -> list[NodeSummary]:
         """Show every node, in the server's own words."""
-        return list(self.replica.driver.nodes())
+        return list(self.replica.driver.nodes.summaries())
 
     @staticmethod
     def node_of(summary: NodeSummary) -> answers.Node:
@@ -112,7 +112,7 @@ class Shown(Answers):
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""
         try:
             rdzv_id = bounds.rdzv_id_of(asked, self.limits)
-            async with aclosing(self.replica.driver.read_logs(rdzv_id, wanted)) as found:
+            async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
                     yield answers.log_lines_of(outbound.log_lines(lines))
         except (UnknownJobError, InvalidRequestError) as error:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
+from rdzv.server.driver import Driver
 from rdzv.server.messages import ServerView
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Figures, Meter
 
@@ -164,7 +164,7 @@ class Replica:
     async def wait_alone(self, timeout_s: float) -> None:
         """If this server leads, wait until every node has gone, or for so long."""
         if self._driver is not None:
-            await self._driver.wait_alone(timeout_s)
+            await self._driver.streams.wait_empty(timeout_s)
 
     async def campaign(
         self,

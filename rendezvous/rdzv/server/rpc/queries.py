@@ -49,7 +49,7 @@ class Answers:
 
         """
         try:
-            return await self.replica.driver.status(bounds.rdzv_id_of(asked, self.limits))
+            return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
             # Not before: a name that is none here may be one for torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
@@ -71,7 +71,7 @@ class Answers:
 
     async def views(self) -> AsyncGenerator[JobView, None]:
         """Show every job, one after the other; now and then others have their turn."""
-        async with aclosing(self.replica.driver.each()) as found:
+        async with aclosing(self.replica.driver.views.each()) as found:
             number = 0
             async for view in found:
                 yield view
@@ -84,7 +84,9 @@ class Answers:
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first; of one that is only watched, none."""
         try:
-            return await self.replica.driver.history(bounds.rdzv_id_of(asked, self.limits), limit)
+            return await self.replica.driver.views.history(
+                bounds.rdzv_id_of(asked, self.limits), limit
+            )
         except (UnknownJobError, InvalidRequestError):
             if self.watched(asked) is None:
                 raise

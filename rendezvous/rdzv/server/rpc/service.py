@@ -34,6 +34,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.concurrency import beside
+from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, NodeSummary, Progress, Refused
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_log import quiet_grpc
@@ -44,7 +45,6 @@ from rdzv.server.rpc.role_interceptor import Interceptor, end_call, end_stream_u
 from rdzv.server.security import callers
 from rdzv.server.security.access import AUDIT, Gate, note_change, signed
 from rdzv.server.security.tokens import Token
-from rdzv.server.sessions.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Config, Limits, Timings
@@ -156,7 +156,7 @@ class Conversation:
         try:
             message = await self._first_message(context)
             hello = inbound_nodes.hello_of(message, self._limits)
-            stream = self._driver.attach(hello, callers.present.get())
+            stream = self._driver.connections.attach(hello, callers.present.get())
         except RendezvousError as error:
             await _abort(context, error)
         try:
@@ -168,7 +168,7 @@ class Conversation:
             end = None
         finally:
             # Also when the node died, for then this call is cancelled.
-            self._driver.detach(stream)
+            self._driver.connections.detach(stream)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
             await _abort(context, end)
@@ -205,7 +205,7 @@ class Conversation:
         """Take in what the node says; it is heard at once, even while the store is away."""
         try:
             while (message := await _receive(context)) is not None:
-                self._driver.heard(stream)
+                self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
@@ -220,9 +220,9 @@ class Conversation:
                         stream.send(Heard(message.heartbeat.number))
                 case "away":
                     deadline_ms = inbound_nodes.away_ms_of(message.away, self._limits)
-                    self._driver.plan_away(stream, deadline_ms)
+                    self._driver.connections.plan_away(stream, deadline_ms)
                 case "log_piece":
-                    self._driver.take_log(
+                    self._driver.reports.take_log(
                         stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
                     )
                 case "progress":
@@ -231,9 +231,9 @@ class Conversation:
                     self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
                 case "stacks":
                     said = inbound_nodes.stacks_of(message.stacks, self._limits)
-                    self._driver.take_stacks_in(stream, said)
+                    self._driver.reports.take_stacks_in(stream, said)
                 case "health":
-                    self._driver.note_health(
+                    self._driver.reports.note_health(
                         stream, inbound_nodes.failing_of(message.health, self._limits)
                     )
                 case "holdings":
@@ -241,7 +241,7 @@ class Conversation:
                     self._queue(holdings, stream, inbox)
                 case "draining":
                     draining = inbound_nodes.draining_of(message.draining, self._limits)
-                    self._driver.note_draining(stream, draining)
+                    self._driver.reports.note_draining(stream, draining)
                 case _:
                     speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
                     self._queue(
@@ -258,7 +258,7 @@ class Conversation:
         try:
             said = inbound_nodes.progress_of(message, self._limits)
             if stream.greeted:
-                self._driver.note_progress(stream, said)
+                self._driver.reports.note_progress(stream, said)
             elif said.rdzv_id in self._early or len(self._early) < self._limits.beliefs:
                 self._early[said.rdzv_id] = said
         except InvalidRequestError as error:
@@ -267,7 +267,7 @@ class Conversation:
     def _take_hung(self, said: Hung, stream: Stream) -> None:
         """Take note of workers that hang at once; a job that is not adopted yet has none."""
         if stream.greeted:
-            self._driver.note_hung(stream, said)
+            self._driver.reports.note_hung(stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
             self._early_hung[said.rdzv_id] = said
 
@@ -275,7 +275,7 @@ class Conversation:
         early, self._early_hung = self._early_hung, {}
         for said in early.values():
             try:
-                self._driver.note_hung(stream, said)
+                self._driver.reports.note_hung(stream, said)
             except InvalidRequestError as error:
                 stream.send(Refused(said.rdzv_id, error.code, str(error)))
 
@@ -283,7 +283,7 @@ class Conversation:
         early, self._early = self._early, {}
         for said in early.values():
             try:
-                self._driver.note_progress(stream, said)
+                self._driver.reports.note_progress(stream, said)
             except InvalidRequestError as error:
                 self._warn(stream, error)
 
@@ -311,14 +311,14 @@ class Conversation:
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
         """Decide what the node says, in its order, beginning with what it believes."""
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
-        await self._driver.greet(stream, self._beliefs(stream, beliefs), named)
+        await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_progress(stream)
         self._release_hung(stream)
         while (said := await inbox.get()) is not None:
             if isinstance(said, Holdings):
-                await self._driver.note_holdings(stream, said.held)
+                await self._driver.reports.note_holdings(stream, said.held)
             else:
-                await self._driver.hear(stream, *said)
+                await self._driver.commands.hear(stream, *said)
         stream.close()
 
     def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
@@ -373,7 +373,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Show one job whenever it changes."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
-            async with aclosing(self._replica.driver.watch(rdzv_id)) as views:
+            async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
                 async for view in views:
                     yield self._status(view)
         except RendezvousError as error:
@@ -388,7 +388,7 @@ class ControlService(pb_grpc.ControlServicer):
             views = [view async for view in self._answers.views()]
         except RendezvousError as error:
             await _abort(context, error)
-        jobs = [outbound.job_summary(view, driver.hangs(view.rdzv_id)) for view in views]
+        jobs = [outbound.job_summary(view, driver.views.hangs(view.rdzv_id)) for view in views]
         return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
@@ -429,7 +429,7 @@ class ControlService(pb_grpc.ControlServicer):
             command = inbound_operators.submit_of(request, self._limits)
             caller = callers.present.get()
             before = await self._doing(rdzv_id)
-            view = await self._replica.driver.submit_job(rdzv_id, command, caller)
+            view = await self._replica.driver.operations.submit_job(rdzv_id, command, caller)
             note_change(before, view.state)
             return self._status(view)
         except RendezvousError as error:
@@ -442,7 +442,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
             driver = self._replica.driver
-            nodes = [outbound.node_summary(summary) for summary in driver.nodes(named)]
+            nodes = [outbound.node_summary(summary) for summary in driver.nodes.summaries(named)]
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
@@ -455,7 +455,7 @@ class ControlService(pb_grpc.ControlServicer):
             node_id, reason = inbound_operators.cordon_of(request, self._limits)
             reason = signed(reason, callers.present.get())
             before = self._use(node_id)
-            found = await self._replica.driver.cordon(node_id, reason)
+            found = await self._replica.driver.nodes.cordon(node_id, reason)
             note_change(before, _use_of(found))
             return outbound.node_summary(found)
         except RendezvousError as error:
@@ -468,7 +468,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             node_id = bounds.node_id_of(request.node_id, self._limits)
             before = self._use(node_id)
-            found = await self._replica.driver.uncordon(node_id)
+            found = await self._replica.driver.nodes.uncordon(node_id)
             note_change(before, _use_of(found))
             return outbound.node_summary(found)
         except RendezvousError as error:
@@ -483,7 +483,9 @@ class ControlService(pb_grpc.ControlServicer):
             node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
             reason = signed(reason, callers.present.get())
             before = self._use(node_id)
-            found = await driver.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
+            found = await driver.nodes.drain(
+                node_id, deadline_ms, reason, keep_min=request.keep_min
+            )
             note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
             return outbound.node_summary(found)
         except RendezvousError as error:
@@ -496,7 +498,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             node_id = bounds.node_id_of(request.node_id, self._limits)
             before = self._use(node_id)
-            found = await self._replica.driver.undrain(node_id)
+            found = await self._replica.driver.nodes.undrain(node_id)
             note_change(before, _use_of(found))
             return outbound.node_summary(found)
         except RendezvousError as error:
@@ -511,7 +513,7 @@ class ControlService(pb_grpc.ControlServicer):
             command = replace(command, reason=signed(command.reason, callers.present.get()))
             scales = isinstance(command, Scale)
             before = await self._doing(rdzv_id, scales=scales)
-            view = await self._replica.driver.obey(rdzv_id, command)
+            view = await self._replica.driver.operations.obey(rdzv_id, command)
             after = _bounds(view.min_nodes, view.max_nodes) if scales else view.state
             note_change(before, after)
             return self._status(view)
@@ -525,7 +527,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             before = await self._doing(rdzv_id)
-            await self._replica.driver.forget(rdzv_id)
+            await self._replica.driver.operations.forget(rdzv_id)
             note_change(before, "forgotten")
         except RendezvousError as error:
             await _abort(context, error)
@@ -538,7 +540,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             wanted = inbound_operators.logs_wanted_of(request, self._limits)
-            async with aclosing(self._replica.driver.read_logs(rdzv_id, wanted)) as found:
+            async with aclosing(self._replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
                     yield outbound.log_lines(lines)
         except UnknownJobError as error:
@@ -554,7 +556,7 @@ class ControlService(pb_grpc.ControlServicer):
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
             why = "an operator asked for them"
-            report = await self._replica.driver.stacks(rdzv_id, run, number, why)
+            report = await self._replica.driver.workers.stacks(rdzv_id, run, number, why)
             return outbound.stack_report(report, self._clock.now_ms())
         except UnknownJobError as error:
             if self._answers.watched(request.rdzv_id) is not None:
@@ -591,7 +593,7 @@ class ControlService(pb_grpc.ControlServicer):
             name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
             expires_in_ms = inbound_operators.token_life_of(request, self._limits)
             driver = self._replica.driver
-            token, text = await driver.create_token(name, roles, expires_in_ms)
+            token, text = await driver.tokens.create(name, roles, expires_in_ms)
             note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
         except RendezvousError as error:
             await _abort(context, error)
@@ -628,25 +630,25 @@ class ControlService(pb_grpc.ControlServicer):
         """Show who has changed what."""
         try:
             limit = inbound_operators.history_limit(request.limit, self._limits)
-            rows = await self._replica.driver.past(AUDIT, limit)
+            rows = await self._replica.driver.jobs.past(AUDIT, limit)
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
         """Say what a job does, or with `scales` which bounds it has, before a call changes it."""
-        state = await self._replica.driver.look(rdzv_id)
+        state = await self._replica.driver.jobs.look(rdzv_id)
         if not state.membership.run:
             return "unknown"
         return _bounds(*state.membership.bounds) if scales else job_state(state)
 
     def _use(self, node_id: str) -> str:
         """Say whether jobs are placed on a node, before a call changes it."""
-        return next(map(_use_of, self._replica.driver.nodes([node_id])), "unknown")
+        return next(map(_use_of, self._replica.driver.nodes.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
-        progress = self._replica.driver.progress(view.rdzv_id)
-        stragglers = self._replica.driver.stragglers(view.rdzv_id)
+        progress = self._replica.driver.views.progress(view.rdzv_id)
+        stragglers = self._replica.driver.views.stragglers(view.rdzv_id)
         return outbound.job_status(view, self._clock.now_ms(), progress, stragglers)
 
 

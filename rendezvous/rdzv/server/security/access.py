@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
-from rdzv.core.model import State
 from rdzv.errors import InvalidRequestError, RendezvousError, UnauthenticatedError
 from rdzv.runtime.clock import Clock
+from rdzv.server.engine.jobs import Jobs
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.security.roles import Row, Whose
@@ -72,27 +72,22 @@ def verb_of(method: str) -> str:
     return _VERBS.get(name) or re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
-class Jobs(Protocol):
-    """The jobs of the server that leads, as far as access depends on them."""
+class Leader(Protocol):
+    """The server that leads, as far as access depends on it."""
 
     tokens: Tokens
-
-    async def look(self, rdzv_id: str) -> State:
-        """Return a job's present state."""
-
-    async def append(self, rows: tuple[Record, ...]) -> None:
-        """Store history that belongs to no job's step."""
+    jobs: Jobs
 
 
 class Leadership(Protocol):
     """Whether this server leads. Each of these raises `NotLeaderError` while it does not."""
 
     @property
-    def driver(self) -> Jobs:
-        """The jobs, while this server leads."""
+    def driver(self) -> Leader:
+        """The leader, while this server is it."""
 
-    async def settled_driver(self, timeout_s: float) -> Jobs:
-        """Return the jobs; while no server leads, wait this long for one that does."""
+    async def settled_driver(self, timeout_s: float) -> Leader:
+        """Return the leader; while no server leads, wait this long for one that does."""
 
 
 class Gate:
@@ -144,7 +139,7 @@ class Gate:
         except InvalidRequestError:
             # No job has this name: whoever serves the call says so.
             return
-        roles.refuse_others_job(caller, await self._leadership.driver.look(named), what)
+        roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
     def note_refusal(self, who: str, code: str, reason: str) -> None:
         """Count a refused call, and log it, unless one was just logged."""
@@ -171,7 +166,7 @@ class Gate:
         log.info("%s", text, extra={"audit": True})
         row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
         try:
-            await self._leadership.driver.append((row,))
+            await self._leadership.driver.jobs.append((row,))
         except RendezvousError as error:
             # It leads no more; the log has it.
             log.warning("not in the history, for %s: %s", error, text)

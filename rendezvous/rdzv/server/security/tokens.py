@@ -125,34 +125,43 @@ class Tokens:
         tasks: Tasks,
         most: int,
         on_revoke: Callable[[frozenset[str]], None],
+        *,
+        auth: bool,
     ) -> None:
-        """`most` may be there at once; `on_revoke` hears the ids of those that are revoked."""
+        """`most` may exist at once; `on_revoke` hears the ids of those that are revoked.
+
+        `auth`: callers have to prove who they are.
+        """
         self._clock = clock
         self._tasks = tasks
         self._most = most
         self._on_revoke = on_revoke
+        self._auth = auth
         self._document = Document(jobs, TOKENS, lambda data: {t.id: t for t in decode(data)})
         self._lock = asyncio.Lock()
         self._storing_use = False
 
-    async def load(self) -> None:
-        """Learn what is stored.
+    async def start(self, admin_token: Path | None) -> None:
+        """Learn what is stored; with `admin_token`, see to it that there is an admin's token.
 
         Raises:
+            InvalidRequestError: there are tokens, and this server asks nobody for one.
             RendezvousConnectionError: the store is away.
             RendezvousStateError: what is stored can not be read.
 
         """
         await self._document.load()
+        if not self._auth and self._document.revision > 0:
+            raise InvalidRequestError(
+                "tokens were made for this server, and yet it would let everybody do everything; "
+                "start it with --auth=required"
+            )
+        if admin_token is not None:
+            await self.ensure_admin(admin_token)
 
     @property
     def _tokens(self) -> dict[str, Token]:
         return self._document.value
-
-    @property
-    def any(self) -> bool:
-        """Whether there ever was one."""
-        return self._document.revision > 0
 
     def listed(self) -> tuple[Token, ...]:
         """Return those that are remembered, the oldest first."""
@@ -181,10 +190,16 @@ class Tokens:
         """Make a token, and return it with its text. `expires_in_ms` 0: it does not expire.
 
         Raises:
+            InvalidRequestError: nobody here has to show any, and so nobody should rely on it.
             LimitExceededError: there are too many.
             RendezvousError: it was not stored; to be asked for again.
 
         """
+        if not self._auth:
+            raise InvalidRequestError(
+                "this server lets everybody do everything, so a token would protect nothing; start "
+                "rdzvd with --auth=required --init-admin-token=FILE"
+            )
         text = new_text()
         token = await self._add(text, name, roles, expires_in_ms)
         return token, text

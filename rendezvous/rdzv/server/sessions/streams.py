@@ -1,12 +1,22 @@
-"""One node's open stream, as the driver sees it: a bounded outbox and an end."""
+"""The open streams of nodes: each a bounded outbox and an end. Nodes are told everything here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 
-from rdzv.core.model import UNKNOWN_INSTANCE, Instance
-from rdzv.errors import LimitExceededError, RendezvousError
+from rdzv.core.commands import Join
+from rdzv.core.model import UNKNOWN_INSTANCE, Instance, State
+from rdzv.errors import (
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnauthenticatedError,
+)
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine import announcements
+from rdzv.server.engine.jobs import News
 from rdzv.server.messages import Closed, Joined, Line, Refused, RoundOver, Told, Waiting
 from rdzv.server.security.callers import ANYBODY, Caller
 
@@ -32,7 +42,7 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """Who has opened it, and answers for what the node says."""
+        """The caller that opened it, and answers for what the node says."""
         self._on_send = on_send
         self.greeted = False
         """Whether the node has said all that it believes."""
@@ -92,3 +102,99 @@ class Stream:
     async def ended(self) -> RendezvousError | None:
         """Wait for the stream's end."""
         return await asyncio.shield(self._ended)
+
+
+class Streams:
+    """The open streams of one server: one for each node."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[str, Stream] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.closed = False
+        """Whether all streams were closed, and no other may open."""
+
+    @property
+    def open(self) -> Mapping[str, Stream]:
+        """The open streams, by node_id."""
+        return self._open
+
+    def add(self, stream: Stream) -> None:
+        """Have a stream speak for its node, in place of an older one."""
+        self._open[stream.node_id] = stream
+        self._empty.clear()
+
+    def remove(self, stream: Stream) -> bool:
+        """Remove a stream that has ended; return whether it was the one that spoke for its node."""
+        current = self.is_current(stream)
+        if current:
+            del self._open[stream.node_id]
+        if not self._open:
+            self._empty.set()
+        return current
+
+    def of(self, node_id: str) -> Stream | None:
+        """Return the stream that speaks for a node; None if it has none."""
+        return self._open.get(node_id)
+
+    def is_current(self, stream: Stream) -> bool:
+        """Whether no newer stream speaks for the node: late messages on an older one are void."""
+        return self._open.get(stream.node_id) is stream
+
+    async def wait_empty(self, timeout_s: float) -> None:
+        """Wait until no stream is open, for `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+
+    # ---------------------------------------------------------------- telling nodes
+
+    def send(self, node_id: str, message: Told) -> bool:
+        """Send a message to a node; return whether it has a stream."""
+        stream = self._open.get(node_id)
+        if stream is not None:
+            stream.send(message)
+        return stream is not None
+
+    def announce(self, news: News) -> None:
+        """Tell all nodes concerned what a step has led to. Waits for nothing."""
+        now_ms = self._clock.now_ms()
+        if isinstance(news.command, Join):
+            self._announce_join(news.before, news.after, news.command, now_ms)
+        for node_id, message in announcements.news(news.before, news.after, news.events, now_ms):
+            stream = self._open.get(node_id)
+            if stream is not None and announcements.concerns(
+                news.after, node_id, stream.incarnation, message
+            ):
+                stream.send(message)
+
+    def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
+        membership, node_id = after.membership, command.node_id
+        self.send(node_id, Joined(membership.rdzv_id, membership.run, membership.run_number))
+        if node_id in after.waiting:
+            self.send(node_id, announcements.waiting(after, node_id, now_ms))
+        stream = self._open.get(node_id)
+        line = announcements.unheard_line(before, command, now_ms)
+        if stream is not None and stream.incarnation == command.incarnation and line is not None:
+            stream.send(line, again=True)
+
+    # ---------------------------------------------------------------- closing
+
+    def close(self, node_id: str, number: int | None, why: str) -> None:
+        """Close a node's stream, if it is the one with this number."""
+        stream = self._open.get(node_id)
+        if stream is not None and stream.number == number:
+            stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
+
+    def close_opened_with(self, tokens: frozenset[str]) -> None:
+        """Close the streams that were opened with tokens which were revoked."""
+        for stream in self._open.values():
+            if stream.caller.token in tokens:
+                stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
+
+    def close_all(self, error: RendezvousError) -> None:
+        """Close every stream with this error; that moves no node and no job."""
+        self.closed = True
+        for stream in self._open.values():
+            stream.close(error)

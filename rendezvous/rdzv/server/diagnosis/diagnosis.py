@@ -1,0 +1,69 @@
+"""The observers of one server's jobs, together: progress, stragglers, hangs, logs, stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rdzv.core.events import Event
+from rdzv.core.model import State
+from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.diagnosis.hang_investigation import Hangs
+from rdzv.server.diagnosis.log_relay import LogRelay
+from rdzv.server.diagnosis.progress_tracking import Board
+from rdzv.server.diagnosis.stack_archive import StackArchive
+from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.server.diagnosis.straggler_tracking import Stragglers
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.messages import Told
+from rdzv.server.settings.config import Config
+
+
+class Diagnosis:
+    """The observers of one server. Of these only `hangs` ever changes a job."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        tasks: Tasks,
+        config: Config,
+        send: Callable[[str, Told], bool],
+        note: Callable[[str, tuple[Event, ...]], None],
+    ) -> None:
+        """`send` tells a node; `note` writes events that no step of a job has led to."""
+        limits, timings = config.limits, config.timings
+        self.progress = Board()
+        self.stragglers = Stragglers(timings.straggler_after_ms, note)
+        self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
+        self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
+        self.stack_archive = StackArchive(jobs)
+        self.hangs = Hangs(
+            clock,
+            tasks,
+            self.stacks,
+            self.stack_archive,
+            peek=jobs.peek,
+            submit=jobs.submit,
+            tell=note,
+            gather_ms=timings.hang_gather_ms,
+            retry_ms=timings.store_retry_ms,
+        )
+
+    def note_state(self, state: State) -> None:
+        """Note that a job has changed: what was observed of a round that is over is dropped."""
+        self.progress.tidy(state)
+        self.hangs.note_state(state)
+        self.stragglers.tidy(state)
+
+    def note_gone(self, node_id: str) -> None:
+        """Note that a node's stream is gone: it answers nothing that it was asked on it."""
+        self.logs.note_gone(node_id)
+        self.stacks.note_gone(node_id)
+
+    def close(self, error: RendezvousError) -> None:
+        """End every reader with this error, and leave hangs to the server that follows."""
+        self.logs.close(RendezvousConnectionError(str(error)))
+        self.hangs.close()
+        self.stacks.close()

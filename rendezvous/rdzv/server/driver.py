@@ -1,0 +1,351 @@
+"""The driver of one server that leads: its parts, how they start and stop, and who hears of a step.
+
+It holds what the pure cores cannot, and decides nothing. A command to a job goes through
+`Jobs.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
+enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
+`workers`, `operations` and `nodes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from rdzv.core.commands import Command
+from rdzv.core.events import Event
+from rdzv.core.model import State
+from rdzv.core.nodes import NodesEvent
+from rdzv.core.rendezvous import Transition
+from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, LoopWatch
+from rdzv.runtime.concurrency import single_error
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.jobs import Job, Jobs, News
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.operations.job_operations import JobOperations
+from rdzv.server.operations.job_views import JobViews
+from rdzv.server.operations.node_operations import NodeOperations
+from rdzv.server.operations.worker_views import WorkerViews
+from rdzv.server.scheduling.placer import Placer
+from rdzv.server.scheduling.quarantined_nodes import Quarantine
+from rdzv.server.security.tokens import Tokens
+from rdzv.server.sessions.connections import Connections
+from rdzv.server.sessions.leases import Leases
+from rdzv.server.sessions.node_commands import NodeCommands
+from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.recovery import Recovery
+from rdzv.server.sessions.reports import Reports
+from rdzv.server.sessions.streams import Streams
+from rdzv.server.settings.config import Config
+from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.server.telemetry.scrape_targets import ScrapeTargets
+from rdzv.stores.base import Record, Store
+
+
+class Driver:
+    """Drives all jobs and nodes of one server. Made by `running`."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        config: Config,
+        tasks: Tasks,
+        new_uid: Callable[[], str],
+        meter: Meter,
+    ) -> None:
+        """Make the parts, from those that need nothing of a server to those that need most."""
+        self._clock = clock
+        self._config = config
+        self._meter = meter
+        self.tasks = tasks
+        limits, timings = config.limits, config.timings
+        retry_ms = timings.store_retry_ms
+        self.loop_watch = LoopWatch(
+            clock,
+            self._renew_leases,
+            every_ms=timings.watch_every_ms,
+            deaf_after_ms=timings.deaf_after_ms,
+            settle_ms=timings.settle_ms,
+            on_look=meter.loop_late,
+        )
+        self.jobs = Jobs(
+            store,
+            clock,
+            self.loop_watch,
+            config,
+            tasks,
+            new_uid,
+            publish=self.publish,
+            on_load=self._on_load,
+            meter=meter,
+            judge=self._judge,
+            on_store_change=self._show_store,
+        )
+        self.watchers = Watchers(clock, timings.show_progress_every_ms)
+        self.streams = Streams(clock)
+        self.leases = Leases(
+            clock,
+            self.loop_watch,
+            config.nodes_tuning,
+            timings.hear_every_ms,
+            on_event=self._on_node_event,
+        )
+        self.presence = Presence(self.jobs, self.leases, self.streams, clock, tasks, retry_ms)
+        self.tokens = Tokens(
+            self.jobs, clock, tasks, limits.tokens, self.streams.close_opened_with, auth=config.auth
+        )
+        self.diagnosis = Diagnosis(self.jobs, clock, tasks, config, self.streams.send, self._note)
+        self.quarantine = Quarantine(
+            self.jobs,
+            clock,
+            config.quarantine,
+            lambda: self.placer.daemons,
+            on_change=self._quarantine_changed,
+        )
+        self.placer = Placer(
+            self.jobs,
+            clock,
+            tasks,
+            lambda: self.leases.records,
+            self.quarantine,
+            self.streams.send,
+            quiet_ms=timings.place_quiet_ms,
+            retry_ms=retry_ms,
+            settle_ms=config.tuning.takeover_grace_ms,
+        )
+        self.scrape_targets = ScrapeTargets(limits.nodes)
+        self._make_entrances()
+
+    def _make_entrances(self) -> None:
+        """Make the parts through which nodes and operators reach the others."""
+        clock, limits = self._clock, self._config.limits
+        self.connections = Connections(
+            clock,
+            self.loop_watch,
+            limits,
+            self._meter,
+            streams=self.streams,
+            leases=self.leases,
+            presence=self.presence,
+            placer=self.placer,
+            diagnosis=self.diagnosis,
+            targets=self.scrape_targets,
+            watchers=self.watchers,
+        )
+        self.commands = NodeCommands(
+            self.jobs,
+            self.presence,
+            clock,
+            jobs_per_node=limits.beliefs,
+            retry_ms=self._config.timings.store_retry_ms,
+        )
+        self.recovery = Recovery(
+            self.jobs,
+            clock,
+            streams=self.streams,
+            leases=self.leases,
+            presence=self.presence,
+            commands=self.commands,
+            placer=self.placer,
+            quarantine=self.quarantine,
+        )
+        self.reports = Reports(
+            self.jobs,
+            clock,
+            streams=self.streams,
+            presence=self.presence,
+            commands=self.commands,
+            placer=self.placer,
+            diagnosis=self.diagnosis,
+            watchers=self.watchers,
+        )
+        self.views = JobViews(
+            self.jobs,
+            clock,
+            placer=self.placer,
+            diagnosis=self.diagnosis,
+            watchers=self.watchers,
+            most_watchers=limits.watchers,
+        )
+        self.operations = JobOperations(
+            self.jobs,
+            views=self.views,
+            placer=self.placer,
+            stack_archive=self.diagnosis.stack_archive,
+            watchers=self.watchers,
+        )
+        self.workers = WorkerViews(
+            self.jobs, views=self.views, diagnosis=self.diagnosis, watchers=self.watchers
+        )
+        self.nodes = NodeOperations(
+            placer=self.placer,
+            streams=self.streams,
+            presence=self.presence,
+            watchers=self.watchers,
+        )
+
+    @classmethod
+    @asynccontextmanager
+    async def running(
+        cls,
+        store: Store,
+        clock: Clock,
+        config: Config,
+        new_uid: Callable[[], str] = lambda: secrets.token_hex(6),
+        meter: Meter | None = None,
+    ) -> AsyncIterator[Driver]:
+        """Take over the store, run until the body ends, and close every stream.
+
+        `meter` counts; without one, nothing is counted.
+
+        The store remains open; it belongs to the caller.
+        """
+        with single_error():
+            async with asyncio.TaskGroup() as group:
+                driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
+                try:
+                    # A start that fails may have loaded jobs, whose timers run.
+                    await driver.start()
+                    yield driver
+                finally:
+                    await driver.stop()
+
+    # ---------------------------------------------------------------- start and stop
+
+    async def start(self) -> None:
+        """Take over the store, and learn all that is stored.
+
+        Raises:
+            RendezvousError: the store is away, or what is stored can not be read.
+
+        """
+        self.leases.start(await self.jobs.take_over())
+        await self.quarantine.load()
+        await self.tokens.start(self._config.init_admin_token)
+        await self.jobs.load_all()
+        await self.placer.start()
+        self.jobs.start_pruning()
+        self.loop_watch.start()
+
+    async def stop(self) -> None:
+        """Close every stream and let what is being decided come to its end."""
+        self.close_streams(
+            RendezvousConnectionError("this server is stopping; workers run on, connect again")
+        )
+        self.loop_watch.stop()
+        self.placer.stop()
+        self.quarantine.stop()
+        self.leases.stop()
+        self.watchers.stop()
+        self.jobs.stop_timers()
+        await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
+        # Once more, for what came to its end has armed its timer.
+        self.jobs.stop_timers()
+        await self.jobs.flush()
+        self._meter.forget_jobs()
+
+    def close_streams(self, error: RendezvousError) -> None:
+        """End every stream with this error; that moves no node and no job, and no other opens."""
+        self.streams.close_all(error)
+        self.diagnosis.close(error)
+        self.watchers.close()
+
+    # ---------------------------------------------------------------- calls of the parts made first
+
+    def _renew_leases(self, late_ms: int) -> None:
+        self.leases.renew(late_ms)
+
+    def _on_load(self, job: Job) -> None:
+        self.recovery.on_load(job)
+
+    async def _judge(
+        self, before: State, step: Transition
+    ) -> tuple[Command | None, tuple[Record, ...]]:
+        return await self.quarantine.judge(before, step)
+
+    def _on_node_event(self, event: NodesEvent) -> None:
+        self.connections.note_event(event)
+
+    # ---------------------------------------------------------------- who hears of a change
+
+    def publish(self, job: Job, news: News) -> None:
+        """Tell everyone concerned of a step that is stored. Waits for nothing."""
+        self.presence.note_step(job, news)
+        if news.before.membership.submission or news.after.membership.submission:
+            self.placer.wake()
+        self.diagnosis.note_state(news.after)
+        self.watchers.job_changed(job.rdzv_id)
+        self.streams.announce(news)
+        # The nodes that come into a round have heard of it by now.
+        self.diagnosis.logs.note_state(news.after)
+        self.presence.note_end(job, news)
+
+    def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
+        """Tell log, history and watchers of events that no step has led to."""
+        self.jobs.note(rdzv_id, events)
+        self.watchers.job_changed(rdzv_id)
+
+    def _quarantine_changed(self) -> None:
+        self.watchers.nodes_changed()
+        self.placer.wake()
+
+    def _show_store(self, rdzv_id: str | None) -> None:
+        """Wake watchers, for a job waits for the store; None: all jobs do, or none any longer."""
+        if rdzv_id is not None:
+            self.watchers.job_changed(rdzv_id)
+            return
+        for state in self.jobs.states:
+            self.watchers.job_changed(state.membership.rdzv_id)
+        self.watchers.nodes_changed()
+
+    # ---------------------------------------------------------------- the server as a whole
+
+    @property
+    def leadership(self) -> int:
+        """The number of this server's take-over; every message carries it."""
+        return self.leases.leadership
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing new can be decided at present; empty if it can."""
+        return self.jobs.store_state.trouble
+
+    def figures(self) -> Figures:
+        """Return the numbers that metrics are made of, as they are now."""
+        now_ms, records = self._clock.now_ms(), self.leases.records.values()
+        connected = sum(1 for record in records if record.stream is not None)
+        return Figures(
+            now_ms=now_ms,
+            leadership=self.leadership,
+            streams=len(self.streams.open),
+            nodes_connected=connected,
+            nodes_away=len(records) - connected,
+            watchers=self.views.watching,
+            store_away_ms=self.jobs.store_state.away_ms,
+            states=self.jobs.states,
+            progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
+            straggling=lambda state: len(self.diagnosis.stragglers.shown(state.membership.rdzv_id)),
+            lease_ms=self.leases.lease_ms,
+            silence_ms=max(
+                (now_ms - record.heard_ms for record in records if record.stream is not None),
+                default=0,
+            ),
+            room=self.placer.room,
+        )
+
+    def agents(self) -> Mapping[str, str]:
+        """Return by node_id where agents answer /metrics; see `ScrapeTargets`."""
+        return self.scrape_targets.listed(self._clock.now_ms())
+
+    def backup(self) -> AsyncIterator[bytes]:
+        """Yield all that is stored, as the lines of a file that `rdzvd --restore` reads.
+
+        Raises:
+            RendezvousError: it can not be read as a whole; what was yielded is worth nothing.
+
+        """
+        return self.jobs.backup(self.leadership)

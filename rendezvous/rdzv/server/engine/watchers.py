@@ -1,0 +1,91 @@
+"""Those who wait for a change of a job or a node: operators that watch, and the feeds of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rdzv.runtime.clock import Clock, Timer
+
+Note = Callable[[str | None], None]
+"""Hears the rdzv_id of a job that has changed; None: a node has changed, or watching has ended."""
+
+
+class Watchers:
+    """Wakes those who watch. They look at what has changed themselves, later."""
+
+    def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
+        """Changes of progress alone are shown together, every `show_progress_every_ms`."""
+        self._clock = clock
+        self._show_progress_every_ms = show_progress_every_ms
+        self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
+        """By rdzv_id: set at the next change of the job."""
+        self._followers: set[Note] = set()
+        self._progressed: set[str] = set()
+        """By rdzv_id: the jobs that are watched and have progressed since they were shown."""
+        self._progress_timer = Timer(clock, lambda _: self._show_progress())
+        self.closed = False
+        """Whether watching has ended."""
+
+    @property
+    def followers(self) -> int:
+        """The number of those who follow all changes."""
+        return len(self._followers)
+
+    @property
+    def progress_due_ms(self) -> int | None:
+        """When progress is shown next; None if there is none to show."""
+        return self._progress_timer.due_ms
+
+    def next_change(self, rdzv_id: str) -> asyncio.Event:
+        """Return the event of a job's next change. It is kept only while the caller keeps it."""
+        return self._changes.setdefault(rdzv_id, asyncio.Event())
+
+    @contextmanager
+    def followed_by(self, note: Note) -> Iterator[None]:
+        """Have `note` called at each change until the body ends.
+
+        It is called in the middle of a step and must not wait.
+        """
+        self._followers.add(note)
+        try:
+            yield
+        finally:
+            self._followers.discard(note)
+
+    def job_changed(self, rdzv_id: str) -> None:
+        """Wake those who watch a job, and those who follow all."""
+        if (changed := self._changes.pop(rdzv_id, None)) is not None:
+            changed.set()
+        for note in self._followers:
+            note(rdzv_id)
+
+    def nodes_changed(self) -> None:
+        """Wake those who follow all changes: something about nodes is different."""
+        for note in self._followers:
+            note(None)
+
+    def job_progressed(self, rdzv_id: str) -> None:
+        """Wake those who watch a job before long, together with those of other jobs."""
+        if rdzv_id in self._changes or self._followers:
+            self._progressed.add(rdzv_id)
+            at_ms = self._clock.now_ms() + self._show_progress_every_ms
+            self._progress_timer.arm_by(at_ms)
+
+    def _show_progress(self) -> None:
+        progressed, self._progressed = self._progressed, set()
+        for rdzv_id in progressed:
+            self.job_changed(rdzv_id)
+
+    def close(self) -> None:
+        """End watching: all that wait wake, and find `closed` set."""
+        self.closed = True
+        for changed in self._changes.values():
+            changed.set()
+        self.nodes_changed()
+
+    def stop(self) -> None:
+        """Stop the timer."""
+        self._progress_timer.cancel()

@@ -1,0 +1,80 @@
+"""Changes to jobs that operators ask for: submit, stop, restart, scale, forget."""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv.core.commands import Command, Submit
+from rdzv.core.explain import JobView
+from rdzv.core.model import State
+from rdzv.errors import RendezvousError
+from rdzv.server.diagnosis.stack_archive import StackArchive
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.operations.job_views import JobViews
+from rdzv.server.scheduling.placer import Placer
+from rdzv.server.security import roles
+from rdzv.server.security.callers import ANYBODY, Caller
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.driver")
+
+
+class JobOperations:
+    """Changes the jobs of one server."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        *,
+        views: JobViews,
+        placer: Placer,
+        stack_archive: StackArchive,
+        watchers: Watchers,
+    ) -> None:
+        self._jobs = jobs
+        self._views = views
+        self._placer = placer
+        self._stack_archive = stack_archive
+        self._watchers = watchers
+
+    async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
+        """Begin a run whose nodes are chosen here, and show the job as it then is.
+
+        Raises:
+            DeniedError: the job is somebody else's.
+            JobExistsError: a run of it has not ended.
+            InvalidRequestError: no node that is known could ever take it.
+
+        """
+
+        def guard(state: State) -> None:
+            roles.refuse_others_job(caller, state, "submit")
+
+        state = await self._jobs.look(rdzv_id)
+        if command.run != state.membership.run:
+            self._placer.check_placeable(command.spec)
+        command = replace(command, spec=replace(command.spec, submitter=caller.name))
+        await self._jobs.submit(rdzv_id, command, guard)
+        await self._placer.place()
+        return await self._views.status(rdzv_id)
+
+    async def obey(self, rdzv_id: str, command: Command) -> JobView:
+        """Stop, restart or scale a job as an operator asks, and show it as it then is.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            RendezvousClosedError: the run that is meant has ended.
+
+        """
+        await self._views.status(rdzv_id)
+        return self._views.of(await self._jobs.submit(rdzv_id, command))
+
+    async def forget(self, rdzv_id: str) -> None:
+        """Delete a job that has ended, with its history; see `Jobs.forget`."""
+        await self._jobs.forget(rdzv_id)
+        try:
+            await self._stack_archive.forget(rdzv_id)
+        except RendezvousError as error:
+            log.warning("stacks of %s are kept until others take their place: %s", rdzv_id, error)
+        self._watchers.job_changed(rdzv_id)

@@ -1,0 +1,135 @@
+"""Jobs as operators see them: one, all, or one at each change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from rdzv.core.explain import JobView, view
+from rdzv.core.model import State
+from rdzv.core.stragglers import Straggler
+from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
+from rdzv.runtime.clock import Clock
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.messages import RankProgress
+from rdzv.server.scheduling.placer import Placer
+from rdzv.stores.base import Record
+from rdzv.structs import replace
+
+
+class JobViews:
+    """The jobs of one server, as operators see them."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        *,
+        placer: Placer,
+        diagnosis: Diagnosis,
+        watchers: Watchers,
+        most_watchers: int,
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._placer = placer
+        self._diagnosis = diagnosis
+        self._watchers = watchers
+        self._most_watchers = most_watchers
+        self.watching = 0
+        """The number of callers that watch a job."""
+
+    async def status(self, rdzv_id: str) -> JobView:
+        """Show one job.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            RendezvousConnectionError: its first join waits for the store, or that is away.
+
+        """
+        state = await self._jobs.look(rdzv_id)
+        if not state.membership.run:
+            if self._jobs.store_state.waiting(rdzv_id):
+                trouble = self._jobs.store_state.trouble_of(rdzv_id)
+                raise RendezvousConnectionError(f"nothing is stored of job {rdzv_id}: {trouble}")
+            raise UnknownJobError(
+                f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
+            )
+        return self.of(state)
+
+    def of(self, state: State) -> JobView:
+        """Show the job that is in this state."""
+        placer, rdzv_id = self._placer, state.membership.rdzv_id
+        shown = view(state, self._clock.now_ms(), placer.wait(rdzv_id), placer.drains())
+        # What is shown is what is stored: that more has happened has to be said first.
+        if state.membership.ended is None or self._jobs.store_state.waiting(rdzv_id):
+            trouble = self._jobs.store_state.trouble_of(rdzv_id)
+            shown = replace(shown, reason=f"{trouble}; {shown.reason}") if trouble else shown
+        return shown
+
+    async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
+        """Show one job, at once and then whenever it has changed. A slow reader misses some.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            LimitExceededError: too many are watching.
+            RendezvousConnectionError: this server no longer serves.
+
+        """
+        if self.watching >= self._most_watchers:
+            raise LimitExceededError(
+                f"{self.watching} callers watch jobs here, and no more may; try again later, or "
+                "raise the limit `watchers`"
+            )
+        self.watching += 1
+        try:
+            while not self._watchers.closed:
+                changed = self._watchers.next_change(rdzv_id)
+                yield await self.status(rdzv_id)
+                await changed.wait()
+            raise RendezvousConnectionError("this server does not serve any more; ask again")
+        finally:
+            self.watching -= 1
+
+    async def list(self) -> tuple[JobView, ...]:
+        """Show every job that can be read."""
+        return tuple([view async for view in self.each()])
+
+    async def each(self) -> AsyncGenerator[JobView, None]:
+        """Show every job that can be read, one after the other."""
+        async with contextlib.aclosing(self._jobs.each()) as states:
+            async for state in states:
+                # Otherwise it was forgotten since.
+                if state.membership.run:
+                    yield self.of(state)
+
+    def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
+        """Show how far the workers of a job's present round are, by RANK."""
+        state = self._jobs.peek(rdzv_id)
+        return (
+            self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
+        )
+
+    def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
+        """Name the workers of a job's present round that straggle, by RANK."""
+        return self._diagnosis.stragglers.shown(rdzv_id)
+
+    def hangs(self, rdzv_id: str) -> str:
+        """Say which workers hang in a job now; empty: none."""
+        return self._diagnosis.hangs.shown(rdzv_id)
+
+    def noted(self, rdzv_id: str) -> int:
+        """Return a number that grows with what history tells of a job beside its steps."""
+        return self._jobs.noted(rdzv_id)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return a job's newest events, oldest first.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+
+        """
+        await self.status(rdzv_id)
+        return await self._jobs.history(rdzv_id, limit)

@@ -1,0 +1,135 @@
+"""The workers of a job as operators see them: their logs, and their stacks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+
+from rdzv.core.model import State
+from rdzv.core.stacks import Report
+from rdzv.core.words import listed
+from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousConnectionError
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.messages import LogLines, LogsWanted
+from rdzv.server.operations.job_views import JobViews
+
+
+class WorkerViews:
+    """The workers of one server's jobs, as operators see them."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        *,
+        views: JobViews,
+        diagnosis: Diagnosis,
+        watchers: Watchers,
+    ) -> None:
+        self._jobs = jobs
+        self._views = views
+        self._logs = diagnosis.logs
+        self._stacks = diagnosis.stacks
+        self._stack_archive = diagnosis.stack_archive
+        self._watchers = watchers
+
+    async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
+        """Yield what a job's workers have written, as it comes from their nodes.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: it has had no such round, or no such RANK.
+            RendezvousClosedError: the run that is meant is not the last.
+            LimitExceededError: too many readers.
+            RendezvousConnectionError: this server no longer serves.
+
+        """
+        await self._views.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        if self._watchers.closed:
+            raise RendezvousConnectionError("this server does not serve any more; ask again")
+        reader = self._logs.open(state, wanted)
+        try:
+            while (lines := await reader.next()) is not None:
+                yield lines
+        finally:
+            reader.close()
+
+    async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
+        """Show what the workers of a round do, or did when it hung; see `Control.TakeStacks`.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            RendezvousClosedError: the run that is meant is not the last.
+            InvalidRequestError: no round is live, and none of that round were kept.
+            LimitExceededError: too many are being taken.
+            RendezvousConnectionError: the store is away, or this server no longer serves.
+
+        """
+        await self._views.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        membership = state.membership
+        if run and run != membership.run:
+            raise RendezvousClosedError(
+                f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
+            )
+        live = _live_round(state)
+        if live is not None and number in (None, live):
+            return await self._stacks.take(state, why)
+        found, kept = await self._kept_stacks(state, number)
+        if found is None:
+            raise _no_stacks(rdzv_id, number, live, kept)
+        return found
+
+    async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
+        """Show what the workers of a round did when it hung; asks no node, and takes none.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: none are kept, of any round or of this one.
+            RendezvousConnectionError: the store is away, or this server no longer serves.
+
+        """
+        await self._views.status(rdzv_id)
+        state = await self._jobs.look(rdzv_id)
+        found, kept = await self._kept_stacks(state, number)
+        if found is not None:
+            return found
+        if number is None:
+            raise InvalidRequestError(
+                f"no stacks of {rdzv_id} are kept: no round of this run has hung; "
+                f"`rdzvctl stacks {rdzv_id}` takes those of its workers now"
+            )
+        raise _no_stacks(rdzv_id, number, _live_round(state), kept)
+
+    async def _kept_stacks(
+        self, state: State, number: int | None
+    ) -> tuple[Report | None, Collection[int]]:
+        """Return those of a round, or the latest, and of which rounds there are any."""
+        rdzv_id, run = state.membership.rdzv_id, state.membership.run
+        kept = await self._stack_archive.rounds(rdzv_id, run)
+        wanted = number if number is not None else max(kept, default=None)
+        if wanted is None or wanted not in kept:
+            return None, kept
+        return await self._stack_archive.find(rdzv_id, run, wanted), kept
+
+
+def _live_round(state: State) -> int | None:
+    last = state.membership.round
+    live = last is not None and last.live and not state.membership.ended
+    return last.number if last is not None and live else None
+
+
+def _no_stacks(
+    rdzv_id: str, number: int | None, live: int | None, kept: Collection[int]
+) -> InvalidRequestError:
+    rounds = f"those of round {listed(kept)} are" if kept else "no round of this run has hung"
+    if number is None:
+        return InvalidRequestError(
+            f"{rdzv_id} has no workers now, so there are no stacks to take, and none are kept: "
+            f"{rounds}"
+        )
+    present = f"; its workers are in round {live} now" if live is not None else ""
+    return InvalidRequestError(
+        f"no stacks of round {number} of {rdzv_id} are kept, {rounds}{present}"
+    )

@@ -1,0 +1,168 @@
+"""Opening and ending the streams of nodes, and what follows when a node is away or lost."""
+
+from __future__ import annotations
+
+import itertools
+
+from rdzv.core import nodes
+from rdzv.core.model import Instance
+from rdzv.errors import LimitExceededError, RendezvousConnectionError
+from rdzv.runtime.clock import Clock, LoopWatch
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.messages import Hello, Lease, Welcome
+from rdzv.server.scheduling.placer import Placer
+from rdzv.server.security import roles
+from rdzv.server.security.callers import ANYBODY, Caller
+from rdzv.server.sessions.leases import Leases
+from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.streams import Stream, Streams
+from rdzv.server.settings.config import Limits
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.scrape_targets import ScrapeTargets
+
+
+class Connections:
+    """Attaches nodes to one server, and detaches them."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        watch: LoopWatch,
+        limits: Limits,
+        meter: Meter,
+        *,
+        streams: Streams,
+        leases: Leases,
+        presence: Presence,
+        placer: Placer,
+        diagnosis: Diagnosis,
+        targets: ScrapeTargets,
+        watchers: Watchers,
+    ) -> None:
+        self._clock = clock
+        self._watch = watch
+        self._limits = limits
+        self._meter = meter
+        self._streams = streams
+        self._leases = leases
+        self._presence = presence
+        self._placer = placer
+        self._diagnosis = diagnosis
+        self._targets = targets
+        self._watchers = watchers
+        self._callers: dict[str, str] = {}
+        """By node_id, of nodes that are known: the name of the caller that speaks for them."""
+        self._numbers = itertools.count(1)
+
+    def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
+        """Open a node's stream; the first message in it is `Welcome`.
+
+        Raises:
+            DeniedError: the caller may not speak for this node.
+            NodeSupersededError: another instance speaks for this node_id.
+            RendezvousConnectionError: to be tried again: here, or at the server that took over.
+            LimitExceededError: too many nodes.
+            InvalidRequestError: the node would fence itself too late for its lease.
+
+        """
+        self._refuse_hello(hello)
+        roles.refuse_node(
+            caller,
+            hello.node_id,
+            foreground=hello.kind is nodes.AgentKind.FOREGROUND and hello.resources is None,
+            bound_to=self._callers.get(hello.node_id),
+        )
+        number = next(self._numbers)
+        connect = nodes.Connect(
+            node_id=hello.node_id,
+            instance=hello.instance,
+            kind=hello.kind,
+            address=hello.address,
+            pid=hello.pid,
+            stream=number,
+            incarnation=hello.incarnation,
+            fence_after_ms=hello.fence_after_ms,
+        )
+        self._leases.step(connect)
+        record = self._leases.records[hello.node_id]
+        stream = Stream(
+            number,
+            hello.node_id,
+            record.incarnation,
+            self._limits.outbox,
+            self._meter.sent,
+            caller,
+            Instance(hello.instance, hello.fence_after_ms),
+        )
+        self._callers[hello.node_id] = caller.name
+        self._meter.stream_opened()
+        self._targets.note(hello.node_id, hello.metrics)
+        self._diagnosis.note_gone(hello.node_id)
+        self._streams.add(stream)
+        self._placer.note_hello(hello)
+        interval_ms = self._leases.heartbeat_interval_ms(record.lease_ms)
+        stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
+        if (owed := self._placer.owed(hello)) is not None:
+            stream.send(owed)
+        self._diagnosis.logs.note_connected(hello.node_id)
+        return stream
+
+    def _refuse_hello(self, hello: Hello) -> None:
+        if self._streams.closed:
+            raise RendezvousConnectionError("this server is stopping; connect again")
+        leadership = self._leases.leadership
+        if hello.leadership > leadership:
+            raise RendezvousConnectionError(
+                f"this server (leadership {leadership}) was superseded by one with leadership "
+                f"{hello.leadership}; try another endpoint"
+            )
+        known = self._leases.records
+        if hello.node_id not in known and len(known) >= self._limits.nodes:
+            raise LimitExceededError(
+                f"node {hello.node_id} would be one too many: this server holds "
+                f"{self._limits.nodes}; raise the limit `nodes`"
+            )
+
+    def detach(self, stream: Stream) -> None:
+        """Note that a stream has ended. The node is away, and lost if it stays away."""
+        stream.close()
+        if self._streams.remove(stream):
+            self._diagnosis.note_gone(stream.node_id)
+        if not self._streams.closed:
+            self._watch.listened_until_ms()
+            # What came and went while this server stood still was an attempt to reach it.
+            unheard = self._clock.now_ms() < self._watch.settled_ms
+            self._leases.step(nodes.Disconnect(stream.node_id, stream.number, unheard))
+
+    def heard(self, stream: Stream) -> None:
+        """Note that a node has sent something."""
+        self._meter.received()
+        self._leases.hear(stream.node_id)
+
+    def plan_away(self, stream: Stream, deadline_ms: int) -> None:
+        """Note that an agent goes away on purpose and is back within `deadline_ms`."""
+        self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
+
+    def note_event(self, event: nodes.NodesEvent) -> None:
+        """Act on an event of the nodes core: jobs, placement and streams hear of it."""
+        match event:
+            case nodes.NodeConnected():
+                self._streams.close(event.node_id, event.stale_stream, "a newer one is open")
+                self._presence.mark_soon(event.node_id)
+                self._placer.wake()
+            case nodes.LeaseGrown():
+                interval_ms = self._leases.heartbeat_interval_ms(event.lease_ms)
+                self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
+            case nodes.NodeAway():
+                self._presence.mark_soon(event.node_id)
+                self._placer.wake()
+            case nodes.NodeLost():
+                self._meter.node_lost()
+                self._callers.pop(event.node_id, None)
+                self._targets.lose(event.node_id, self._clock.now_ms())
+                self._placer.note_lost(event.node_id)
+                why = f"given up: {event.reason}"
+                self._streams.close(event.node_id, event.stream, why)
+                self._presence.mark_soon(event.node_id, reason=event.reason)
+        self._watchers.nodes_changed()

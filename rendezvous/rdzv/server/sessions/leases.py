@@ -1,0 +1,100 @@
+"""Nodes and their leases: the nodes core with its timers.
+
+The core steps in memory and waits for nothing, so it needs no lock. A lease that runs out is
+noticed here (`Leases.expire`), and the node is lost by the core's decision. A *pause* of the server
+itself renews every lease, and no deadline counts before the messages that came in meanwhile are
+read (`LoopWatch`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from rdzv.core import nodes
+from rdzv.runtime.clock import Clock, LoopWatch, Timer
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.driver")
+
+
+class Leases:
+    """All nodes of one server."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        watch: LoopWatch,
+        tuning: nodes.NodesTuning,
+        hear_every_ms: int,
+        on_event: Callable[[nodes.NodesEvent], None],
+    ) -> None:
+        """Heartbeats are counted together, every `hear_every_ms`."""
+        self._clock = clock
+        self._watch = watch
+        self._hear_every_ms = hear_every_ms
+        self._on_event = on_event
+        self._nodes = nodes.Nodes(leadership=0, tuning=tuning)
+        self._timer = Timer(clock, self.expire)
+        self._heard: set[str] = set()
+        self._hear_timer = Timer(clock, lambda _: self._feed_heard())
+
+    def start(self, leadership: int) -> None:
+        """Begin under this number of the server's take-over."""
+        self._nodes = replace(self._nodes, leadership=leadership)
+
+    def stop(self) -> None:
+        """Let no lease run out any more."""
+        self._timer.cancel()
+        self._hear_timer.cancel()
+
+    @property
+    def leadership(self) -> int:
+        """The number of this server's take-over; every message carries it."""
+        return self._nodes.leadership
+
+    @property
+    def records(self) -> Mapping[str, nodes.NodeRecord]:
+        """The nodes that are connected or away."""
+        return self._nodes.records
+
+    @property
+    def lease_ms(self) -> int:
+        """The lease of a node that connects now."""
+        return self._nodes.tuning.lease_for(len(self._nodes.records))
+
+    def heartbeat_interval_ms(self, lease_ms: int) -> int:
+        """Return how often a node with this lease is to send heartbeats."""
+        return self._nodes.tuning.interval_for(lease_ms)
+
+    def hear(self, node_id: str) -> None:
+        """Renew the lease of a node that has sent something, together with those of others."""
+        self._heard.add(node_id)
+        self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
+
+    def step(self, command: nodes.NodesCommand) -> None:
+        """Step the nodes core, and pass on its events."""
+        transition = nodes.step(self._nodes, command, self._clock.now_ms())
+        self._nodes = transition.nodes
+        self._timer.arm(transition.wake_at_ms)
+        for event in transition.events:
+            self._on_event(event)
+
+    def expire(self, due_ms: int) -> None:
+        """Give up the nodes whose leases have run out; after a pause, only once all is read."""
+        if self._watch.late(due_ms):
+            self._timer.arm_by(self._watch.settled_ms)
+            return
+        self._feed_heard()
+        self.step(nodes.Tick())
+
+    def _feed_heard(self) -> None:
+        self._hear_timer.cancel()
+        if self._heard:
+            heard, self._heard = frozenset(self._heard), set()
+            self.step(nodes.Hear(heard))
+
+    def renew(self, late_ms: int) -> None:
+        """Renew every lease: silence during a pause of this server proves nothing."""
+        log.warning("this server was held up for %.1f s; leases are renewed", late_ms / 1000)
+        self.step(nodes.Pause())

@@ -1,0 +1,148 @@
+"""Commands of nodes to their jobs: a join, a failure, a leave. They are obeyed or refused here.
+
+While the store is away a node's command waits here, in order: streams stay open, nothing new is
+decided, and workers run on.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv.core.commands import Command, Join, Resume, Tick
+from rdzv.core.model import State
+from rdzv.core.rendezvous import ended_run
+from rdzv.errors import (
+    InvariantError,
+    LimitExceededError,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RunStoppingError,
+    UnknownNodeError,
+)
+from rdzv.runtime.clock import Clock, sleep_ms
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.messages import Belief, Closed, Refused, Waiting
+from rdzv.server.security import roles
+from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.streams import Stream
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.driver")
+
+
+class NodeCommands:
+    """Submits the commands of nodes, and tells the nodes what was refused."""
+
+    def __init__(
+        self, jobs: Jobs, presence: Presence, clock: Clock, *, jobs_per_node: int, retry_ms: int
+    ) -> None:
+        self._jobs = jobs
+        self._presence = presence
+        self._clock = clock
+        self._jobs_per_node = jobs_per_node
+        self._retry_ms = retry_ms
+
+    async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
+        """Run what a node asks for; a refusal is told to it, never raised."""
+        try:
+            self._check_room_for(stream.node_id, rdzv_id, command)
+            await self.insist(stream, rdzv_id, command)
+        except RendezvousError as error:
+            belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
+            await self.refuse(stream, belief, error)
+
+    def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
+        """Refuse a node one more job than it may be in: all of them have to fit into a hello."""
+        held, most = self._presence.jobs_of(node_id), self._jobs_per_node
+        if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
+            raise LimitExceededError(
+                f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
+                "limit `jobs_per_node`"
+            )
+
+    async def latest(self, stream: Stream, rdzv_id: str) -> State:
+        """Return the state of a job as it is now: later steps may have been stored with our own."""
+        state = await self.insist(stream, rdzv_id, Tick())
+        return self._jobs.peek(rdzv_id) or state
+
+    async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
+        """Submit until it is decided: while the store is away, the node's word waits here.
+
+        Raises:
+            RendezvousError: it was refused.
+
+        """
+        guard = None
+        if isinstance(command, Join | Resume):
+            owner = roles.owner_by(stream.caller)
+            command = replace(command, owner=owner, instance=stream.instance)
+
+            def guard(state: State) -> None:
+                roles.refuse_stranger(stream.caller, state, stream.node_id)
+
+        said = ""
+        while True:
+            try:
+                return await self._jobs.submit(rdzv_id, command, guard)
+            except RunStoppingError as error:
+                reason = str(error)
+            except RendezvousConnectionError as error:
+                reason = f"the server can not store what this node says, and tries again: {error}"
+            if reason != said:
+                stream.send(Waiting(rdzv_id, reason))
+                said = reason
+            await sleep_ms(self._clock, self._retry_ms)
+
+    async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
+        """Submit what follows from a node's word. A job that fails here concerns no other job."""
+        try:
+            await self.insist(stream, rdzv_id, command)
+        except RendezvousError as error:
+            log.error("job %s could not be told about %s: %s", rdzv_id, stream.node_id, error)
+
+    async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
+        """Tell a node that it was refused; if that is because its run is over, tell it how.
+
+        A node that is told of an error of this server ends its stream, and says everything again.
+        One that has other jobs goes on with them instead: the error is about one job.
+        """
+        try:
+            await self._refuse_as_it_is(stream, belief, error)
+        except (InvariantError, RendezvousStateError) as own:
+            log.error("job %s: %s is not heard: %s", belief.rdzv_id, stream.node_id, own)
+            if self._presence.jobs_of(stream.node_id) - {belief.rdzv_id}:
+                reason = f"the server can not decide anything about this job: {own}"
+                stream.send(Waiting(belief.rdzv_id, reason))
+            else:
+                stream.send(Refused(belief.rdzv_id, own.code, str(own)))
+
+    async def _refuse_as_it_is(
+        self, stream: Stream, belief: Belief, error: RendezvousError
+    ) -> None:
+        if isinstance(error, InvariantError | RendezvousStateError):
+            raise error
+        if isinstance(error, UnknownNodeError):
+            log_unknown(stream, belief)
+            return
+        if isinstance(error, RendezvousClosedError) and belief.run:
+            state = await self.latest(stream, belief.rdzv_id)
+            if ended := ended_run(state, belief.run):
+                stream.send(Closed(belief.rdzv_id, belief.run, ended))
+                return
+            # It was adopted since, or what had ended it was not stored.
+            text = f"run {belief.run} is not over after all; say hello again with what you believe"
+            error = UnknownNodeError(text)
+        stream.send(Refused(belief.rdzv_id, error.code, str(error)))
+
+
+def log_unknown(stream: Stream, belief: Belief) -> None:
+    """Leave a node alone that runs what is not known here: that is no reason to stop it."""
+    log.warning(
+        "%s runs round %s of run %s of %s, which this server does not know; it is left alone",
+        stream.node_id,
+        belief.round,
+        belief.run or "(none)",
+        belief.rdzv_id,
+    )

@@ -1,0 +1,191 @@
+"""Which nodes are in which jobs, and bringing the jobs up to date about them.
+
+Each job hears that one of its nodes is away, back or lost. The command that says so is worked out
+again under the job's lock (`Presence._mark_command`), so neither a late delivery nor a repeated one
+can do harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Set
+from functools import partial
+
+from rdzv.core import nodes
+from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Withdraw
+from rdzv.core.events import NodesPlaced, RunEnded
+from rdzv.core.model import State
+from rdzv.core.rendezvous import may_run_on
+from rdzv.core.words import listed
+from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, sleep_ms
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.jobs import Job, Jobs, News
+from rdzv.server.sessions.leases import Leases
+from rdzv.server.sessions.streams import Streams
+
+log = logging.getLogger("rdzv.driver")
+
+MARKED_AT_ONCE = 16
+"""The number of nodes that a job hears of at once, with one commit: in a job of ten thousand, a
+loss takes 30 ms."""
+
+
+class Presence:
+    """The nodes of each job of one server, and the jobs of each node."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        leases: Leases,
+        streams: Streams,
+        clock: Clock,
+        tasks: Tasks,
+        retry_ms: int,
+    ) -> None:
+        self._jobs = jobs
+        self._leases = leases
+        self._streams = streams
+        self._clock = clock
+        self._tasks = tasks
+        self._retry_ms = retry_ms
+        self._jobs_of: dict[str, set[str]] = {}
+        """By node_id: at least the jobs in which the node is present."""
+        self._to_mark: dict[str, dict[str, str]] = {}
+        """By rdzv_id, of jobs that are being brought up to date: the nodes that are still to come,
+        and why each was given up, if it was."""
+
+    @property
+    def node_ids(self) -> Set[str]:
+        """The nodes that are in any job."""
+        return self._jobs_of.keys()
+
+    def jobs_of(self, node_id: str) -> Set[str]:
+        """Return at least the jobs in which a node is present."""
+        return self._jobs_of.get(node_id, frozenset())
+
+    def add(self, job: Job, node_id: str) -> None:
+        """Remember that a node is in a job."""
+        job.node_ids.add(node_id)
+        self._jobs_of.setdefault(node_id, set()).add(job.rdzv_id)
+
+    def _remove(self, job: Job, node_id: str) -> None:
+        """Forget a node that is no longer in a job."""
+        job.node_ids.discard(node_id)
+        if stream := self._streams.of(node_id):
+            stream.forget(job.rdzv_id)
+        if rdzv_ids := self._jobs_of.get(node_id):
+            rdzv_ids.discard(job.rdzv_id)
+            if not rdzv_ids:
+                del self._jobs_of[node_id]
+
+    def note_step(self, job: Job, news: News) -> None:
+        """Note the nodes that a step has brought into a job."""
+        if isinstance(news.command, Join | Resume):
+            self._note_present(job, news.command)
+        for event in news.events:
+            if isinstance(event, NodesPlaced):
+                for node_id in event.node_ids:
+                    self.add(job, node_id)
+
+    def note_end(self, job: Job, news: News) -> None:
+        """Note the nodes that are no longer in a job whose run has ended in this step."""
+        if any(isinstance(event, RunEnded) for event in news.events):
+            for node_id in tuple(job.node_ids):
+                if not (news.after.present(node_id) or may_run_on(news.after, node_id)):
+                    self._remove(job, node_id)
+
+    def _note_present(self, job: Job, command: Join | Resume) -> None:
+        self.add(job, command.node_id)
+        stream = self._streams.of(command.node_id)
+        if stream is None or stream.incarnation != command.incarnation:
+            # Its stream ended while this was decided, and nobody else will say so.
+            self.mark_soon(command.node_id, [job.rdzv_id])
+
+    # ---------------------------------------------------------------- jobs hear of their nodes
+
+    def mark_soon(
+        self, node_id: str, rdzv_ids: Iterable[str] | None = None, reason: str = ""
+    ) -> None:
+        """Bring jobs up to date about a node: those named, or all in which it may be."""
+        if rdzv_ids is None:
+            rdzv_ids = tuple(self.jobs_of(node_id))
+        for rdzv_id in rdzv_ids:
+            to_mark = self._to_mark.get(rdzv_id)
+            if to_mark is None:
+                self._to_mark[rdzv_id] = {node_id: reason}
+                self._tasks.start(self._mark_all(rdzv_id))
+            else:
+                # A node that is still to come is looked at as it is then: once is enough.
+                to_mark[node_id] = reason or to_mark.get(node_id, "")
+
+    async def _mark_all(self, rdzv_id: str) -> None:
+        """Bring a job up to date about all nodes of which there is news, until there is none."""
+        to_mark = self._to_mark[rdzv_id]
+        try:
+            while to_mark and not self._streams.closed:
+                # Others have their turn in between, however many there are.
+                await asyncio.sleep(0)
+                marked = {
+                    n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
+                }
+                if not await self._mark(rdzv_id, marked):
+                    for node_id, reason in marked.items():
+                        to_mark.setdefault(node_id, reason)
+                    await sleep_ms(self._clock, self._retry_ms)
+        finally:
+            del self._to_mark[rdzv_id]
+
+    async def _mark(self, rdzv_id: str, marked: Mapping[str, str]) -> bool:
+        """Bring a job up to date about nodes, with the reason; False if that is to be tried again.
+
+        Nodes that are lost at once cost one commit.
+        """
+        names = listed(marked)
+        try:
+            async with self._jobs.claim(rdzv_id) as job:
+                choices = [
+                    partial(self._mark_command, job, node_id, reason)
+                    for node_id, reason in marked.items()
+                ]
+                for refused in await self._jobs.steps(job, choices):
+                    log.error("job %s could not be told about %s: %s", rdzv_id, names, refused)
+        except RendezvousConnectionError:
+            return False
+        except RendezvousError as error:
+            log.error("job %s could not be told about %s: %s", rdzv_id, names, error)
+        return True
+
+    def _mark_command(self, job: Job, node_id: str, reason: str, state: State) -> Command | None:
+        """Return what a job in this state must hear of a node now, whatever has led to it."""
+        held = state.incarnation(node_id)
+        record = self._leases.records.get(node_id)
+        if held is None and node_id in state.placed:
+            gone = Withdraw(state.membership.run, (node_id,), reason or "it was given up")
+            return gone if record is None and reason else None
+        if held is None:
+            if not may_run_on(state, node_id):
+                self._remove(job, node_id)
+            return None
+        if record is None:
+            return MarkLost(node_id, held, reason or "it was given up")
+        if record.incarnation != held:
+            return self._mark_former(record, held)
+        away = state.away.get(node_id)
+        if record.stream is not None:
+            return MarkBack(node_id, held) if away is not None else None
+        if away is not None and away.firm and record.firm:
+            # How much longer it is waited for is for the nodes core alone to say.
+            return None
+        outlives = record.kind is nodes.AgentKind.DAEMON and not record.fence_after_ms
+        return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
+
+    def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
+        """Give up a former instance, once the one that replaced it has said what it believes."""
+        stream = self._streams.of(record.node_id)
+        if stream is not None and stream.greeted and stream.number == record.stream:
+            reason = "a new instance of the node took its place"
+            return MarkLost(record.node_id, held, reason, heard=True)
+        return None

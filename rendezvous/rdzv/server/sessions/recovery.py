@@ -1,0 +1,188 @@
+"""What is stored and what nodes believe, brought together: after a start and after a reconnect.
+
+A job that is loaded waits for the nodes that hold its seats (`on_load`). A node that says hello
+tells what it believes about each of its jobs; the job learns from that what it does not know, and
+the node hears what it has missed (`greet`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+
+from rdzv.core import nodes
+from rdzv.core.commands import Join, MarkHeard, MarkLost
+from rdzv.core.model import State, is_stand_in
+from rdzv.core.rendezvous import ended_run, may_run_on, unheard, went_along
+from rdzv.errors import RendezvousError, UnknownNodeError
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine import announcements
+from rdzv.server.engine.jobs import Job, Jobs
+from rdzv.server.messages import Belief, Refused
+from rdzv.server.scheduling.placer import Placer
+from rdzv.server.scheduling.quarantined_nodes import Quarantine
+from rdzv.server.sessions.leases import Leases
+from rdzv.server.sessions.node_commands import NodeCommands, log_unknown
+from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.streams import Stream, Streams
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.driver")
+
+
+class Recovery:
+    """Brings the jobs and nodes of one server together again."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        *,
+        streams: Streams,
+        leases: Leases,
+        presence: Presence,
+        commands: NodeCommands,
+        placer: Placer,
+        quarantine: Quarantine,
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._streams = streams
+        self._leases = leases
+        self._presence = presence
+        self._commands = commands
+        self._placer = placer
+        self._quarantine = quarantine
+
+    # ---------------------------------------------------------------- a job that was loaded
+
+    def on_load(self, job: Job) -> None:
+        """After a load: wait for the nodes that hold seats, and tell those that are connected."""
+        former, now_ms = tuple(job.node_ids), self._clock.now_ms()
+        round_ = job.state.membership.round
+        for participant in round_.participants if round_ else ():
+            node_id, instance = participant.node_id, participant.instance
+            seat = job.state.seats.get(node_id)
+            if seat is None or is_stand_in(node_id):
+                continue
+            self._presence.add(job, node_id)
+            fence_ms = instance.fence_after_ms
+            self._leases.step(nodes.Expect(node_id, seat.incarnation, instance.id, fence_ms))
+            self._presence.mark_soon(node_id, [job.rdzv_id])
+        for node_id in (*job.state.placed, *unheard(job.state)):
+            self._presence.add(job, node_id)
+        # Which nodes it may not keep is not stored with it, and holds from its first step on.
+        job.loaded = replace(job.state, barred=dict(self._quarantine.bar.barred))
+        for node_id in former:
+            if stream := self._streams.of(node_id):
+                self._tell_anew(job.state, stream, now_ms)
+
+    def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
+        """Tell a connected node how things are with a job that was loaded anew."""
+        membership = state.membership
+        if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
+            # Which nodes waited is not stored, nor which took over a seat: the node itself knows.
+            stream.greeted = False
+            text = "the server has read this job anew; say hello again with what you believe"
+            stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
+            return
+        belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
+        for message in announcements.owed(state, stream.node_id, belief, now_ms):
+            stream.send(message)
+
+    # ---------------------------------------------------------------- a node that says hello
+
+    async def greet(
+        self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
+    ) -> None:
+        """Hear what a node believes about its jobs, and tell it what it has missed.
+
+        Where the node is present as a former instance that nobody spoke for, that one is lost.
+        `unread` are jobs of which it believes something that could not be read.
+        """
+        believed = set(unread)
+        for said in beliefs:
+            belief = await self._hear_belief(stream, said)
+            if not self._is_of_another_run(belief):
+                believed.add(belief.rdzv_id)
+        await self._note_left(stream, believed)
+        await self._tell_placements(stream)
+        stream.greeted = True
+        self._presence.mark_soon(stream.node_id)
+
+    async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
+        """Hear what a node believes about one job; return that by the run that it has joined so."""
+        node_id, incarnation = stream.node_id, stream.incarnation
+        joined = False
+        try:
+            state = await self._commands.latest(stream, belief.rdzv_id)
+            if not belief.has_workers and may_run_on(state, node_id):
+                # Before it joins: the next run may wait for nothing else.
+                state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
+            if (
+                ended_run(state, belief.run) is None
+                or announcements.may_be_adopted(state, belief)
+                or went_along(state, node_id, incarnation, belief.run)
+            ):
+                for command in belief.commands:
+                    state = await self._commands.insist(stream, belief.rdzv_id, command)
+                    joined |= isinstance(command, Join)
+        except RendezvousError as error:
+            await self._commands.refuse(stream, belief, error)
+            return belief
+        # A step of someone else may have been published since ours.
+        state = self._jobs.peek(belief.rdzv_id) or state
+        if joined and state.incarnation(node_id) == incarnation:
+            # Another run may have been adopted in the place of its own: it has been told so.
+            belief = replace(belief, run=state.membership.run)
+        if announcements.unknown(state, belief):
+            log_unknown(stream, belief)
+        for message in announcements.owed(state, node_id, belief, self._clock.now_ms()):
+            if announcements.concerns(state, node_id, incarnation, message):
+                stream.send(message)
+        return belief
+
+    def _is_of_another_run(self, belief: Belief) -> bool:
+        """Whether a node says nothing of the present run of a job, in which it may have a place.
+
+        That is so where a restored store has brought back a run that it had left long ago.
+        """
+        state = self._jobs.peek(belief.rdzv_id)
+        present = state.membership.run if state is not None else ""
+        return bool(present and belief.run) and belief.run != present
+
+    async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
+        """Take a node out of the jobs that it comes back without.
+
+        They ended for it while no stream was open, and nobody has heard it say so.
+        """
+        node_id = stream.node_id
+        for rdzv_id in sorted(self._presence.jobs_of(node_id) - set(believed)):
+            state = self._jobs.peek(rdzv_id)
+            if state is None or may_run_on(state, node_id):
+                await self._commands.insist_or_log(stream, rdzv_id, MarkHeard(node_id))
+            elif state.incarnation(node_id) == stream.incarnation:
+                reason = "it came back, and takes no part any more"
+                lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
+                await self._commands.insist_or_log(stream, rdzv_id, lost)
+
+    async def _tell_placements(self, stream: Stream) -> None:
+        """Tell a node that comes back which submitted jobs it is to take up, or to let go of."""
+        node_id, held = stream.node_id, self._placer.held(stream.node_id)
+        # Not all its jobs, each of which its belief has stepped: nodes come back by thousands.
+        placed = [
+            rdzv_id
+            for rdzv_id in self._presence.jobs_of(node_id)
+            if (known := self._jobs.peek(rdzv_id)) is None or node_id in known.placed
+        ]
+        for rdzv_id in {*placed, *held}:
+            try:
+                state = await self._commands.latest(stream, rdzv_id)
+            except RendezvousError as error:
+                log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
+                continue
+            if state.incarnation(node_id) not in (None, stream.incarnation):
+                # A former instance is about to be lost, and its placement goes with it.
+                continue
+            for message in announcements.owed_of_placement(state, node_id, held.get(rdzv_id, ())):
+                stream.send(message)

@@ -1,0 +1,121 @@
+"""Reports of nodes that change no job by themselves: progress, hangs, health, holdings, drains.
+
+Logs and stacks that somebody has asked for arrive here as well. A report that comes late, on a
+stream that a newer one has replaced, is void.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rdzv.core.commands import MarkLost, Withdraw
+from rdzv.core.placement import FailingCheck
+from rdzv.core.submissions import awaited
+from rdzv.runtime.clock import Clock
+from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.watchers import Watchers
+from rdzv.server.messages import Draining, Holding, Hung, LogPiece, Progress, Stacks
+from rdzv.server.scheduling.placer import Placer
+from rdzv.server.sessions.node_commands import NodeCommands
+from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.streams import Stream, Streams
+
+
+class Reports:
+    """Takes in the reports of one server's nodes."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        *,
+        streams: Streams,
+        presence: Presence,
+        commands: NodeCommands,
+        placer: Placer,
+        diagnosis: Diagnosis,
+        watchers: Watchers,
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._streams = streams
+        self._presence = presence
+        self._commands = commands
+        self._placer = placer
+        self._diagnosis = diagnosis
+        self._watchers = watchers
+
+    def note_progress(self, stream: Stream, said: Progress) -> None:
+        """Note how far the workers of a node are, if they are of the present round.
+
+        Raises:
+            InvalidRequestError: it speaks of a worker that is not its own.
+
+        """
+        state = self._jobs.peek(said.rdzv_id)
+        now_ms = self._clock.now_ms()
+        if state is None or not self._streams.is_current(stream):
+            return
+        if not self._diagnosis.progress.note(
+            state, stream.node_id, stream.incarnation, said, now_ms
+        ):
+            return
+        shown = partial(self._diagnosis.progress.shown, state, now_ms)
+        self._diagnosis.stragglers.note(state, shown, now_ms)
+        self._watchers.job_progressed(said.rdzv_id)
+
+    def note_hung(self, stream: Stream, said: Hung) -> None:
+        """Investigate that workers of a node hang, or do so no longer; see `Hangs.note`."""
+        if self._streams.is_current(stream):
+            self._diagnosis.hangs.note(stream.node_id, stream.incarnation, said)
+
+    def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
+        """Note what is wrong with a node by its own checks."""
+        if self._streams.is_current(stream):
+            self._placer.note_health(stream.node_id, failing)
+
+    def note_draining(self, stream: Stream, draining: Draining) -> None:
+        """Note that a node is about to leave all its jobs."""
+        if self._streams.is_current(stream):
+            self._placer.note_draining(stream.node_id, draining)
+            for rdzv_id in self._presence.jobs_of(stream.node_id):
+                self._watchers.job_changed(rdzv_id)
+
+    async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
+        """Note of which submitted jobs something may be left on a node, after all it said before.
+
+        A job that it has let go of goes on without it: what it said of that may be lost.
+        """
+        if not self._streams.is_current(stream):
+            return
+        held = {(holding.rdzv_id, holding.run) for holding in holdings}
+        for rdzv_id, runs in self._placer.held(stream.node_id).items():
+            for run in sorted(run for run in runs if (rdzv_id, run) not in held):
+                await self._note_let_go(stream, rdzv_id, run)
+        if self._streams.is_current(stream):
+            self._placer.note_holdings(stream.node_id, holdings)
+            self._watchers.nodes_changed()
+
+    async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
+        """Take a node out of a job of which nothing is left on it."""
+        node_id, reason = stream.node_id, "nothing of the job is left on it"
+        state = self._jobs.peek(rdzv_id)
+        if state is None or state.membership.run != run or state.membership.ended is not None:
+            return
+        if state.incarnation(node_id) == stream.incarnation:
+            lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
+            await self._commands.insist_or_log(stream, rdzv_id, lost)
+        elif node_id in awaited(state):
+            withdrawn = Withdraw(run, (node_id,), reason)
+            await self._commands.insist_or_log(stream, rdzv_id, withdrawn)
+
+    def take_log(self, stream: Stream, piece: LogPiece) -> None:
+        """Pass on a piece of a log to its reader."""
+        if self._streams.is_current(stream):
+            self._diagnosis.logs.take(stream.node_id, piece)
+
+    def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
+        """Pass on what workers are doing to whoever has asked."""
+        if self._streams.is_current(stream):
+            self._diagnosis.stacks.take_in(stream.node_id, said)
