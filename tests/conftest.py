@@ -22,6 +22,9 @@ if ROOT not in sys.path:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# The programs that tests start import torch hundreds of times.
+os.environ["PYTHONPATH"] = str(Path(__file__).parent / "support" / "quick_torch")
+
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     # `make test &` in a script, and nohup, have these ignored; whatever is started here would
     # inherit that, and be deaf to the Ctrl-C that a test sends it.

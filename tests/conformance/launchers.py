@@ -330,7 +330,9 @@ def clean_environ() -> Mapping[str, str]:
     Read once, before there are threads that ask for it: pytest writes into it at each test.
     """
     steers = ("TORCH", "PET_", "OMP_", "CUDA_", "KMP_", "LOGLEVEL", "PYTEST", "PYTHON", "RDZV_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(steers)}
+    # All that the path has is what makes torch quick to import (conftest.py).
+    left = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return left | {name: value for name, value in os.environ.items() if not name.startswith(steers)}
 
 
 def is_listening(port: int) -> bool:
