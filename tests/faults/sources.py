@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rdzv.core.events import RunBegan as RunBeganKept
+from rdzv.view import history as kept_history
 from rdzv.view.answers import Event
+from rdzv.view.life import node_of
 from tests.faults.history import (
     Announced,
     Place,
@@ -24,10 +27,9 @@ _TOLD = re.compile(
     r": round (\d+): GROUP_RANK (\d+) of (\d+), RANK (\d+)\.\.(\d+) of (\d+), "
     r"MASTER (\S+), restarts (\d+) of \S+$"
 )
-_COMPLETE = re.compile(r"round (\d+) complete: (.*), world_size (\d+), MASTER (\S+)")
-_PLACE = re.compile(r"(\S+)=(\d+)(?:\.\.(\d+))?")
-_SETTLED = re.compile(r"round (\d+) is charged to ([a-z ]+): .*; restarts spent: (\d+) of \d+")
-_ENDED = re.compile(r"run \S+ (\w+): (.*)")
+
+
+_READ = ("RoundCompleted", "RoundSettled", "RunBegan", "RunEnded")
 
 
 class Diaries:
@@ -92,39 +94,33 @@ def announced(events: Iterable[Event]) -> Iterator[Record]:
     """Find in the history of the server what it announced and settled.
 
     Raises:
-        ValueError: an event that matters can not be read; its words must have changed.
+        ValueError: an event that matters can not be read; its fields must have changed.
 
     """
     for event in events:
-        match event.name:
-            case "RoundCompleted":
-                yield _announced(event)
-            case "RoundSettled":
-                found = _matched(_SETTLED, event)
-                yield Settled(event.run or "", int(found[1]), found[2], int(found[3]))
-            case "RunBegan":
-                yield RunBegan(event.run or "")
-            case "RunEnded":
-                found = _matched(_ENDED, event)
-                yield RunEnded(event.run or "", found[1], found[2])
+        run = event.run or ""
+        match kept_history.read(event.name, event.fields):
+            case kept_history.RoundCompleted() as round_:
+                yield _announced(run, round_)
+            case kept_history.RoundSettled() as settled:
+                yield Settled(run, settled.round, settled.cause, settled.restarts)
+            case RunBeganKept():
+                yield RunBegan(run)
+            case kept_history.RunEnded() as ended:
+                yield RunEnded(run, ended.result, ended.reason)
+            case None if event.name in _READ:
+                raise ValueError(f"{event.name} can not be read: {event.text!r}")
 
 
-def _announced(event: Event) -> Announced:
-    found = _matched(_COMPLETE, event)
+def _announced(run: str, round_: kept_history.RoundCompleted) -> Announced:
     places = tuple(
-        Place(node_id, int(first), int(last or first))
-        for node_id, first, last in _PLACE.findall(found[2])
+        Place(p.node_id, p.rank_first, p.rank_first + p.local_world_size - 1)
+        for p in round_.participants
     )
-    return Announced(event.run or "", int(found[1]), places, int(found[3]), found[4])
-
-
-def _matched(pattern: re.Pattern[str], event: Event) -> re.Match[str]:
-    found = pattern.fullmatch(event.text)
-    if found is None:
-        raise ValueError(f"{event.name} can not be read: {event.text!r}")
-    return found
+    master = f"{round_.master_addr}:{round_.master_port}"
+    return Announced(run, round_.round, places, round_.world_size, master)
 
 
 def lost_nodes(events: Iterable[Event]) -> frozenset[str]:
     """Return the ids of all nodes that the server has given up."""
-    return frozenset(event.text.split()[0] for event in events if event.name == "NodeLost")
+    return frozenset(node_of(event) or "" for event in events if event.name == "NodeLost")

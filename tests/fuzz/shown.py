@@ -8,6 +8,7 @@ terminal.
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +29,10 @@ from rdzv.ctl import (
 )
 from rdzv.ctl.as_text_logs import Printer
 from rdzv.ctl.layout import Page
+from rdzv.structs import field_names
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
+from rdzv.view.history import KINDS
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
 
@@ -54,6 +57,9 @@ def _jobs(message: Any) -> Iterator[str]:
 def _events(message: Any) -> Iterator[str]:
     found = [answers.event_of(one) for one in message.events]
     yield as_text.events("j", found, _NARROW)
+    job = answers.job_status_of(pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus())
+    yield as_text_story.explain(job, found, _NARROW)
+    yield trace.trace(job, found, 1_000)
     yield as_text_access.audit(found, _NARROW)
 
 
@@ -81,6 +87,7 @@ _SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {
     "ListServersResponse": _servers,
 }
 _LINE = "LogLines"
+_TEXTS = frozenset({"node_id", "reason", "run", "address", "message", "summary", "fault"})
 _STATES = ("joining", "running", "stopping", "succeeded", "failed", "stopped", "queued")
 
 
@@ -91,7 +98,26 @@ def _inputs(dice: random.Random) -> Input:
     message = messages.make(dice, pb.DESCRIPTOR.message_types_by_name[kind])
     if kind == "JobStatus":
         message.state = surface.text(dice, _STATES)
+    if kind == "ListEventsResponse":
+        for event in message.events:
+            event.name = surface.text(dice, tuple(KINDS))
+            event.fields = _fields(dice, event.name)
     return ((kind, message.SerializeToString()),)
+
+
+def _fields(dice: random.Random, name: str) -> str:
+    """Make the fields of an event: of its own names where it is known, of all kinds of values."""
+    if (kind := KINDS.get(name)) is None or dice.random() < 0.1:
+        return surface.text(dice)
+    values = (0, -1, 1 << 63, 10**40, 0.5, None, True, surface.text(dice), [], ["n1"], {"a": 1})
+    likely = {"cause": "node lost", "result": "failed", "participants": [], "root_cause": None}
+    fields = {
+        field: likely.get(field, surface.text(dice) if field in _TEXTS else dice.randint(0, 3))
+        if dice.random() < 0.9
+        else dice.choice(values)
+        for field in field_names(kind)
+    }
+    return json.dumps(fields)
 
 
 def _line(dice: random.Random) -> Step:

@@ -407,7 +407,7 @@ async def test_history_over_its_bound_is_deleted_also_after_a_change_of_leader(
         start = f"{config.prefix}/history/job/".encode()
         pages = [page async for page in client.scan(start, start[:-1] + b"0", keys_only=True)]
         assert sum(map(len, pages)) == 11
-        texts = [row.text for row in await store.history("job", 100)]
+        texts = [row.data for row in await store.history("job", 100)]
         assert texts == ["20.2", *(f"{n}.{i}" for n in range(21, 30) for i in (1, 2)), "last"]
 
 

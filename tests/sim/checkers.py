@@ -422,11 +422,11 @@ class Judge:
         for record in records:
             rows = kept._history[record.rdzv_id]
             same = [
-                r for r in rows if (r.run, r.name, r.text) == (record.run, record.name, record.text)
+                r for r in rows if (r.run, r.name, r.data) == (record.run, record.name, record.data)
             ]
             again = sum(1 for row in rows if row is record) > 1
             if again or (record.name in HAPPENS_ONCE and len(same) > 1):
-                self.fail(f"history: {record.name} of {record.rdzv_id} twice: {record.text}")
+                self.fail(f"history: {record.name} of {record.rdzv_id} twice: {record.data}")
 
     def _note_stored(self, server: Server, after: Membership, decided: Decided | None) -> None:
         rdzv_id = after.rdzv_id

@@ -197,8 +197,8 @@ async def test_all_jobs_are_read_many_at_a_time(store: Store) -> None:
 async def test_history_rides_on_the_commit_and_is_read_oldest_first(store: Store) -> None:
     await store.compare_and_swap("job-7", membership(), 0, [record("one"), record("two")])
     await store.append([record("three"), record("else", "job-8")])
-    assert [r.text for r in await store.history("job-7", 10)] == ["one", "two", "three"]
-    assert [r.text for r in await store.history("job-7", 2)] == ["two", "three"]
+    assert [r.data for r in await store.history("job-7", 10)] == ["one", "two", "three"]
+    assert [r.data for r in await store.history("job-7", 2)] == ["two", "three"]
     assert await store.history("job-8", 10) == (record("else", "job-8"),)
     assert await store.history("job-9", 10) == ()
 
@@ -230,7 +230,7 @@ async def test_history_is_bounded_for_each_job(store: Store) -> None:
     for number in range(100):
         await store.append([record(str(number))])
     rows = await store.history("job-7", 1_000)
-    assert [r.text for r in rows] == [str(number) for number in range(80, 100)]
+    assert [r.data for r in rows] == [str(number) for number in range(80, 100)]
     assert len(await store.history("job-8", 1_000)) == 1
 
 
@@ -260,7 +260,7 @@ async def test_a_job_of_a_deleted_name_begins_anew(store: Store) -> None:
     await store.compare_and_swap("job-7", membership(), 0, [record("one")])
     for number in range(100):
         await store.append([record(str(number))])
-    texts = [r.text for r in await store.history("job-7", 1_000)]
+    texts = [r.data for r in await store.history("job-7", 1_000)]
     assert texts == [str(number) for number in range(80, 100)]
     assert await store.history("job-8", 10) == (record("else", "job-8"),)
 
@@ -444,7 +444,7 @@ async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     stored = await store.load("job-7")
     assert stored is not None
     assert (stored.membership, stored.revision) == (membership(), 1)
-    assert [r.text for r in await store.history("job-7", 10)] == ["one"]
+    assert [r.data for r in await store.history("job-7", 10)] == ["one"]
     assert (await store.list(), await store.history("job-8", 10)) == (("job-7",), ())
     assert await store.load_document("cordoned") == (b"n1", 1)
     assert await store.take_over() == 2

@@ -232,7 +232,7 @@ async def test_history_stays_bounded_over_commits_that_failed(tmp_path: Path) ->
             store._db = real
         await store.append([record("job-7", str(n))])
     assert (await store.survey()).events <= 22
-    assert [row.text for row in await store.history("job-7", 2)] == ["58", "59"]
+    assert [row.data for row in await store.history("job-7", 2)] == ["58", "59"]
     await store.close()
 
 

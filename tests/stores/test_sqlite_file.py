@@ -570,8 +570,8 @@ async def test_an_older_file_is_brought_to_the_present_schema(tmp_path: Path, sc
         2,
         6,
     )
-    assert [row.text for row in await store.history("job-7", 10)] == ["one", "two", "three"]
-    assert [row.text for row in await store.history("job-8", 10)] == ["eight"]
+    assert [row.data for row in await store.history("job-7", 10)] == ["one", "two", "three"]
+    assert [row.data for row in await store.history("job-8", 10)] == ["eight"]
     assert await store.compare_and_swap("job-7", stored.membership, 2) == 3
     assert await store.swap_document("cordoned", b"n1", 0) == 1
     assert await store.take_over() == 4712

@@ -2630,6 +2630,7 @@ class Event(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    FIELDS_FIELD_NUMBER: builtins.int
     unix_ms: builtins.int
     """Unix time of the server that decided, in milliseconds; for people, not for arithmetic."""
     rdzv_id: builtins.str
@@ -2637,7 +2638,11 @@ class Event(google.protobuf.message.Message):
     name: builtins.str
     """The event's name: NodeJoined, RoundCompleted, ..."""
     text: builtins.str
-    """One line, as in the server's log."""
+    """One line, as in the server's log. For readers that do not know `fields`, or an event of this name."""
+    fields: builtins.str
+    """The event's own fields, as a JSON object; a later version may have more of them. Empty where only
+    the text is known.
+    """
     def __init__(
         self,
         *,
@@ -2646,8 +2651,9 @@ class Event(google.protobuf.message.Message):
         run: builtins.str = ...,
         name: builtins.str = ...,
         text: builtins.str = ...,
+        fields: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fields", b"fields", "name", b"name", "rdzv_id", b"rdzv_id", "run", b"run", "text", b"text", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Event = Event
 

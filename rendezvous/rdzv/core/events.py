@@ -1,6 +1,7 @@
 """What has happened in a rendezvous. Events are past tense and were persisted before anyone hears.
 
-Logs, metrics, the event history and what nodes are told all come from these.
+Logs, metrics, the event history and what nodes are told all come from these. History keeps most of
+them as they are (`rdzv.view.history`), so a field is never renamed, and a new one has a default.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class RoundEnded:
 
     round: int
     end: RoundEnd
+    dead_ms: int = 0
+    """For how long its workers had been dead: a node that was cut off had killed them."""
 
 
 @struct(frozen=True)
@@ -184,6 +187,25 @@ class NodeDeclined:
     """A node can not run a submitted job, and is not chosen for it again."""
 
     node_id: str
+    reason: str
+
+
+@struct(frozen=True)
+class NodeQuarantined:
+    """A node was at fault too often: nothing is placed on it for a while."""
+
+    node_id: str
+    for_ms: int
+    reason: str
+
+
+@struct(frozen=True)
+class NodeNotQuarantined:
+    """A node was at fault too often, and stays in use all the same."""
+
+    node_id: str
+    fault: str
+    """How often it was at fault."""
     reason: str
 
 
@@ -284,6 +306,8 @@ Event = (
     | NodesPlaced
     | NodesWithdrawn
     | NodeDeclined
+    | NodeQuarantined
+    | NodeNotQuarantined
     | NodeDrained
     | NodeUndrained
     | JobQueued

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 
-from rdzv.core.events import Event, NodeStuck, RoundSettled
+from rdzv.core.events import Event, NodeNotQuarantined, NodeQuarantined, NodeStuck, RoundSettled
 from rdzv.core.model import Cause, Failure
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.core.words import duration, listed
@@ -87,10 +87,8 @@ class Verdict:
     """What follows from a strike."""
 
     record: Record
-    quarantined: bool = False
-    """Whether the node has just been quarantined."""
-    text: str = ""
-    """What was decided and why, for people; empty if nothing had to be."""
+    event: NodeQuarantined | NodeNotQuarantined | None = None
+    """What was decided; None if nothing had to be."""
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
@@ -137,7 +135,7 @@ def judge(
     within = duration(now_ms - mine[0].at_ms)
     often = "at fault " + (f"{len(mine)} times within {within}" if len(mine) > 1 else "once")
     if refusal := _refusal(kept, strike, mine, tuning, daemons, now_ms):
-        return Verdict(kept, text=f"{node_id} was {often}, and is not quarantined: {refusal}")
+        return Verdict(kept, NodeNotQuarantined(node_id, often, refusal))
     reason = f"{often}, last in {strike.rdzv_id}: {strike.reason}"
     nodes = {**kept.nodes, node_id: Quarantined(now_ms, now_ms + tuning.ttl_ms, reason)}
     kept = Record(
@@ -145,8 +143,7 @@ def judge(
         nodes,
         (*kept.blamed, (strike.run, now_ms + tuning.ttl_ms))[-MAX_BLAMED:],
     )
-    text = f"{node_id} is quarantined for {duration(tuning.ttl_ms)}: {reason}"
-    return Verdict(kept, quarantined=True, text=text)
+    return Verdict(kept, NodeQuarantined(node_id, tuning.ttl_ms, reason))
 
 
 def lift(record: Record, node_id: str) -> Record:

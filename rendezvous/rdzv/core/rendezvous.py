@@ -593,7 +593,8 @@ def _confirm_stopped(work: _Step, command: Join, number: int) -> None:
                 f"{command.node_id}: it was cut off, and has killed its workers{ago} "
                 "(--fence-after)"
             )
-            _end_round(work, Cause.NODE_LEFT, reason, broken=True)
+            dead_ms = command.fenced_age_ms
+            _end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms)
             _charge_instead(work, Cause.NODE_LEFT, reason)
         elif round_.live and failures:
             _end_by_failure(work, failures)
@@ -1147,7 +1148,7 @@ def _leave_seat(work: _Step, node_id: str) -> None:
         work.store_round(replace(round_, gone=(*round_.gone, node_id)))
 
 
-def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool) -> None:
+def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool, dead_ms: int = 0) -> None:
     """End the live round, if there is one: everybody stops."""
     round_ = work.membership.round
     if round_ is None or not round_.live:
@@ -1158,7 +1159,7 @@ def _end_round(work: _Step, cause: Cause, reason: str, *, broken: bool) -> None:
         work.state,
         stop_deadline_ms=work.now_ms + _longest_stop_ms(round_, work.state.tuning),
     )
-    work.events.append(RoundEnded(round_.number, end))
+    work.events.append(RoundEnded(round_.number, end, dead_ms))
     if round_.excuse:
         _charge_instead(work, Cause.NODE_LEFT, round_.excuse)
 

@@ -6,12 +6,15 @@ All of it is said by its history and its status; nothing is guessed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rdzv.core.events import NodeLeft, NodeLost
+from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import Event, JobStatus, NodeStatus
-from rdzv.view.life import Round, Run, following, name_present, runs_of, words
+from rdzv.view.history import read
+from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
 """Rounds of a long story that are told one by one; those between are summed up."""
@@ -73,10 +76,11 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
     if skipped:
         told.append((skipped[0].at_ms, _skipped(skipped)))
     from_ms, until_ms = (skipped[0].at_ms, skipped[-1].ended_ms or now_ms) if skipped else (0, 0)
-    for at_ms, name, text in run.happenings:
-        if from_ms <= at_ms < until_ms or name in _QUIET or _is_said(run, name, text):
+    for event in run.happenings:
+        at_ms = event.unix_ms
+        if from_ms <= at_ms < until_ms or event.name in _QUIET or _is_said(run, event):
             continue
-        told.append((at_ms, _sentence(text)))
+        told.append((at_ms, _sentence(event.text)))
     if run.ended_ms is not None:
         lasted = duration(run.ended_ms - run.began_ms)
         text = f"The run {run.result} after {lasted}: {_sentence(run.reason)}"
@@ -85,15 +89,27 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
     return _told(told, page)
 
 
-def _is_said(run: Run, name: str, text: str) -> bool:
-    """Whether the end of a round, or of the run, says of a node that is gone what a line says."""
-    said = words(Event(0, None, name, text))
-    if name not in ("NodeLost", "NodeLeft") or not said:
+def _is_said(run: Run, event: Event) -> bool:
+    """Whether the end of a round, or of the run, says of a node that is gone what an event says."""
+    gone = read(event.name, event.fields)
+    if not isinstance(gone, NodeLost | NodeLeft) or (isinstance(gone, NodeLost) and gone.may_run):
         return False
-    why = f"{said['node']}: {said['reason']}"
-    return any(why in told for r in run.rounds for told in (r.reason, r.charge_reason)) or (
-        why in run.reason
-    )
+    why = f"{gone.node_id}: {gone.reason}"
+    return any(why in reason for reason in _reasons(run))
+
+
+def _reasons(run: Run) -> Iterator[str]:
+    """Yield why rounds ended, and the run; but not what a worker may have said."""
+    cause: str = ""
+    for round_ in run.rounds:
+        for cause, reason in (
+            (round_.cause, round_.reason),
+            (round_.charge or round_.cause, round_.charge_reason),
+        ):
+            if cause != Cause.WORKER_FAILURE:
+                yield reason
+    if cause != Cause.WORKER_FAILURE:
+        yield run.reason
 
 
 def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rdzv.core.words import counted
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.life import Round, Run, name_present, runs_of, words
+from rdzv.view.life import Round, Run, name_present, node_of, runs_of
 from rdzv.view.spans import Phase, about, spans_of, went_wrong
 
 _JOB_TRACK = 0
@@ -122,12 +122,9 @@ def _instants(
 ) -> Iterator[dict[str, Any]]:
     """Yield what happened at one moment, on the track of its node or of the job."""
     for event in history:
-        said = words(event)
-        if (event.run or "") != run.run or (said and event.name in _NO_INSTANTS):
+        if (event.run or "") != run.run or (event.fields and event.name in _NO_INSTANTS):
             continue
-        # A line that is not understood, too, begins with the node that it is about, if any.
-        node = said.get("node") or event.text.partition(" ")[0].rstrip(":")
-        track = tracks.get(node, _JOB_TRACK)
+        track = tracks.get(node_of(event) or "", _JOB_TRACK)
         yield {
             **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
             # Of a track alone, or a line across all tracks of the run.

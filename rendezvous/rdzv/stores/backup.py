@@ -68,7 +68,7 @@ class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the history of the job before it."""
+    """One row of the history of the job before it; `text` is its data, as of every version."""
 
     rdzv_id: str
     unix_ms: int
@@ -165,7 +165,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
         job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
         yield tally.passed(job, _written(job))
         for row in rows:
-            event = EventLine(row.rdzv_id, row.unix_ms, row.run, row.name, row.text)
+            event = EventLine(row.rdzv_id, row.unix_ms, row.run, row.name, row.data)
             yield tally.passed(event, _written(event))
     yield _written(tally.trailer())
 

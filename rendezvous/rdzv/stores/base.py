@@ -75,13 +75,15 @@ def read(
 
 @struct(frozen=True)
 class Record:
-    """One row of a job's history: an event in the words of the log."""
+    """One row of a job's history: an event, by its name and what it is made of."""
 
     unix_ms: int
     rdzv_id: str
     run: str
     name: str
-    text: str
+    data: str
+    """Its fields, as a JSON object; a sentence in rows that older versions wrote, and of the audit.
+    No store looks into it."""
 
 
 def check_document(name: str, data: bytes) -> None:

@@ -55,7 +55,7 @@ BATCHES_PER_PAGE = 500
 """A page of history: some 12 MiB at most, and rarely above 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
-"""Text of one key of history; what is longer begins the next key."""
+"""Data of one key of history; what is longer begins the next key."""
 
 _HISTORY_BYTES = 256 * 1024
 """History of one transaction, deflated: the membership needs the rest of it."""
@@ -67,7 +67,7 @@ _SLOW_PARTICIPANTS = 256
 """... and so are the memberships deflated that give them."""
 
 _Rows = list[tuple[int, str, str, str]]
-"""unix_ms, run, name, text: the job is in the key."""
+"""unix_ms, run, name, data: the job is in the key."""
 
 _rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
 _number_decoder = msgspec.json.Decoder(int)
@@ -333,7 +333,7 @@ class EtcdStore:
             for batch in _batches(rows):
                 self._batches += 1
                 name = f"{folder}{fence.create_revision:016x}{self._batches:012x}-{len(batch)}"
-                text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.text) for r in batch])
+                text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.data) for r in batch])
                 plan.operations.append(Put(name.encode(), codec.pack(text)))
         return plan
 
@@ -362,7 +362,7 @@ class EtcdStore:
                 f"{where} can not be read: {error}; it was left untouched. Delete the key "
                 f"{kv.key.decode(errors='replace')}"
             ) from error
-        return tuple(Record(unix_ms, rdzv_id, run, name, text) for unix_ms, run, name, text in rows)
+        return tuple(Record(unix_ms, rdzv_id, run, name, data) for unix_ms, run, name, data in rows)
 
     # ---------------------------------------------------------------- keys
 
@@ -431,7 +431,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in records:
-        weight = len(record.text.encode()) + len(record.run) + len(record.name) + 64
+        weight = len(record.data.encode()) + len(record.run) + len(record.name) + 64
         if batch and size + weight > BATCH_BYTES:
             yield batch
             batch, size = [], 0

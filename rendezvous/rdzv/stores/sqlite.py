@@ -445,7 +445,7 @@ class SqliteStore:
     def _record(self, records: Sequence[Record]) -> None:
         self._db.executemany(
             "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
-            [(r.rdzv_id, r.run, r.unix_ms, r.name, r.text) for r in records],
+            [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
         )
         for record in records:
             # A job not yet written to by this process may be over its bound already.

@@ -47,7 +47,8 @@ CREATE TABLE job (
     membership BLOB NOT NULL
 )"""
 # Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
-# with all others of the job, so none is ever below an older one of its job.
+# with all others of the job, so none is ever below an older one of its job. `text` is a
+# record's data.
 _HISTORY = """
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY,

@@ -7,10 +7,16 @@ message already, such as the server for its HTTP API, reads it by the same funct
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rdzv.core.progress_lag import Word, lags
 from rdzv.structs import struct
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.history import fields_in, read
+from rdzv.view.sentences import sentence, sentence_of
+
+if TYPE_CHECKING:
+    from rdzv.stores.base import Record
 
 OWN_BACKEND = "rdzv"
 """Who forms the group of a job unless something else is said; an older server does not say."""
@@ -378,12 +384,17 @@ class StackReport:
 
 @struct(frozen=True)
 class Event:
-    """One line of a job's history; `unix_ms` is the server's clock, for people."""
+    """One event of a job's history; `unix_ms` is the server's clock, for people.
+
+    `text` says in a line what its `fields` say; they are None where only the line is known, as of
+    what older versions of rdzvd have kept.
+    """
 
     unix_ms: int
     run: str | None
     name: str
     text: str
+    fields: dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------------------------ from messages
@@ -660,4 +671,14 @@ def _worker_stack(stack: pb.WorkerStack) -> WorkerStack:
 
 def event_of(event: pb.Event) -> Event:
     """Return what a message says of something that has happened to a job."""
-    return Event(event.unix_ms, event.run or None, event.name, event.text)
+    fields = fields_in(event.fields)
+    known = read(event.name, fields)
+    text = sentence(known) if known is not None else event.text
+    return Event(event.unix_ms, event.run or None, event.name, text, fields)
+
+
+def event_in(row: Record) -> Event:
+    """Return what a row of history says."""
+    fields = fields_in(row.data)
+    text = row.data if fields is None else sentence_of(row.name, fields)
+    return Event(row.unix_ms, row.run or None, row.name, text, fields)

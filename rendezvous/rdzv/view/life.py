@@ -1,68 +1,21 @@
 """A job's life as its history tells it: runs, their rounds, and what each change cost.
 
-The history is lines for people, one an event. They are read back here: the same words that
-`rdzv.server.telemetry.event_lines` writes, which a test holds for every event that there is. What
-is not understood, as from a server of a later version, is kept as its text.
+All of it follows from the fields of events. An event that has none, as those of older versions, or
+whose name or fields are not known here, is kept as its line, and nothing follows from it.
 
-A line names the first eight participants of a round. Who else took part is known from what they
+History names the first eight participants of a round. Who else took part is known from what they
 said of that round later; as long as they have said nothing, there are only so many more.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rdzv.core.words import DURATION, parse_duration
+from rdzv.core import events
+from rdzv.view import history
 from rdzv.view.answers import Event, JobStatus
-
-_NODE = r"(?P<node>\S+)"
-_ROUND = r"round (?P<round>\d+)"
-_WORDS: Mapping[str, re.Pattern[str]] = {
-    name: re.compile(pattern)
-    for name, pattern in {
-        "RunBegan": r"run (?P<number>\d+) \((?P<run>\S+)\) began: (?P<reason>.*)",
-        "NodeJoined": rf"{_NODE} joined from (?P<address>\S*) with (?P<workers>\d+) workers?",
-        "NodeStopped": rf"{_NODE} stopped its workers of {_ROUND}",
-        "NodeSucceeded": rf"{_NODE} succeeded in {_ROUND}",
-        "NodeLeaving": rf"{_NODE} leaves: (?P<reason>.*)",
-        "NodeLeft": rf"{_NODE} left: (?P<reason>.*)",
-        "NodeWentAway": rf"{_NODE} is away, .*",
-        "NodeCameBack": rf"{_NODE} is back after .*",
-        "NodeLost": rf"{_NODE} was lost: (?P<reason>.*)",
-        "NodeStuck": rf"{_NODE} is stuck in {_ROUND}: (?P<reason>.*)",
-        "WorkerFailed": rf"worker failed in {_ROUND}: (?P<reason>rank \d+ \(local_rank \d+\) on "
-        rf"{_NODE}: .*)",
-        "RoundCompleted": rf"{_ROUND} complete: (?P<places>.*), world_size (?P<workers>\d+), "
-        r"MASTER .*",
-        "RoundAdopted": rf"{_ROUND} of (?P<number>\d+) nodes? goes on: .*",
-        "NodeAdopted": rf"{_NODE} has GROUP_RANK \d+ in {_ROUND}",
-        "RoundEnded": rf"{_ROUND} ended \((?P<cause>[a-z ]+)\): (?P<reason>.*)",
-        "RoundSettled": rf"{_ROUND} is charged to (?P<cause>[a-z ]+): (?P<reason>.*?)"
-        r"(?:; restarts spent: (?P<spent>\d+) of (?P<most>\d+))?",
-        "RunEnded": r"run (?P<run>\S+) (?P<result>[a-z]+): (?P<reason>.*)",
-    }.items()
-}
-_PLACE = re.compile(r"(?P<node>\S+)=\d+(?:\.\.\d+)?")
-_MORE = re.compile(r" and (\d+) more nodes?$")
-
-_DEAD = re.compile(rf"has killed its workers ({DURATION}) ago \(--fence-after\)")
-"""Why a round ended whose workers were dead before that was heard."""
-
-# What nodes say of the round that they take part in.
-_OF_PARTICIPANTS = {"NodeStopped", "NodeSucceeded", "NodeStuck", "NodeAdopted"}
-
-
-def words(event: Event) -> dict[str, str]:
-    """Read a line back into what it was made of; nothing if it is not understood.
-
-    >>> words(Event(0, "r1", "NodeLost", "n7 was lost: lease ran out"))
-    {'node': 'n7', 'reason': 'lease ran out'}
-    """
-    pattern = _WORDS.get(event.name)
-    found = pattern.fullmatch(event.text) if pattern is not None else None
-    return {k: v for k, v in found.groupdict().items() if v is not None} if found else {}
+from rdzv.view.sentences import failure, one_line
 
 
 @dataclass(slots=True)
@@ -113,9 +66,9 @@ class Run:
     failures: list[tuple[int, str]] = field(default_factory=list)
     """Workers that failed: when, and which and how."""
     nodes: dict[str, None] = field(default_factory=dict)
-    """All that were ever in it, in their order."""
-    happenings: list[tuple[int, str, str]] = field(default_factory=list)
-    """All else: when, the event's name, and its line."""
+    """All that its history names, in their order."""
+    happenings: list[Event] = field(default_factory=list)
+    """All else."""
     ended_ms: int | None = None
     result: str = ""
     reason: str = ""
@@ -134,10 +87,10 @@ class Run:
         )
 
 
-def runs_of(history: Iterable[Event]) -> list[Run]:
+def runs_of(past: Iterable[Event]) -> list[Run]:
     """Return the runs of a job, oldest first."""
     runs: dict[str, Run] = {}
-    for event in history:
+    for event in past:
         name = event.run or ""
         run = runs.get(name)
         if run is None:
@@ -158,54 +111,60 @@ def name_present(run: Run, status: JobStatus) -> None:
 
 def note(run: Run, event: Event) -> None:
     """Take the next event of a run into it."""
-    said, now_ms = words(event), event.unix_ms
-    if node := said.get("node"):
+    now_ms, known = event.unix_ms, history.read(event.name, event.fields)
+    if node := node_of(event):
         run.nodes.setdefault(node)
-    if not said and event.name in _WORDS:
-        run.happenings.append((now_ms, event.name, event.text))
-        return
-    match event.name:
-        case "RunBegan":
-            run.number, run.began_why = int(said["number"]), said["reason"]
-        case "RoundCompleted":
-            run.rounds.append(_completed(run, said, now_ms))
-        case "RoundAdopted":
-            number, nodes = int(said["round"]), int(said["number"])
-            run.rounds.append(Round(number, now_ms, now_ms, more=nodes, adopted=True))
-        case "RoundEnded":
-            _end(_round(run, said, now_ms), said, now_ms)
-        case "RoundSettled":
-            _settle(_round(run, said, now_ms), said, now_ms)
-        case "RunEnded":
-            run.ended_ms, run.result, run.reason = now_ms, said["result"], said["reason"]
-        case "WorkerFailed":
-            run.failures.append((now_ms, said["reason"]))
-        case name:
-            if name in _OF_PARTICIPANTS:
-                round_ = _round(run, said, now_ms)
-                _take_part(run, round_, said["node"])
-                if name == "NodeStopped":
-                    round_.stopped_ms.setdefault(said["node"], now_ms)
-            elif name in ("NodeLeft", "NodeLost"):
-                _go(run, said["node"], now_ms)
-            run.happenings.append((now_ms, name, event.text))
+    match known:
+        case events.RunBegan():
+            run.number, run.began_why = known.run_number, one_line(known.reason)
+        case history.RoundCompleted():
+            run.rounds.append(_completed(run, known, now_ms))
+        case history.RoundAdopted():
+            run.rounds.append(Round(known.round, now_ms, now_ms, more=known.nodes, adopted=True))
+        case history.RoundEnded():
+            _end(_round(run, known.round), known, now_ms)
+        case history.RoundSettled():
+            _settle(_round(run, known.round), known, now_ms)
+        case history.RunEnded():
+            run.ended_ms, run.result, run.reason = now_ms, known.result, one_line(known.reason)
+        case history.WorkerFailed():
+            run.failures.append((now_ms, failure(known)))
+        case _:
+            _note_node(run, known, now_ms)
+            run.happenings.append(event)
 
 
-def _completed(run: Run, said: Mapping[str, str], now_ms: int) -> Round:
-    text, more = said["places"], 0
-    if (others := _MORE.search(text)) is not None:
-        text, more = text[: others.start()], int(others[1])
-    nodes = tuple(place["node"] for place in _PLACE.finditer(text))
+def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
+    """Take from an event what it says of a node's part in a round."""
+    match known:
+        case events.NodeSucceeded() | events.NodeStuck() | events.NodeAdopted():
+            _take_part(run, _round(run, known.round), known.node_id)
+        case events.NodeStopped():
+            round_ = _round(run, known.round)
+            _take_part(run, round_, known.node_id)
+            round_.stopped_ms.setdefault(known.node_id, now_ms)
+        case events.NodeLeft() | events.NodeLost():
+            _go(run, known.node_id, now_ms)
+
+
+def node_of(event: Event) -> str | None:
+    """Return the node that an event is about; None if it is about the job, or not known."""
+    node = (event.fields or {}).get("node_id")
+    return node if isinstance(node, str) else None
+
+
+def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
+    nodes = tuple(place.node_id for place in known.participants)
     for node in nodes:
         run.nodes.setdefault(node)
     last = run.round
     since_ms = run.began_ms if last is None or last.ended_ms is None else last.ended_ms
-    return Round(int(said["round"]), since_ms, now_ms, nodes, more, int(said["workers"]))
+    more = max(known.nodes - len(nodes), 0)
+    return Round(known.round, since_ms, now_ms, nodes, more, known.world_size)
 
 
-def _round(run: Run, said: Mapping[str, str], now_ms: int) -> Round:
+def _round(run: Run, number: int) -> Round:
     """Find a round; one that is not in the history was complete before it began."""
-    number = int(said["round"])
     for round_ in reversed(run.rounds):
         if round_.number == number:
             return round_
@@ -230,18 +189,17 @@ def _go(run: Run, node: str, now_ms: int) -> None:
         last.stopped_ms.setdefault(node, now_ms)
 
 
-def _end(round_: Round, said: Mapping[str, str], now_ms: int) -> None:
+def _end(round_: Round, known: history.RoundEnded, now_ms: int) -> None:
     if round_.ended_ms is None:
-        round_.ended_ms, round_.cause, round_.reason = now_ms, said["cause"], said["reason"]
-        if dead := _DEAD.search(round_.reason):
-            round_.dead_ms = parse_duration(dead[1])
+        round_.ended_ms, round_.dead_ms = now_ms, known.dead_ms
+        round_.cause, round_.reason = known.cause, one_line(known.reason)
 
 
-def _settle(round_: Round, said: Mapping[str, str], now_ms: int) -> None:
-    round_.settled_ms, round_.charge = now_ms, said["cause"]
-    round_.charge_reason = said["reason"]
-    if "spent" in said:
-        round_.restarts = f"{said['spent']} of {said['most']}"
+def _settle(round_: Round, known: history.RoundSettled, now_ms: int) -> None:
+    round_.settled_ms = now_ms
+    round_.charge, round_.charge_reason = known.cause, one_line(known.reason)
+    if known.max_restarts is not None:
+        round_.restarts = f"{known.restarts} of {known.max_restarts}"
 
 
 def following(run: Run, round_: Round) -> Round | None:

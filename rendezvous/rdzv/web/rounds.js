@@ -12,21 +12,18 @@ export function roundsOf(events, run) {
   const rounds = [];
   let last = null;
   for (const event of events) {
-    if (event.run !== null && event.run !== run) continue;
-    const number = /^round (\d+) /.exec(event.text)?.[1];
+    const is = event.fields;
+    // What older versions have kept is a sentence alone, from which nothing follows.
+    if (!is || (event.run !== null && event.run !== run)) continue;
     if (event.name === "RoundCompleted" || event.name === "RoundAdopted") {
-      const nodes = /world_size (\d+)/.exec(event.text)?.[1] || null;
-      last = { number: Number(number), began: event.unix_ms, ended: null, cause: "", reason: "", charge: "", world: nodes };
+      last = { number: is.round, began: event.unix_ms, ended: null, cause: "", reason: "", charge: "", world: is.world_size ?? null };
       rounds.push(last);
     } else if (event.name === "RoundEnded" && last) {
-      const found = /^round \d+ ended \(([^)]*)\): (.*)$/s.exec(event.text);
-      Object.assign(last, { ended: event.unix_ms, cause: found?.[1] || "", reason: found?.[2] || event.text });
+      Object.assign(last, { ended: event.unix_ms, cause: is.cause, reason: is.reason });
     } else if (event.name === "RoundSettled" && last) {
-      const found = /^round \d+ is charged to ([^:]*): (.*?)(?:; restarts spent: (\d+ of \d+))?$/s.exec(event.text);
-      if (found) Object.assign(last, { cause: found[1], reason: found[2], charge: found[3] || "" });
+      Object.assign(last, { cause: is.cause, reason: is.reason, charge: is.max_restarts === null ? "" : `${is.restarts} of ${is.max_restarts}` });
     } else if (event.name === "RunEnded" && last && last.ended === null) {
-      const result = /^run \S+ (\w+): (.*)$/s.exec(event.text);
-      Object.assign(last, { ended: event.unix_ms, cause: result?.[1] || "stopped", reason: result?.[2] || event.text });
+      Object.assign(last, { ended: event.unix_ms, cause: is.result, reason: is.reason });
     }
   }
   return rounds;

@@ -15,11 +15,10 @@ export function hangsOf(events, run) {
   for (const event of events) {
     if (event.run !== run) continue;
     if (event.name === "WorkersHang") {
-      hanging.set(event.text.slice(0, event.text.indexOf(":")), event.text);
+      hanging.set(event.fields?.node_id, event.text);
       hung = { over: false };
     } else if (event.name === "StacksTaken") {
-      const said = /^stacks of round (\d+): (.*)$/s.exec(event.text);
-      if (said) taken = { round: said[1], summary: said[2], at: event.unix_ms };
+      if (event.fields) taken = { round: event.fields.round, summary: event.fields.summary, at: event.unix_ms };
     } else if (["HangOver", "RoundEnded", "RunEnded"].includes(event.name) && hung) {
       hung = { over: true, wentOn: event.name === "HangOver" };
       hanging = new Map();

@@ -20,6 +20,7 @@ from rdzv.core.quarantine import (
     lift,
     strikes_in,
 )
+from rdzv.view.sentences import sentence
 
 FOUR = ("n1", "n2", "n3", "n4")
 EIGHT = (*FOUR, "n5", "n6", "n7", "n8")
@@ -39,8 +40,7 @@ def after(
         at_ms = int(at_s) * 1000
         strike = Strike(node_id, f"job-{run}", run, 100 * int(at_s) + round_, at_ms, "exit code 3")
         verdict = judge(record, strike, QuarantineTuning(**tuning), daemons, at_ms)
-        record, text = verdict.record, verdict.text
-        assert verdict.quarantined == ("is quarantined for" in text)
+        record, text = verdict.record, sentence(verdict.event) if verdict.event else ""
     return record, text
 
 
@@ -146,7 +146,7 @@ def test_a_strike_that_is_told_again_changes_nothing() -> None:
     record = judge(Record(), strike, QuarantineTuning(), FOUR, 1_000).record
     for at_ms in (1_000, 2_000, 3_000):
         again = judge(record, strike, QuarantineTuning(), FOUR, at_ms)
-        assert again.record is record and not again.text
+        assert again.record is record and not again.event
     tuning = QuarantineTuning(failures=1)
     record = judge(Record(), strike, tuning, FOUR, 1_000).record
     assert judge(record, strike, tuning, FOUR, 2_000).record is record

@@ -11,7 +11,7 @@ from rdzv.core.model import JobSpec, Settings
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl
 from rdzv.structs import field_names
-from rdzv.view import answers
+from rdzv.view import answers, history
 
 TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
 
@@ -55,6 +55,7 @@ def test_every_flag_that_is_refused_is_there(dest: str) -> None:
             ),
         ),
         ("A job's line", (answers.JobSummary,)),
+        ("An event", (answers.Event,)),
         ("A node", (answers.Node, answers.Resources, answers.Gpu, answers.NodeJob)),
         (
             "Stacks",
@@ -77,3 +78,9 @@ def test_every_key_is_there(title: str, kinds: tuple[type, ...]) -> None:
     names = {name for kind in kinds for name in field_names(kind)} - hidden
     missing = {name for name in names if f"`{name}`" not in part}
     assert not missing
+
+
+@pytest.mark.parametrize(("name", "kind"), history.KINDS.items())
+def test_every_event_is_there_with_its_fields(name: str, kind: type) -> None:
+    (row,) = re.findall(rf"^\| `{name}` \| .*$", TEXT, re.MULTILINE)
+    assert not {field for field in field_names(kind) if f"`{field}`" not in row}

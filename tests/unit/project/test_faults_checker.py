@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from past_events import an_event
 
+from rdzv.core import events as core_events
+from rdzv.core.model import Cause, Result
+from rdzv.view import history as kept_history
 from rdzv.view.answers import Event
 from tests.faults import __main__ as main
 from tests.faults import checker, history, sources
@@ -189,16 +193,15 @@ def test_a_record_that_is_not_whole_is_refused() -> None:
 
 
 def test_the_servers_events_are_understood() -> None:
+    places = (kept_history.Place("n1", 0, 2), kept_history.Place("n2", 2, 1))
+    cause, worker = Cause.WORKER_FAILURE, kept_history.Worker("n2", 2, 0)
     events = [
-        Event(0, "u", "RunBegan", "run 1 (u) began: the first join"),
-        Event(0, "u", "RoundCompleted", "round 3 complete: n1=0..1 n2=2, world_size 3, MASTER h:1"),
-        Event(0, "u", "NodeLost", "n2 was lost: lease ran out"),
-        Event(
-            0, "u", "RoundSettled",
-            "round 3 is charged to worker failure: rank 2: exit code 1; restarts spent: 1 of 5",
-        ),
-        Event(0, "u", "RunEnded", "run u succeeded: all workers exited 0"),
-    ]  # fmt: skip
+        an_event(core_events.RunBegan("u", 1, "the first join"), "u"),
+        an_event(kept_history.RoundCompleted(3, 2, 3, places, "h", 1), "u"),
+        an_event(core_events.NodeLost("n2", "lease ran out"), "u"),
+        an_event(kept_history.RoundSettled(3, cause, "rank 2: exit code 1", 1, 5, worker), "u"),
+        an_event(kept_history.RunEnded("u", Result.SUCCEEDED, "all workers exited 0"), "u"),
+    ]
     assert list(sources.announced(events)) == [
         RunBegan("u"),
         Announced("u", 3, (Place("n1", 0, 1), Place("n2", 2, 2)), 3, "h:1"),
@@ -208,9 +211,9 @@ def test_the_servers_events_are_understood() -> None:
     assert sources.lost_nodes(events) == {"n2"}
 
 
-def test_an_event_with_other_words_is_an_error() -> None:
+def test_an_event_with_other_fields_is_an_error() -> None:
     with pytest.raises(ValueError, match="RoundCompleted can not be read"):
-        list(sources.announced([Event(0, "u", "RoundCompleted", "round three is there")]))
+        list(sources.announced([Event(0, "u", "RoundCompleted", "?", {"number": "three"})]))
 
 
 def test_an_agents_log_is_understood() -> None:

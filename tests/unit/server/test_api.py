@@ -223,6 +223,7 @@ async def test_history_nodes_and_servers_are_answered() -> None:
         events = await s.get("/jobs/job-7/events")
         assert events["rdzv_id"] == "job-7"
         assert [e["name"] for e in events["events"]][-1] == "RoundCompleted"
+        assert events["events"][-1]["fields"]["round"] == 0
         (last,) = (await s.get("/jobs/job-7/events?limit=1"))["events"]
         assert last == events["events"][-1]
         nodes = (await s.get("/nodes"))["nodes"]

@@ -99,7 +99,7 @@ async def test_what_an_older_rdzvd_has_saved_is_restored() -> None:
     done = await backup.restore(store, io.BytesIO(data), "FILE")
     assert (done.jobs, done.events, done.documents) == (2, 2, 0)
     assert await store.list() == ("a", "b")
-    assert [row.text for row in await store.history("a", 10)] == ["one", "two"]
+    assert [row.data for row in await store.history("a", 10)] == ["one", "two"]
 
 
 async def test_an_empty_store_has_a_backup() -> None:
@@ -297,7 +297,7 @@ async def test_a_job_and_its_history_are_of_one_commit() -> None:
     stored = await other.load("a")
     assert isinstance(stored, Stored)
     rows = await other.history("a", 10)
-    assert [row.text for row in rows] == ["1", "2", "3", "4"]
+    assert [row.data for row in rows] == ["1", "2", "3", "4"]
     assert stored.membership.run_number == 4
 
 

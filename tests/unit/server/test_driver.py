@@ -86,6 +86,9 @@ from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreR
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
+from rdzv.view.answers import event_in
+from rdzv.view.history import kept
+from rdzv.view.sentences import sentence
 
 TUNING = Tuning()
 
@@ -517,7 +520,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
             n1, "job-7", Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "x")
         )
         await settle()
-    rows = [(row.name, row.text) for row in await store.history("job-7", 100)]
+    rows = [(row.name, row.data) for row in await store.history("job-7", 100)]
     assert {"NodeStuck", "WorkerFailed", "RoundEnded"} <= {name for name, _ in rows}
     assert len(rows) == len(set(rows)), rows
 
@@ -1607,6 +1610,8 @@ def every_event() -> list[events.Event]:
         events.NodesPlaced(("n1", "n2")),
         events.NodesWithdrawn(("n1",), "the job was scaled down"),
         events.NodeDeclined("n1", "the folder /data is not there"),
+        events.NodeQuarantined("n1", 43_200_000, "at fault 3 times within 20 s, last in a: x"),
+        events.NodeNotQuarantined("n1", "at fault once", "no other node is known"),
         events.NodeDrained("n1", "drained by ada: new kernel", 300_000),
         events.NodeUndrained("n1"),
         events.JobQueued("join timeout"),
@@ -1622,7 +1627,7 @@ def every_event() -> list[events.Event]:
 def test_every_event_has_words_on_one_line() -> None:
     assert {type(event) for event in every_event()} == set(typing.get_args(events.Event))
     for event in every_event():
-        text = event_lines.describe(event)
+        text = sentence(kept(event))
         assert text
         assert text.isprintable()
 
@@ -1632,17 +1637,19 @@ def test_a_round_is_told_in_one_line_however_large() -> None:
     for number in range(12):
         state = step(state, a_join(f"n{number:02}", settings=Settings(12, 12)))
     assert state.membership.round is not None
-    text = event_lines.describe(events.RoundCompleted(state.membership.round))
+    text = sentence(kept(events.RoundCompleted(state.membership.round)))
     assert text.startswith("round 0 complete: n00=0..1 n01=2..3 ")
     assert text.endswith("n07=14..15 and 4 more nodes, world_size 24, MASTER 10.0.0.1:4711")
 
 
-def test_log_and_history_use_the_same_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_and_history_say_the_same(caplog: pytest.LogCaptureFixture) -> None:
     happened = every_event()
     rows = event_lines.records("job-7", "run-1", happened, 5)
     with caplog.at_level(logging.INFO, "rdzv.events"):
         event_lines.publish(rows, happened)
-    assert [r.getMessage() for r in caplog.records] == [f"job-7: {row.text}" for row in rows]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"job-7: {event_in(row).text}" for row in rows
+    ]
     line = log_format.JsonFormatter().format(caplog.records[0])
     assert '"rdzv_id": "job-7", "run": "run-1", "event": "RunBegan"' in line
     assert (

@@ -15,6 +15,7 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
+from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, server, settle
 from tests.unit.server.test_stacks_of_jobs import say, stack
 
@@ -173,7 +174,7 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         assert await live(s)
         assert s.driver.diagnosis.hangs._episodes == {}
         last = (await s.driver.views.history("job-7", 100))[-1]
-        assert last.text == "nobody hangs any more in round 0, which goes on"
+        assert event_in(last).text == "nobody hangs any more in round 0, which goes on"
 
 
 async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:

@@ -32,6 +32,7 @@ from rdzv.server.messages import (
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, server, settle
 
 HAS = Resources(cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),))
@@ -382,7 +383,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         line = next(told for told in read(n3) if isinstance(told, Line))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
         assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
-        texts = [row.text for row in await s.driver.views.history("job-7", 99)]
+        texts = [event_in(row).text for row in await s.driver.views.history("job-7", 99)]
         assert "n1 leaves within 1 min 0 s: drained by ada: new kernel" in texts
 
 

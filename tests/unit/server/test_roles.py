@@ -559,7 +559,7 @@ async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyP
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
         stop = pb.StopJobRequest(rdzv_id="job-7", run="r1", reason="enough")
         await control(server, "ada", "StopJob", stop)
-        rows = {row.name: row.text for row in await server.driver.views.history("job-7", 10)}
+        rows = {row.name: row.data for row in await server.driver.views.history("job-7", 10)}
         id_ = server.tokens["ada"].split("_")[1]
         assert "submitted by root at head-1" in rows["RunBegan"]
         assert "[ada]" in rows["RunBegan"]
@@ -602,7 +602,7 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
             with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
-            rows = [row.text for row in await driver.jobs.past(access.AUDIT, 10)]
+            rows = [row.data for row in await driver.jobs.past(access.AUDIT, 10)]
             assert rows == [
                 "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
             ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from stories import STORIES, Told, crashing, told
 
+from rdzv.core.events import NodeJoined, NodeLeft, RunBegan, RunEnded
+from rdzv.core.model import Ended, Result
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.telemetry import traces as traces_module
+from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.metrics_hooks import Meter, Meters
 from rdzv.server.telemetry.traces import Traces, TraceSpan, trace_spans, tracing
 from rdzv.stores.base import Record
@@ -19,7 +23,9 @@ from tests.unit.server.test_metrics import history, scraped
 
 
 def rows_of(of: Told, rdzv_id: str = "job-7") -> list[Record]:
-    return [Record(e.unix_ms, rdzv_id, e.run or "", e.name, e.text) for e in of.history]
+    return [
+        Record(e.unix_ms, rdzv_id, e.run or "", e.name, json.dumps(e.fields)) for e in of.history
+    ]
 
 
 async def unread(rdzv_id: str, limit: int) -> Sequence[Record]:
@@ -156,7 +162,7 @@ async def test_a_server_that_leads_again_knows_that_it_has_missed_something() ->
 async def test_what_is_heard_of_a_run_that_has_ended_opens_it_no_more() -> None:
     rows = rows_of(await told(crashing))
     spans = await sent(rows)
-    late = Record(rows[-1].unix_ms + 5, "job-7", "run-1", "NodeLeft", "n1 left: done")
+    (late,) = records("job-7", "run-1", [NodeLeft("n1", "done")], rows[-1].unix_ms + 5)
     assert len(await sent([*rows, late])) == len(spans)
 
 
@@ -215,13 +221,13 @@ async def test_spans_are_made_while_the_server_runs_and_what_is_left_at_its_end(
 
 
 async def test_a_run_without_a_round_tells_for_how_long_it_has_formed() -> None:
-    began = Record(0, "j", "r", "RunBegan", "run 1 (r) began: first join")
-    joined = Record(5, "j", "r", "NodeJoined", "n1 joined from 10.0.0.1 with 1 worker")
-    ended = Record(900, "j", "r", "RunEnded", "run r failed: too few nodes")
-    forming, run = await sent([began, joined, ended])
+    (began,) = records("j", "r", [RunBegan("r", 1, "first join")], 0)
+    (joined,) = records("j", "r", [NodeJoined("n1", 1, "10.0.0.1", 1)], 5)
+    ended = RunEnded("r", Ended(Result.FAILED, "too few nodes", 900))
+    forming, run = await sent([began, joined, *records("j", "r", [ended], 900)])
     assert (forming.key, forming.parent, forming.until_ms) == ("forming", "", 900)
     assert (run.name, run.wrong) == ("run of j", "too few nodes")
-    assert run.happenings == ((5, "NodeJoined", joined.text),)
+    assert run.happenings == ((5, "NodeJoined", "n1 joined from 10.0.0.1 with 1 worker"),)
 
 
 async def test_the_spans_of_a_run_are_those_of_all_its_rounds() -> None:

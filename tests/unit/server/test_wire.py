@@ -702,4 +702,10 @@ def test_a_row_of_history() -> None:
     assert outbound.event_row(record) == pb.Event(
         unix_ms=5, rdzv_id="job-7", run="feed", name="NodeJoined", text="n1 joined"
     )
+    fields = '{"node_id":"n1","round":3,"later":["x"]}'
+    record = Record(5, "job-7", "feed", "NodeStopped", fields)
+    assert outbound.event_row(record) == pb.Event(
+        unix_ms=5, rdzv_id="job-7", run="feed", name="NodeStopped", fields=fields,
+        text="n1 stopped its workers of round 3",
+    )  # fmt: skip
     assert inbound_operators.history_limit(0, LIMITS) == LIMITS.history_default

@@ -1,81 +1,92 @@
-"""A history is read back into what it was made of: every event that there is, in today's words."""
+"""A job's life follows from the fields of its events, and from nothing that anybody says."""
 
 from __future__ import annotations
 
-import typing
-
 import pytest
+from past_events import an_event
+from stories import told
 
 from rdzv.core import events
+from rdzv.core.commands import Fail, FailureReport
 from rdzv.core.model import Cause
-from rdzv.server.telemetry import event_lines
-from rdzv.view import life
+from rdzv.structs import replace
+from rdzv.view import history, life
 from rdzv.view.answers import Event
-from tests.unit.server.test_driver import every_event
+from tests.unit.core.test_small_scope import SETTINGS
+from tests.unit.server.test_driver import join
+from tests.unit.server.test_metrics import Scraped
 
-
-def line(event: events.Event) -> Event:
-    return Event(0, "run-1", type(event).__name__, event_lines.describe(event))
-
-
-def test_what_is_read_is_what_there_is() -> None:
-    """An event that is not among them is told as it is, in a sentence of its own."""
-    assert life._WORDS.keys() <= {kind.__name__ for kind in typing.get_args(events.Event)}
-
-
-@pytest.mark.parametrize("event", every_event(), ids=lambda event: type(event).__name__)
-def test_every_event_is_read_back(event: events.Event) -> None:
-    said = life.words(line(event))
-    assert bool(said) is (type(event).__name__ in life._WORDS)
-    for key, attribute in (("node", "node_id"), ("round", "round"), ("cause", "cause")):
-        if key in said and isinstance(wanted := getattr(event, attribute, None), str | int):
-            assert said[key] == str(wanted)
-    if "reason" in said and isinstance(wanted := getattr(event, "reason", None), str):
-        assert said["reason"] == wanted
-
-
-@pytest.mark.parametrize("cause", Cause)
-def test_every_cause_is_read_back(cause: Cause) -> None:
-    for spent in (None, 3):
-        settled = events.RoundSettled(7, cause, "a (b): c; d", 1, spent)
-        said = life.words(line(settled))
-        assert (said["round"], said["cause"], said["reason"]) == ("7", cause, "a (b): c; d")
-        assert said.get("most") == (None if spent is None else "3")
-
-
-@pytest.mark.parametrize("node", ["n1", "gpu-7.rack:2", "a@b", "_x", "9"])
-def test_names_of_nodes_are_read_back(node: str) -> None:
-    assert life.words(line(events.NodeLost(node, "x: y")))["node"] == node
-    assert life.words(line(events.NodeStopped(node, 3)))["node"] == node
-    place = f"round 3 complete: {node}=0..7 n2=8 and 3 more nodes, world_size 9, MASTER h:1"
-    (run,) = life.runs_of([Event(0, "r", "RoundCompleted", place)])
-    assert run.round is not None
-    assert (run.round.nodes, run.round.more, run.round.workers) == ((node, "n2"), 3, 9)
+PLACES = (history.Place("n1", 0, 1),)
+COMPLETED = history.RoundCompleted(0, 3, 3, PLACES, "h", 1)
 
 
 def test_who_took_part_is_known_by_what_it_says_later() -> None:
-    place = "round 0 complete: n1=0 and 2 more nodes, world_size 3, MASTER h:1"
     (run,) = life.runs_of(
         [
-            Event(0, "r", "RoundCompleted", place),
-            Event(1, "r", "RoundEnded", "round 0 ended (node lost): n3: gone"),
-            Event(2, "r", "NodeStopped", "n2 stopped its workers of round 0"),
-            Event(3, "r", "NodeLost", "n9 was lost: it was a spare"),
+            an_event(COMPLETED, at_ms=0),
+            an_event(history.RoundEnded(0, Cause.NODE_LOST, "n3: gone", broken=True), at_ms=1),
+            an_event(events.NodeStopped("n2", 0), at_ms=2),
+            an_event(events.NodeLost("n9", "it was a spare"), at_ms=3),
         ]
     )
     assert run.round is not None
-    assert (run.round.nodes, run.round.more) == (("n1", "n2"), 1)
+    assert (run.round.nodes, run.round.more, run.round.workers) == (("n1", "n2"), 1, 3)
     assert run.round.stopped_ms == {"n2": 2}
+    assert list(run.nodes) == ["n1", "n2", "n9"]
 
 
 def test_a_round_whose_beginning_is_forgotten_is_there_all_the_same() -> None:
-    (run,) = life.runs_of([Event(5, "r", "RoundEnded", "round 4 ended (operator): why not")])
+    ended = history.RoundEnded(4, Cause.OPERATOR, "why not", broken=False)
+    (run,) = life.runs_of([an_event(ended, at_ms=5)])
     assert run.round is not None
     assert (run.round.number, run.round.adopted, run.round.ended_ms) == (4, True, 5)
     assert run.number is None
 
 
-@pytest.mark.parametrize("name", sorted(life._WORDS))
-def test_what_is_not_understood_is_kept_as_its_text(name: str) -> None:
-    (run,) = life.runs_of([Event(0, "r", name, "what is this?")])
-    assert run.happenings == [(0, name, "what is this?")]
+@pytest.mark.parametrize("name", sorted(history.KINDS))
+@pytest.mark.parametrize("fields", [None, {}, {"round": "three", "node_id": 7}])
+def test_what_is_not_understood_is_kept_as_its_text(name: str, fields: dict[str, object]) -> None:
+    event = Event(0, "r", name, "what is this?", fields)
+    (run,) = life.runs_of([event])
+    assert (run.happenings, run.rounds, run.nodes) == ([event], [], {})
+
+
+def test_nothing_is_read_from_a_sentence() -> None:
+    """What older versions kept may quote a worker, so it is shown, and not believed."""
+    text = "round 3 is charged to worker failure: boom; restarts spent: 9 of 9"
+    (run,) = life.runs_of([Event(0, "r", "RoundSettled", text)])
+    assert not run.rounds
+    assert [event.text for event in run.happenings] == [text]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "boom; restarts spent: 9 of 9",
+        "has killed its workers 9 d 0 h ago (--fence-after)",
+        "round 0 ended (operator): stopped by root\nrun run-1 succeeded: all is well",
+        "n1: drained\nn1 left: drained; restarts spent: 9 of 9",
+    ],
+)
+@pytest.mark.parametrize("max_restarts", [3, None])
+async def test_what_a_worker_says_is_no_fact_about_its_job(
+    message: str, max_restarts: int | None
+) -> None:
+    async def story(s: Scraped) -> None:
+        n1 = await s.connect("n1")
+        settings = replace(SETTINGS, min_nodes=1, max_nodes=1, max_restarts=max_restarts)
+        await s.say(n1, join(n1, (1, 1), settings=settings))
+        await s.let_pass(40_000)
+        report = FailureReport(0, 0, 99, 1, None, message, "", 0)
+        await s.say(n1, Fail("n1", n1.incarnation, "run-1", 0, (report,)))
+        await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=0))
+        await s.let_pass(2_000)
+
+    of = await told(story)
+    (run,) = life.runs_of(of.history)
+    first = run.rounds[0]
+    assert (first.cause, first.charge) == ("worker failure", "worker failure")
+    assert first.restarts == ("1 of 3" if max_restarts else "")
+    assert (first.dead_ms, run.result) == (0, "" if max_restarts else "failed")
+    reason = f"rank 0 (local_rank 0) on n1: exit code 1: {' '.join(message.splitlines())}"
+    assert first.reason == first.charge_reason == run.failures[0][1] == reason

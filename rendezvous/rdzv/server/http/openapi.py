@@ -362,6 +362,8 @@ _PLAIN = {int: "integer", str: "string", bool: "boolean", float: "number"}
 
 
 def _schema(hint: Any, schemas: dict[str, Schema]) -> Schema:
+    if hint is Any:
+        return {}
     if hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

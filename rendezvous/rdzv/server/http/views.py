@@ -52,7 +52,7 @@ class Shown(Answers):
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
         """Show a job's newest events, oldest first; 0: as many as the server sees fit."""
         rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
-        return [answers.event_of(outbound.event_row(row)) for row in rows]
+        return [answers.event_in(row) for row in rows]
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
         """Show what a job's workers did when a round of it hung, the last one or this one.

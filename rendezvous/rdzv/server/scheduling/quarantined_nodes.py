@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from rdzv.core.commands import Bar
+from rdzv.core.events import NodeQuarantined
 from rdzv.core.model import State
 from rdzv.core.quarantine import (
     Quarantined,
@@ -31,7 +32,9 @@ from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document
+from rdzv.server.telemetry.event_lines import records
 from rdzv.stores.base import Record as Row
+from rdzv.view.sentences import sentence
 
 log = logging.getLogger("rdzv.quarantine")
 
@@ -113,12 +116,11 @@ class Quarantine:
         strikes = strikes_in(after.rdzv_id, after.run, transition.events, now_ms)
         if not strikes:
             return None, ()
-        rows = []
+        rows: list[Row] = []
         for strike in strikes:
             verdict = await self._judge(strike)
-            if verdict.text:
-                name = "NodeQuarantined" if verdict.quarantined else "NodeNotQuarantined"
-                rows.append(Row(strike.at_ms, strike.rdzv_id, strike.run, name, verdict.text))
+            if verdict.event is not None:
+                rows += records(strike.rdzv_id, strike.run, (verdict.event,), strike.at_ms)
         concerned = {strike.node_id for strike in strikes} & self.nodes.keys()
         submitted = after.submission is not None and after.ended is None
         bar = self.bar if concerned and submitted else None
@@ -132,10 +134,10 @@ class Quarantine:
             verdict = judge(self._record, strike, self._tuning, self._daemons(), now_ms)
             if verdict.record is not self._record:
                 await self._write(verdict.record)
-        if verdict.text:
+        if verdict.event is not None:
             extra = {"rdzv_id": strike.rdzv_id, "run": strike.run}
-            log.warning("%s", verdict.text, extra=extra)
-        if verdict.quarantined:
+            log.warning("%s", sentence(verdict.event), extra=extra)
+        if isinstance(verdict.event, NodeQuarantined):
             self._changed()
         return verdict
 

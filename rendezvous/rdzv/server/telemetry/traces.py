@@ -22,7 +22,7 @@ from rdzv.errors import RendezvousError
 from rdzv.server.telemetry.metrics_hooks import Meter
 from rdzv.stores.base import Record
 from rdzv.structs import struct
-from rdzv.view import answers
+from rdzv.view.answers import event_in
 from rdzv.view.life import Round, Run, note
 from rdzv.view.spans import Span, about, spans_of, went_wrong
 
@@ -190,7 +190,7 @@ class Traces(Meter):
 
 
 def _note(run: Run, row: Record) -> None:
-    note(run, answers.Event(row.unix_ms, row.run, row.name, row.text))
+    note(run, event_in(row))
     del run.happenings[HAPPENINGS:], run.failures[HAPPENINGS:]
 
 
@@ -289,7 +289,8 @@ def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 def _happenings(run: Run) -> tuple[tuple[int, str, str], ...]:
     failures = [(at_ms, "WorkerFailed", text) for at_ms, text in run.failures]
-    return tuple(sorted([*failures, *run.happenings]))
+    others = [(event.unix_ms, event.name, event.text) for event in run.happenings]
+    return tuple(sorted([*failures, *others]))
 
 
 def _latest_ms(run: Run) -> int:

@@ -42,6 +42,7 @@ from rdzv.stores.base import Record
 from rdzv.structs import field_names
 from rdzv.transport.tallies import tally_message
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import event_in
 
 _RESULTS = {
     Result.SUCCEEDED: pb.RESULT_SUCCEEDED,
@@ -386,12 +387,14 @@ def stack_report(report: Report, now_ms: int) -> pb.StackReport:
 
 def event_row(record: Record) -> pb.Event:
     """Write one row of a job's history."""
+    event = event_in(record)
     return pb.Event(
         unix_ms=record.unix_ms,
         rdzv_id=record.rdzv_id,
         run=record.run,
         name=record.name,
-        text=record.text,
+        text=event.text,
+        fields="" if event.fields is None else record.data,
     )
 
 

@@ -1,0 +1,259 @@
+"""History as data: what each event is kept as in the store, on the wire and in documents.
+
+An event's *fields* are a JSON object. Most are those of the core's event; here are those that
+history keeps of an event whose core holds a whole round, traceback or list of nodes: history rows
+are small, however large the job. Fields that a later version has added are kept and passed on, and
+so is an event of a name that is not known here.
+
+What rdzvd wrote before it kept fields, is a sentence. It is shown as it is, and no fact is read
+from it: a sentence may quote what a worker has said, so that it can not be trusted.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rdzv.core import events
+from rdzv.core.model import Cause, Failure, Result, Round
+from rdzv.core.words import LISTED
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class Worker:
+    """One worker of a round."""
+
+    node_id: str
+    rank: int
+    local_rank: int
+
+
+@struct(frozen=True)
+class Place:
+    """What one node has in a round; its ranks begin with `rank_first`."""
+
+    node_id: str
+    rank_first: int
+    local_world_size: int
+
+
+@struct(frozen=True)
+class WorkerFailed:
+    """A worker failed."""
+
+    round: int
+    node_id: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    message: str
+
+
+@struct(frozen=True)
+class RoundCompleted:
+    """A round is complete. `participants` are the first few of its `nodes`."""
+
+    round: int
+    nodes: int
+    world_size: int
+    participants: tuple[Place, ...]
+    master_addr: str
+    master_port: int
+
+
+@struct(frozen=True)
+class RoundAdopted:
+    """A round that the server did not know goes on; its nodes claim their places in it."""
+
+    round: int
+    nodes: int
+
+
+@struct(frozen=True)
+class RoundEnded:
+    """A round is over. Its workers had been dead for `dead_ms` by then, killed by a fence."""
+
+    round: int
+    cause: Cause
+    reason: str
+    broken: bool
+    dead_ms: int = 0
+
+
+@struct(frozen=True)
+class RoundSettled:
+    """Everyone has stopped; the end of the round is charged to this cause.
+
+    `max_restarts` is None where each node's own agent counts.
+    """
+
+    round: int
+    cause: Cause
+    reason: str
+    restarts: int
+    max_restarts: int | None
+    root_cause: Worker | None
+
+
+@struct(frozen=True)
+class NodesPlaced:
+    """The server has chosen nodes for a submitted run. `node_ids` are the first few of `nodes`."""
+
+    nodes: int
+    node_ids: tuple[str, ...]
+
+
+@struct(frozen=True)
+class NodesWithdrawn:
+    """Nodes are not to take part in a submitted run any more; `node_ids` as of `NodesPlaced`."""
+
+    nodes: int
+    node_ids: tuple[str, ...]
+    reason: str
+
+
+@struct(frozen=True)
+class RunEnded:
+    """The run is closed and forms no more rounds."""
+
+    run: str
+    result: Result
+    reason: str
+
+
+Kept = (
+    events.RunBegan
+    | events.NodeJoined
+    | events.NodeStopped
+    | events.NodeSucceeded
+    | events.NodeLeaving
+    | events.NodeLeft
+    | events.NodeWentAway
+    | events.NodeCameBack
+    | events.NodeLost
+    | events.NodeStuck
+    | WorkerFailed
+    | events.LastCallBegan
+    | RoundCompleted
+    | RoundAdopted
+    | events.NodeAdopted
+    | RoundEnded
+    | RoundSettled
+    | events.JobScaled
+    | NodesPlaced
+    | NodesWithdrawn
+    | events.NodeDeclined
+    | events.NodeQuarantined
+    | events.NodeNotQuarantined
+    | events.NodeDrained
+    | events.NodeUndrained
+    | events.JobQueued
+    | events.WorkersHang
+    | events.StacksTaken
+    | events.HangOver
+    | events.RankStraggles
+    | events.RankCaughtUp
+    | RunEnded
+)
+
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Kept)}
+"""By the name of the event."""
+
+Fields = dict[str, Any]
+
+_encoder = msgspec.json.Encoder()
+
+
+def kept(event: events.Event) -> Kept:
+    """Return what history keeps of an event."""
+    match event:
+        case events.WorkerFailed(round=number, failure=failure):
+            return _failed(number, failure)
+        case events.RoundCompleted(round=round_):
+            return _completed(round_)
+        case events.RoundAdopted(round=round_):
+            return RoundAdopted(round_.number, len(round_.participants))
+        case events.RoundEnded(round=number, end=end):
+            return RoundEnded(number, end.cause, end.reason, end.broken, event.dead_ms)
+        case events.RoundSettled(root_cause=root):
+            worker = Worker(root.node_id, root.rank, root.local_rank) if root else None
+            counts = (event.restarts, event.max_restarts)
+            return RoundSettled(event.round, event.cause, event.reason, *counts, worker)
+        case events.NodesPlaced(node_ids=node_ids):
+            return NodesPlaced(len(node_ids), node_ids[:LISTED])
+        case events.NodesWithdrawn(node_ids=node_ids):
+            return NodesWithdrawn(len(node_ids), node_ids[:LISTED], event.reason)
+        case events.RunEnded(run=run, ended=ended):
+            return RunEnded(run, ended.result, ended.reason)
+        case _:
+            return event
+
+
+def _failed(number: int, failure: Failure) -> WorkerFailed:
+    return WorkerFailed(
+        round=number,
+        node_id=failure.node_id,
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        message=failure.message,
+    )
+
+
+def _completed(round_: Round) -> RoundCompleted:
+    places = tuple(
+        Place(p.node_id, p.rank_first, p.offer.local_world_size)
+        for p in round_.participants[:LISTED]
+    )
+    return RoundCompleted(
+        round=round_.number,
+        nodes=len(round_.participants),
+        world_size=round_.world_size,
+        participants=places,
+        master_addr=round_.master_addr,
+        master_port=round_.master_port,
+    )
+
+
+def written(event: events.Event) -> str:
+    """Return the fields of an event, as a store keeps them."""
+    return _encoder.encode(kept(event)).decode()
+
+
+def fields_in(data: str) -> Fields | None:
+    """Read the fields of an event; None if this is the sentence that was kept in their place."""
+    if not data.startswith("{"):
+        return None
+    try:
+        found = msgspec.json.decode(data, type=Fields)
+        return found if _fits(found) else None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def _fits(value: object) -> bool:
+    """Whether all whole numbers are such that one can calculate with them, and print them."""
+    if isinstance(value, dict):
+        return all(map(_fits, value.values()))
+    if isinstance(value, list):
+        return all(map(_fits, value))
+    return not isinstance(value, int) or abs(value) < 1 << 64
+
+
+def read(name: str, fields: Fields | None) -> Kept | None:
+    """Return an event of this name; None if it is of a version with other fields, or unknown."""
+    if fields is None or (kind := KINDS.get(name)) is None:
+        return None
+    try:
+        found: Kept = msgspec.convert(fields, kind)
+    except msgspec.ValidationError:
+        return None
+    return found

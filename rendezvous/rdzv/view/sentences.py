@@ -1,0 +1,178 @@
+"""Events as sentences: one for each, on one line.
+
+The reader puts the job's name before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rdzv.core import events
+from rdzv.core.model import Failure
+from rdzv.core.root_cause import describe_failure
+from rdzv.core.words import counted, duration
+from rdzv.view import history
+from rdzv.view.history import Fields, Kept, read
+
+
+def sentence(event: Kept) -> str:
+    """Say in one line what happened.
+
+    >>> sentence(events.NodeLost("n7", "lease ran out: nothing heard for 5.0 s"))
+    'n7 was lost: lease ran out: nothing heard for 5.0 s'
+    """
+    return one_line(_of_round(event) or _of_node(event))
+
+
+def sentence_of(name: str, fields: Fields) -> str:
+    """Say what happened, by the event's name and fields; of an unknown one, what they are.
+
+    >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3})
+    'NodeSang: node_id n1, verses 3'
+    """
+    if (event := read(name, fields)) is not None:
+        return sentence(event)
+    return one_line(f"{name}: " + ", ".join(f"{key} {value}" for key, value in fields.items()))
+
+
+def failure(event: history.WorkerFailed) -> str:
+    """Say which worker failed, and how."""
+    return one_line(
+        describe_failure(
+            Failure(
+                node_id=event.node_id,
+                address="",
+                local_rank=event.local_rank,
+                rank=event.rank,
+                pid=event.pid,
+                exit_code=event.exit_code,
+                signal=event.signal,
+                message=event.message,
+                traceback="",
+                at_ms=0,
+            )
+        )
+    )
+
+
+def _of_round(event: Kept) -> str:
+    """Say what happened to a run, its rounds or its workers; nothing of a node."""
+    match event:
+        case events.RunBegan():
+            return f"run {event.run_number} ({event.run}) began: {event.reason}"
+        case events.LastCallBegan():
+            nodes = counted(event.nodes, "node")
+            return f"last call: {nodes} at hand, more may come for {_seconds(event.for_ms)}"
+        case history.RoundCompleted():
+            return _round(event)
+        case history.RoundAdopted():
+            nodes = counted(event.nodes, "node")
+            return f"round {event.round} of {nodes} goes on: its nodes told of it"
+        case history.RoundEnded():
+            return f"round {event.round} ended ({event.cause}): {event.reason}"
+        case history.RoundSettled():
+            charge = f"{event.cause}: {event.reason}"
+            return f"round {event.round} is charged to {charge}{_budget(event)}"
+        case history.WorkerFailed():
+            return f"worker failed in round {event.round}: {failure(event)}"
+        case events.JobScaled():
+            return f"scaled to {event.min_nodes}:{event.max_nodes} nodes: {event.reason}"
+        case history.NodesPlaced():
+            return f"placed on {_listed(event.node_ids, event.nodes)}"
+        case history.NodesWithdrawn():
+            return f"withdrawn from {_listed(event.node_ids, event.nodes)}: {event.reason}"
+        case events.JobQueued():
+            return f"queued again: {event.reason}"
+        case events.StacksTaken():
+            return f"stacks of round {event.round}: {event.summary}"
+        case events.HangOver():
+            return f"nobody hangs any more in round {event.round}, which goes on"
+        case events.RankStraggles():
+            pace = f"{event.step_s:.3g} s a step, where the median is {event.median_s:.3g} s"
+            return f"RANK {event.rank} on {event.node_id} straggles: {pace}"
+        case events.RankCaughtUp():
+            return f"RANK {event.rank} on {event.node_id} straggles no more"
+        case history.RunEnded():
+            return f"run {event.run} {event.result}: {event.reason}"
+        case _:
+            return ""
+
+
+def _of_node(event: Kept) -> str:
+    match event:
+        case events.NodeJoined():
+            workers = counted(event.local_world_size, "worker")
+            return f"{event.node_id} joined from {event.address} with {workers}"
+        case events.NodeStopped():
+            return f"{event.node_id} stopped its workers of round {event.round}"
+        case events.NodeSucceeded():
+            return f"{event.node_id} succeeded in round {event.round}"
+        case events.NodeLeaving():
+            return f"{event.node_id} leaves: {event.reason}"
+        case events.NodeLeft():
+            return f"{event.node_id} left: {event.reason}"
+        case events.NodeWentAway():
+            return f"{event.node_id} is away, its place is kept for {_seconds(event.for_ms)}"
+        case events.NodeCameBack():
+            return f"{event.node_id} is back after {_seconds(event.after_ms)}"
+        case events.NodeLost():
+            unheard = "; its workers may still run until it is heard" if event.may_run else ""
+            return f"{event.node_id} was lost: {event.reason}{unheard}"
+        case events.NodeStuck():
+            return f"{event.node_id} is stuck in round {event.round}: {event.reason}"
+        case events.NodeAdopted():
+            return f"{event.node_id} has GROUP_RANK {event.group_rank} in round {event.round}"
+        case events.NodeDeclined():
+            return f"{event.node_id} can not run it: {event.reason}"
+        case events.NodeQuarantined():
+            return f"{event.node_id} is quarantined for {duration(event.for_ms)}: {event.reason}"
+        case events.NodeNotQuarantined():
+            return f"{event.node_id} was {event.fault}, and is not quarantined: {event.reason}"
+        case events.NodeDrained():
+            return f"{event.node_id} leaves within {duration(event.within_ms)}: {event.reason}"
+        case events.NodeUndrained():
+            return f"{event.node_id} may stay: its drain is lifted"
+        case events.WorkersHang():
+            return f"{event.node_id}: workers hang in round {event.round}: {event.reason}"
+        case _:
+            raise AssertionError(f"{type(event).__name__} has no sentence")
+
+
+def _budget(event: history.RoundSettled) -> str:
+    if event.max_restarts is None:
+        return ""
+    return f"; restarts spent: {event.restarts} of {event.max_restarts}"
+
+
+def _round(event: history.RoundCompleted) -> str:
+    places = " ".join(
+        f"{p.node_id}={_ranks(p.rank_first, p.local_world_size)}" for p in event.participants
+    )
+    more = event.nodes - len(event.participants)
+    others = f" and {counted(more, 'more node')}" if more else ""
+    return (
+        f"round {event.round} complete: {places}{others}, world_size {event.world_size}, "
+        f"MASTER {_host_port(event.master_addr, event.master_port)}"
+    )
+
+
+def _listed(names: Sequence[str], of: int) -> str:
+    more = f" and {of - len(names)} more" if of > len(names) else ""
+    return ", ".join(names) + more
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"{first}..{first + count - 1}" if count > 1 else str(first)
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _seconds(ms: int) -> str:
+    return f"{ms / 1000:.3g} s"
+
+
+def one_line(text: str) -> str:
+    """Keep what nodes say from forging lines of the log, or moving a terminal's cursor."""
+    return "".join(char if char.isprintable() else " " for char in text)
