@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drained node is placed on",
-        "Placer._unusable",
+        "Hosts._unusable",
         '            return what + (f" ({drain.reason})" if drain.reason else "")',
         '            return ""',
     ),
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lifted drain is not told to who was away",
-        "Placer.owed",
+        "Drains.owed",
         "        return UndrainNode() if lifted else None",
         "        return None",
         by="tests/unit/server/test_placer.py",
@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "of a drain and a wish the server takes the later deadline",
-        "Placer.drain",
+        "Drains.of",
         "        return min((one for one in both if one), key=",
         "        return max((one for one in both if one), key=",
         by=PLACER_TESTS,
@@ -157,16 +157,16 @@ MUTANTS = (
     ),
     Mutant(
         "a cordon lifts a drain",
-        "Placer.cordon",
+        "Cordons.cordon",
         "            if node_id in cordons and cordons[node_id].due_ms is not None:",
         "            if False:",
         by=PLACER_TESTS,
     ),
     Mutant(
         "a node is drained below what its jobs need",
-        "Placer.drain_node",
-        "            if keep_min and (short := self.short_without(node_id)):",
-        "            if (short := self.short_without(node_id)) and not short:",
+        "Drains.drain",
+        "            if short is not None and (why := short(node_id)):",
+        "            if short is not None and (why := short(node_id)) and not why:",
         by=PLACER_TESTS,
     ),
     Mutant(
@@ -179,14 +179,14 @@ MUTANTS = (
     # ---------------------------------------------------------- health
     Mutant(
         "an unhealthy node is given",
-        "Placer._unusable",
+        "Hosts._unusable",
         "if known is not None and known.failing else",
         "if False else",
         by=PLACER_TESTS,
     ),
     Mutant(
         "an unhealthy node is kept for jobs that wait",
-        "Placer.hosts",
+        "Hosts.all",
         "            unfit = node_id in quarantined or bool(known.failing)",
         "            unfit = node_id in quarantined",
         by=PLACER_TESTS,
@@ -1224,19 +1224,19 @@ MUTANTS = (
     Mutant(
         "nodes are given while a placement is in doubt",
         "Placer.place",
-        "while not self._stopping and await self._resolved() and (",
-        "while not self._stopping and (",
+        "while not self.stopped and await self._resolved() and (",
+        "while not self.stopped and (",
         by="tests/unit/server/test_placer.py",
     ),
     Mutant(
         "cordons are forgotten by the next server",
-        "Placer.start",
-        "        await self._document.load()\n        self._settled_at_ms",
-        "        self._settled_at_ms",
+        "Scheduling.start",
+        "        await self.cordons.load()\n",
+        "",
     ),
     Mutant(
         "quarantined nodes are given",
-        "Placer._unusable",
+        "Hosts._unusable",
         '            return f"quarantined ({held.reason})"',
         "            pass",
         by=QUARANTINE_TESTS,
@@ -1244,7 +1244,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is forgotten by the next server",
         "Driver.start",
-        "        await self.quarantine.load()\n",
+        "        await self.scheduling.quarantine.load()\n",
         "",
         by=QUARANTINE_TESTS,
     ),

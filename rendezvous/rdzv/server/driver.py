@@ -28,9 +28,9 @@ from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
 from rdzv.server.operations.job_views import JobViews
 from rdzv.server.operations.node_operations import NodeOperations
+from rdzv.server.operations.node_views import NodeViews
 from rdzv.server.operations.worker_views import WorkerViews
-from rdzv.server.scheduling.placer import Placer
-from rdzv.server.scheduling.quarantined_nodes import Quarantine
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security.tokens import Tokens
 from rdzv.server.sessions.connections import Connections
 from rdzv.server.sessions.leases import Leases
@@ -99,23 +99,14 @@ class Driver:
             self.jobs, clock, tasks, limits.tokens, self.streams.close_opened_with, auth=config.auth
         )
         self.diagnosis = Diagnosis(self.jobs, clock, tasks, config, self.streams.send, self._note)
-        self.quarantine = Quarantine(
-            self.jobs,
-            clock,
-            config.quarantine,
-            lambda: self.placer.daemons,
-            on_change=self._quarantine_changed,
-        )
-        self.placer = Placer(
+        self.scheduling = Scheduling(
             self.jobs,
             clock,
             tasks,
-            lambda: self.leases.records,
-            self.quarantine,
-            self.streams.send,
-            quiet_ms=timings.place_quiet_ms,
-            retry_ms=retry_ms,
-            settle_ms=config.tuning.takeover_grace_ms,
+            config,
+            records=lambda: self.leases.records,
+            send=self.streams.send,
+            on_quarantine=self.watchers.nodes_changed,
         )
         self.scrape_targets = ScrapeTargets(limits.nodes)
         self._make_entrances()
@@ -131,7 +122,7 @@ class Driver:
             streams=self.streams,
             leases=self.leases,
             presence=self.presence,
-            placer=self.placer,
+            scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             targets=self.scrape_targets,
             watchers=self.watchers,
@@ -150,8 +141,7 @@ class Driver:
             leases=self.leases,
             presence=self.presence,
             commands=self.commands,
-            placer=self.placer,
-            quarantine=self.quarantine,
+            scheduling=self.scheduling,
         )
         self.reports = Reports(
             self.jobs,
@@ -159,14 +149,14 @@ class Driver:
             streams=self.streams,
             presence=self.presence,
             commands=self.commands,
-            placer=self.placer,
+            scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             watchers=self.watchers,
         )
         self.views = JobViews(
             self.jobs,
             clock,
-            placer=self.placer,
+            scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             watchers=self.watchers,
             most_watchers=limits.watchers,
@@ -174,15 +164,17 @@ class Driver:
         self.operations = JobOperations(
             self.jobs,
             views=self.views,
-            placer=self.placer,
+            placer=self.scheduling.placer,
             stack_archive=self.diagnosis.stack_archive,
             watchers=self.watchers,
         )
         self.workers = WorkerViews(
             self.jobs, views=self.views, diagnosis=self.diagnosis, watchers=self.watchers
         )
+        self.node_views = NodeViews(self.jobs, clock, lambda: self.leases.records, self.scheduling)
         self.nodes = NodeOperations(
-            placer=self.placer,
+            views=self.node_views,
+            scheduling=self.scheduling,
             streams=self.streams,
             presence=self.presence,
             watchers=self.watchers,
@@ -224,10 +216,10 @@ class Driver:
 
         """
         self.leases.start(await self.jobs.take_over())
-        await self.quarantine.load()
+        await self.scheduling.quarantine.load()
         await self.tokens.start(self._config.init_admin_token)
         await self.jobs.load_all()
-        await self.placer.start()
+        await self.scheduling.start()
         self.jobs.start_pruning()
         self.loop_watch.start()
 
@@ -237,8 +229,7 @@ class Driver:
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
         self.loop_watch.stop()
-        self.placer.stop()
-        self.quarantine.stop()
+        self.scheduling.stop()
         self.leases.stop()
         self.watchers.stop()
         self.jobs.stop_timers()
@@ -265,7 +256,7 @@ class Driver:
     async def _judge(
         self, before: State, step: Transition
     ) -> tuple[Command | None, tuple[Record, ...]]:
-        return await self.quarantine.judge(before, step)
+        return await self.scheduling.quarantine.judge(before, step)
 
     def _on_node_event(self, event: NodesEvent) -> None:
         self.connections.note_event(event)
@@ -276,7 +267,7 @@ class Driver:
         """Tell everyone concerned of a step that is stored. Waits for nothing."""
         self.presence.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
-            self.placer.wake()
+            self.scheduling.placer.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)
@@ -288,10 +279,6 @@ class Driver:
         """Tell log, history and watchers of events that no step has led to."""
         self.jobs.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
-
-    def _quarantine_changed(self) -> None:
-        self.watchers.nodes_changed()
-        self.placer.wake()
 
     def _show_store(self, rdzv_id: str | None) -> None:
         """Wake watchers, for a job waits for the store; None: all jobs do, or none any longer."""
@@ -334,7 +321,7 @@ class Driver:
                 (now_ms - record.heard_ms for record in records if record.stream is not None),
                 default=0,
             ),
-            room=self.placer.room,
+            room=self.node_views.room,
         )
 
     def agents(self) -> Mapping[str, str]:

@@ -1287,7 +1287,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
 ) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.placer.note_holdings("n1", (Holding("job-7", "run-1", 0),))
+        s.driver.scheduling.note_holdings("n1", (Holding("job-7", "run-1", 0),))
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
@@ -1345,12 +1345,12 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
         former = await s.connect("n1")
         present = s.attach("n1", incarnation=former.incarnation)
         assert former.number != present.number
-        placer, hangs = s.driver.placer, s.driver.diagnosis.hangs
+        scheduling, hangs = s.driver.scheduling, s.driver.diagnosis.hangs
         noted: list[str] = []
         relays = (
-            (placer, "note_health"),
-            (placer, "note_draining"),
-            (placer, "note_holdings"),
+            (scheduling, "note_health"),
+            (scheduling, "note_draining"),
+            (scheduling, "note_holdings"),
             (hangs, "note"),
             (s.driver.diagnosis.logs, "take"),
             (s.driver.diagnosis.stacks, "take_in"),

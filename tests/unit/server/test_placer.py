@@ -46,7 +46,7 @@ def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: obje
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
     """Nodes that take submitted jobs; what they were told so far is read."""
-    s.driver.placer._settled_at_ms = 0
+    s.driver.scheduling.placer.settled_at_ms = 0
     streams = [await s.connect(name, resources=HAS, **more) for name in names]
     await s.clock.advance(QUIET_MS)
     for stream in streams:
@@ -129,7 +129,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
         assert await s.driver.views.list() == ()
         # Of a server that has just started the right one may be on its way.
-        s.driver.placer._settled_at_ms = s.clock.now_ms() + 1
+        s.driver.scheduling.placer.settled_at_ms = s.clock.now_ms() + 1
         await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
 
 
@@ -303,10 +303,10 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
             "ended it would still lack 1 node"
         )
     async with server(store, clock) as s:
-        assert [(n.node_id, n.state) for n in s.driver.nodes.summaries()] == [("n1", "gone")]
+        assert [(n.node_id, n.state) for n in s.driver.node_views.summaries()] == [("n1", "gone")]
         # It need not be there to be cordoned, and uncordoned.
         assert not (await s.driver.nodes.uncordon("n1")).cordoned
-        assert s.driver.nodes.summaries() == []
+        assert s.driver.node_views.summaries() == []
     await store.swap_document("cordons", b'{"n1":{"reason":"fan","at_ms":5}}', 2)
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
@@ -327,7 +327,7 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
         await daemons(s, "n1")
         with pytest.raises(RendezvousConnectionError, match="the disk is full"):
             await s.driver.nodes.cordon("n1", "fan")
-        assert not s.driver.nodes.summaries()[0].cordoned
+        assert not s.driver.node_views.summaries()[0].cordoned
 
 
 async def test_cordons_that_can_not_be_read_are_left_alone() -> None:
@@ -382,7 +382,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         await s.driver.commands.hear(n2, "job-7", again)
         line = next(told for told in read(n3) if isinstance(told, Line))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
-        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
         texts = [event_in(row).text for row in await s.driver.views.history("job-7", 99)]
         assert "n1 leaves within 1 min 0 s: drained by ada: new kernel" in texts
 
@@ -441,7 +441,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], Placed)
         assert "n1 is about to leave (preempted), leaves in 30 s" in await reason(s, "job-7")
-        shown = s.driver.nodes.summaries(["n1"])[0]
+        shown = s.driver.node_views.summaries(["n1"])[0]
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
             "draining",
             False,
@@ -450,7 +450,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         # Another start of its agent does not wish it any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
-        assert s.driver.nodes.summaries(["n1"])[0].drain == ""
+        assert s.driver.node_views.summaries(["n1"])[0].drain == ""
 
 
 async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
@@ -459,7 +459,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
             s.driver.reports.note_draining(node, Draining(left_ms, "preempted", 0, own=True))
             await s.driver.nodes.drain(node.node_id, 60_000, "fan")
-        shown = s.driver.nodes.summaries(["n1", "n2"])
+        shown = s.driver.node_views.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
             ("preempted", 30_000),
             ("fan", 60_000),
@@ -488,7 +488,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
             match=(r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it$"),
         ):
             await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
-        assert s.driver.nodes.summaries(["n1"])[0].drain == ""
+        assert s.driver.node_views.summaries(["n1"])[0].drain == ""
         await s.driver.nodes.undrain("n3")
         read(n3)
         # n3 would be placed for it.
@@ -537,7 +537,7 @@ async def test_what_was_stored_after_all_is_told() -> None:
         with pytest.raises(RendezvousConnectionError, match="no answer"):
             await s.driver.nodes.drain("n1", 1_000, "fan")
         assert [type(told) for told in drains(n1)] == [DrainNode]
-        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
 
 
 async def test_while_the_store_is_away_nothing_is_placed() -> None:
@@ -556,11 +556,11 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
     store = FlakyStore()
     async with server(store) as s:
         (n1,) = await daemons(s, "n1")
-        s.driver.placer._stopping = True
+        s.driver.scheduling.placer.stopped = True
         await s.driver.jobs.submit("job-7", submission(nodes=(1, 1)))
-        s.driver.placer._stopping = False
+        s.driver.scheduling.placer.stopped = False
         store.next_write = "lost after"
-        await s.driver.placer.place()
+        await s.driver.scheduling.placer.place()
         store.away, store.next_write = None, ""
         urgent = submission("sub-2", (1, 1), priority=1)
         shown = await s.driver.operations.submit_job("job-8", urgent)
@@ -588,7 +588,7 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
         read(n1)
-        s.driver.placer._stopping = True
+        s.driver.scheduling.placer.stopped = True
         for left_round in (None, 0):
             leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", left_round)
             await s.driver.commands.hear(n1, "job-7", leave)
@@ -682,7 +682,7 @@ async def test_nodes_are_shown_with_their_jobs() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
         await s.driver.reports.note_holdings(n3, (Holding("old", "r", 1),))
-        shown = {n.node_id: n for n in s.driver.nodes.summaries()}
+        shown = {n.node_id: n for n in s.driver.node_views.summaries()}
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n1"].jobs] == [("job-7", 1, "waiting")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n2"].jobs] == [("job-7", 1, "placed")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n3"].jobs] == [("old", 1, "holding")]
@@ -708,7 +708,9 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
             "other jobs had ended it would still lack 1 node"
         )
         await s.clock.advance(500)
-        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
+        shown = {
+            n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.node_views.summaries()
+        }
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": ("", 0)}
         s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
@@ -722,7 +724,7 @@ async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() 
         assert "n1: unhealthy: disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
         await daemons(s, "n1", failing=FULL)
-        (shown,) = s.driver.nodes.summaries()
+        (shown,) = s.driver.node_views.summaries()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
         await s.clock.advance(QUIET_MS)

@@ -103,11 +103,11 @@ async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: 
 
 
 async def shown(s: Server, node_id: str) -> NodeSummary:
-    return next(node for node in s.driver.nodes.summaries() if node.node_id == node_id)
+    return next(node for node in s.driver.node_views.summaries() if node.node_id == node_id)
 
 
 async def quarantined(s: Server) -> list[str]:
-    return [node.node_id for node in s.driver.nodes.summaries() if node.quarantine]
+    return [node.node_id for node in s.driver.node_views.summaries() if node.quarantine]
 
 
 async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
@@ -239,7 +239,7 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
     """Two jobs share two nodes. One has n2 quarantined; the other lets go of it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
         roomy = replace_capacity(2)
-        s.driver.placer._settled_at_ms = 0
+        s.driver.scheduling.placer.settled_at_ms = 0
         n1, n2, n3 = [await s.connect(name, resources=roomy) for name in ("n1", "n2", "n3")]
         await s.clock.advance(QUIET_MS)
         await training(s, (n1, n2, n3))

@@ -72,7 +72,7 @@ class Shown(Answers):
 
     def summaries(self) -> list[NodeSummary]:
         """Show every node, in the server's own words."""
-        return list(self.replica.driver.nodes.summaries())
+        return list(self.replica.driver.node_views.summaries())
 
     @staticmethod
     def node_of(summary: NodeSummary) -> answers.Node:

@@ -14,7 +14,7 @@ from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import RankProgress
-from rdzv.server.scheduling.placer import Placer
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 
@@ -27,14 +27,14 @@ class JobViews:
         jobs: Jobs,
         clock: Clock,
         *,
-        placer: Placer,
+        scheduling: Scheduling,
         diagnosis: Diagnosis,
         watchers: Watchers,
         most_watchers: int,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
-        self._placer = placer
+        self._scheduling = scheduling
         self._diagnosis = diagnosis
         self._watchers = watchers
         self._most_watchers = most_watchers
@@ -61,8 +61,9 @@ class JobViews:
 
     def of(self, state: State) -> JobView:
         """Show the job that is in this state."""
-        placer, rdzv_id = self._placer, state.membership.rdzv_id
-        shown = view(state, self._clock.now_ms(), placer.wait(rdzv_id), placer.drains())
+        rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
+        wait, drains = scheduling.placer.wait(rdzv_id), scheduling.drains.all()
+        shown = view(state, self._clock.now_ms(), wait, drains)
         # What is shown is what is stored: that more has happened has to be said first.
         if state.membership.ended is None or self._jobs.store_state.waiting(rdzv_id):
             trouble = self._jobs.store_state.trouble_of(rdzv_id)

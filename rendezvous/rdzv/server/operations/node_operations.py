@@ -1,60 +1,77 @@
-"""Nodes as operators see them, and changes that operators ask for: cordon, drain, and back."""
+"""Changes to nodes that operators ask for: cordon, drain, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import LookAgain, NodeSummary
-from rdzv.server.scheduling.placer import Placer
+from rdzv.server.operations.node_views import NodeViews
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Streams
 
 
 class NodeOperations:
-    """Shows and changes the nodes of one server."""
+    """Changes the nodes of one server. Each call returns the node as it then is.
+
+    Raises:
+        UnknownNodeError: no such node is known.
+        RendezvousError: it was not stored; to be repeated.
+
+    """
 
     def __init__(
-        self, *, placer: Placer, streams: Streams, presence: Presence, watchers: Watchers
+        self,
+        *,
+        views: NodeViews,
+        scheduling: Scheduling,
+        streams: Streams,
+        presence: Presence,
+        watchers: Watchers,
     ) -> None:
-        self._placer = placer
+        self._views = views
+        self._scheduling = scheduling
         self._streams = streams
         self._presence = presence
         self._watchers = watchers
 
-    def summaries(self, node_ids: Collection[str] = ()) -> Sequence[NodeSummary]:
-        """Show every node that is connected, away, cordoned or quarantined; of these, if any."""
-        return self._placer.summaries(node_ids)
-
     async def cordon(self, node_id: str, reason: str) -> NodeSummary:
-        """Place nothing more on a node, and show it as it then is; see `Placer.cordon`."""
-        await self._placer.cordon(node_id, reason)
+        """Place nothing more on a node."""
+        await self._scheduling.cordons.cordon(node_id, reason)
         self._watchers.nodes_changed()
-        return self._placer.summary(node_id)
+        return self._views.summary(node_id)
 
     async def uncordon(self, node_id: str) -> NodeSummary:
-        """Let a node be placed on again, and show it as it then is; see `Placer.uncordon`.
+        """Let a node be placed on again: its cordon, drain and quarantine are lifted.
 
         One that is connected runs its checks anew.
         """
-        await self._placer.uncordon(node_id)
+        if not await self._scheduling.quarantine.lift(node_id):
+            self._scheduling.cordons.check_known(node_id)
+        await self._scheduling.drains.lift(node_id)
         self._streams.send(node_id, LookAgain())
         self._watchers.nodes_changed()
-        return self._placer.summary(node_id)
+        return self._views.summary(node_id)
 
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
     ) -> NodeSummary:
-        """Empty a node, and show it as it then is; see `Placer.drain_node`."""
-        await self._placer.drain_node(node_id, deadline_ms, reason, keep_min=keep_min)
+        """Have a node leave all its jobs by the deadline, and place nothing more on it.
+
+        Raises:
+            TooFewNodesError: with `keep_min`, a job of it would be left with too few nodes.
+
+        """
+        short = self._scheduling.placer.short_without if keep_min else None
+        await self._scheduling.drains.drain(node_id, deadline_ms, reason, short)
         self._show_drain(node_id)
-        return self._placer.summary(node_id)
+        return self._views.summary(node_id)
 
     async def undrain(self, node_id: str) -> NodeSummary:
-        """Lift a drain, and show the node as it then is; see `Placer.undrain`."""
-        await self._placer.undrain(node_id)
+        """Lift a drain, and a cordon, of a node."""
+        self._scheduling.cordons.check_known(node_id)
+        await self._scheduling.drains.lift(node_id)
         self._show_drain(node_id)
-        return self._placer.summary(node_id)
+        return self._views.summary(node_id)
 
     def _show_drain(self, node_id: str) -> None:
         for rdzv_id in self._presence.jobs_of(node_id):

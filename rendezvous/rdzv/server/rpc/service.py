@@ -442,7 +442,9 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
             driver = self._replica.driver
-            nodes = [outbound.node_summary(summary) for summary in driver.nodes.summaries(named)]
+            nodes = [
+                outbound.node_summary(summary) for summary in driver.node_views.summaries(named)
+            ]
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
@@ -644,7 +646,7 @@ class ControlService(pb_grpc.ControlServicer):
 
     def _use(self, node_id: str) -> str:
         """Say whether jobs are placed on a node, before a call changes it."""
-        return next(map(_use_of, self._replica.driver.nodes.summaries([node_id])), "unknown")
+        return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
         progress = self._replica.driver.views.progress(view.rdzv_id)

@@ -11,7 +11,7 @@ from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import Hello, Lease, Welcome
-from rdzv.server.scheduling.placer import Placer
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions.leases import Leases
@@ -35,7 +35,7 @@ class Connections:
         streams: Streams,
         leases: Leases,
         presence: Presence,
-        placer: Placer,
+        scheduling: Scheduling,
         diagnosis: Diagnosis,
         targets: ScrapeTargets,
         watchers: Watchers,
@@ -47,7 +47,7 @@ class Connections:
         self._streams = streams
         self._leases = leases
         self._presence = presence
-        self._placer = placer
+        self._scheduling = scheduling
         self._diagnosis = diagnosis
         self._targets = targets
         self._watchers = watchers
@@ -100,10 +100,10 @@ class Connections:
         self._targets.note(hello.node_id, hello.metrics)
         self._diagnosis.note_gone(hello.node_id)
         self._streams.add(stream)
-        self._placer.note_hello(hello)
+        self._scheduling.note_hello(hello)
         interval_ms = self._leases.heartbeat_interval_ms(record.lease_ms)
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
-        if (owed := self._placer.owed(hello)) is not None:
+        if (owed := self._scheduling.drains.owed(hello)) is not None:
             stream.send(owed)
         self._diagnosis.logs.note_connected(hello.node_id)
         return stream
@@ -150,18 +150,18 @@ class Connections:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")
                 self._presence.mark_soon(event.node_id)
-                self._placer.wake()
+                self._scheduling.placer.wake()
             case nodes.LeaseGrown():
                 interval_ms = self._leases.heartbeat_interval_ms(event.lease_ms)
                 self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
             case nodes.NodeAway():
                 self._presence.mark_soon(event.node_id)
-                self._placer.wake()
+                self._scheduling.placer.wake()
             case nodes.NodeLost():
                 self._meter.node_lost()
                 self._callers.pop(event.node_id, None)
                 self._targets.lose(event.node_id, self._clock.now_ms())
-                self._placer.note_lost(event.node_id)
+                self._scheduling.note_lost(event.node_id)
                 why = f"given up: {event.reason}"
                 self._streams.close(event.node_id, event.stream, why)
                 self._presence.mark_soon(event.node_id, reason=event.reason)

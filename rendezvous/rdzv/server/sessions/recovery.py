@@ -19,8 +19,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements
 from rdzv.server.engine.jobs import Job, Jobs
 from rdzv.server.messages import Belief, Refused
-from rdzv.server.scheduling.placer import Placer
-from rdzv.server.scheduling.quarantined_nodes import Quarantine
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.node_commands import NodeCommands, log_unknown
 from rdzv.server.sessions.presence import Presence
@@ -42,8 +41,7 @@ class Recovery:
         leases: Leases,
         presence: Presence,
         commands: NodeCommands,
-        placer: Placer,
-        quarantine: Quarantine,
+        scheduling: Scheduling,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
@@ -51,8 +49,7 @@ class Recovery:
         self._leases = leases
         self._presence = presence
         self._commands = commands
-        self._placer = placer
-        self._quarantine = quarantine
+        self._scheduling = scheduling
 
     # ---------------------------------------------------------------- a job that was loaded
 
@@ -72,7 +69,7 @@ class Recovery:
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._presence.add(job, node_id)
         # Which nodes it may not keep is not stored with it, and holds from its first step on.
-        job.loaded = replace(job.state, barred=dict(self._quarantine.bar.barred))
+        job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.of(node_id):
                 self._tell_anew(job.state, stream, now_ms)
@@ -168,7 +165,7 @@ class Recovery:
 
     async def _tell_placements(self, stream: Stream) -> None:
         """Tell a node that comes back which submitted jobs it is to take up, or to let go of."""
-        node_id, held = stream.node_id, self._placer.held(stream.node_id)
+        node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
         # Not all its jobs, each of which its belief has stepped: nodes come back by thousands.
         placed = [
             rdzv_id

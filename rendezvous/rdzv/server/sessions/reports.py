@@ -16,7 +16,7 @@ from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import Draining, Holding, Hung, LogPiece, Progress, Stacks
-from rdzv.server.scheduling.placer import Placer
+from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.node_commands import NodeCommands
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Stream, Streams
@@ -33,7 +33,7 @@ class Reports:
         streams: Streams,
         presence: Presence,
         commands: NodeCommands,
-        placer: Placer,
+        scheduling: Scheduling,
         diagnosis: Diagnosis,
         watchers: Watchers,
     ) -> None:
@@ -42,7 +42,7 @@ class Reports:
         self._streams = streams
         self._presence = presence
         self._commands = commands
-        self._placer = placer
+        self._scheduling = scheduling
         self._diagnosis = diagnosis
         self._watchers = watchers
 
@@ -73,12 +73,12 @@ class Reports:
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
         """Note what is wrong with a node by its own checks."""
         if self._streams.is_current(stream):
-            self._placer.note_health(stream.node_id, failing)
+            self._scheduling.note_health(stream.node_id, failing)
 
     def note_draining(self, stream: Stream, draining: Draining) -> None:
         """Note that a node is about to leave all its jobs."""
         if self._streams.is_current(stream):
-            self._placer.note_draining(stream.node_id, draining)
+            self._scheduling.note_draining(stream.node_id, draining)
             for rdzv_id in self._presence.jobs_of(stream.node_id):
                 self._watchers.job_changed(rdzv_id)
 
@@ -90,11 +90,11 @@ class Reports:
         if not self._streams.is_current(stream):
             return
         held = {(holding.rdzv_id, holding.run) for holding in holdings}
-        for rdzv_id, runs in self._placer.held(stream.node_id).items():
+        for rdzv_id, runs in self._scheduling.known_nodes.held(stream.node_id).items():
             for run in sorted(run for run in runs if (rdzv_id, run) not in held):
                 await self._note_let_go(stream, rdzv_id, run)
         if self._streams.is_current(stream):
-            self._placer.note_holdings(stream.node_id, holdings)
+            self._scheduling.note_holdings(stream.node_id, holdings)
             self._watchers.nodes_changed()
 
     async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:

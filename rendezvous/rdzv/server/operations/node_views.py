@@ -1,0 +1,152 @@
+"""Nodes as operators see them: one line each, and the room that they have together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from rdzv.core import nodes
+from rdzv.core.model import State
+from rdzv.core.placement import Host
+from rdzv.core.submissions import awaited
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.messages import NodeJob, NodeSummary
+from rdzv.server.scheduling.scheduling import Scheduling
+from rdzv.server.telemetry.metrics_hooks import Room
+from rdzv.structs import replace
+
+
+class NodeViews:
+    """The nodes of one server, as operators see them."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        records: Callable[[], Mapping[str, nodes.NodeRecord]],
+        scheduling: Scheduling,
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._records = records
+        self._known = scheduling.known_nodes
+        self._cordons = scheduling.cordons
+        self._drains = scheduling.drains
+        self._hosts = scheduling.hosts
+        self._quarantine = scheduling.quarantine
+
+    def room(self) -> Room:
+        """Count what the nodes have for submitted jobs, and what is left of it."""
+        gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
+        hosts = self._hosts.all(self._jobs.states)
+        for host in hosts:
+            left = "unusable" if host.unusable else "free"
+            has, takes = len(host.resources.gpus), host.resources.capacity
+            gpus[left] += host.gpus_free
+            gpus["taken"] += has - host.gpus_free
+            places[left] += host.places_free
+            places["taken"] += takes - host.places_free
+        barred = {
+            "cordoned": len(self._cordons.by_node),
+            "quarantined": len(self._quarantine.nodes),
+        }
+        return Room(gpus, places, barred, self._count_drains(hosts))
+
+    def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
+        """Count the nodes that leave all their jobs, by whether something is left on them."""
+        found = {"draining": 0, "drained": 0}
+        if drains := self._drains.all():
+            busy = {host.node_id for host in hosts if host.taken}
+            busy |= {n for state in self._jobs.states for n, _ in _memberships(state)}
+            found["draining"] = len(drains.keys() & busy)
+            found["drained"] = len(drains) - found["draining"]
+        return found
+
+    def summaries(self, node_ids: Collection[str] = ()) -> list[NodeSummary]:
+        """Show every node that is connected, away, cordoned or quarantined; of these, if any."""
+        known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
+        return self._show(sorted(known.intersection(node_ids) if node_ids else known))
+
+    def summary(self, node_id: str) -> NodeSummary:
+        """Show one node, also one that is not known any more."""
+        (summary,) = self._show([node_id])
+        return summary
+
+    def _show(self, node_ids: Iterable[str]) -> list[NodeSummary]:
+        states, now_ms = self._jobs.states, self._clock.now_ms()
+        hosts = {host.node_id: host for host in self._hosts.all(states)}
+        records = self._records()
+        jobs_of: dict[str, list[NodeJob]] = {}
+        for state in states:
+            for node_id, job in _memberships(state):
+                jobs_of.setdefault(node_id, []).append(job)
+        for node_id, host in hosts.items():
+            jobs_of[node_id] = _with_gpus(jobs_of.get(node_id, []), host)
+        return [
+            self._summary(node_id, records.get(node_id), hosts.get(node_id), jobs_of, now_ms)
+            for node_id in node_ids
+        ]
+
+    def _summary(
+        self,
+        node_id: str,
+        record: nodes.NodeRecord | None,
+        host: Host | None,
+        jobs_of: Mapping[str, list[NodeJob]],
+        now_ms: int,
+    ) -> NodeSummary:
+        cordon, known = self._cordons.of(node_id), self._known.of(node_id)
+        quarantined = self._quarantine.nodes.get(node_id)
+        since_ms = record.since_ms if record is not None else now_ms
+        state = "gone" if record is None else "away" if record.stream is None else "connected"
+        drain = self._drains.of(node_id)
+        return NodeSummary(
+            node_id=node_id,
+            state=state,
+            state_age_ms=max(now_ms - since_ms, 0),
+            program="rdzv-agent" if host is not None else "rdzvrun" if record is not None else "",
+            address=record.address if record is not None else "",
+            version=known.version if known is not None else "",
+            resources=host.resources if host is not None else None,
+            gpus_free=host.gpus_free if host is not None else 0,
+            jobs=tuple(jobs_of.get(node_id, ())),
+            drain="" if drain is None else "draining" if jobs_of.get(node_id) else "drained",
+            drain_reason=drain.reason if drain is not None else "",
+            drain_left_ms=drain.left_ms(now_ms) if drain is not None else 0,
+            drained_by_operator=drain is not None and drain.by_operator,
+            cordoned=cordon is not None,
+            cordon_reason=cordon.reason if cordon is not None else "",
+            cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else 0,
+            quarantine=quarantined.reason if quarantined is not None else "",
+            quarantine_age_ms=max(now_ms - quarantined.at_ms, 0) if quarantined else 0,
+            quarantine_left_ms=max(quarantined.until_ms - now_ms, 0) if quarantined else 0,
+            unhealthy=known.unhealthy if known is not None else "",
+            unhealthy_age_ms=max(now_ms - known.failing_since_ms, 0)
+            if known is not None and known.failing
+            else 0,
+            metrics=known.metrics if known is not None else "",
+        )
+
+
+def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
+    """Name the nodes that are in a job, or were chosen for it."""
+    rdzv_id = state.membership.rdzv_id
+    ended = state.membership.round is not None and not state.membership.round.live
+    for node_id in state.seats:
+        yield node_id, NodeJob(rdzv_id, 0, "stopping" if ended else "seated")
+    for node_id in state.waiting:
+        yield node_id, NodeJob(rdzv_id, 0, "waiting")
+    for node_id in state.stuck:
+        yield node_id, NodeJob(rdzv_id, 0, "stopping")
+    if state.membership.ended is None:
+        for node_id in awaited(state):
+            yield node_id, NodeJob(rdzv_id, 0, "placed")
+
+
+def _with_gpus(jobs: Iterable[NodeJob], host: Host) -> list[NodeJob]:
+    """Add how many GPUs each job has, and the jobs of which only something is left."""
+    gpus = {rdzv_id: number for (rdzv_id, _), number in host.taken.items()}
+    shown = [replace(job, gpus=gpus.get(job.rdzv_id, 0)) for job in jobs]
+    names = {job.rdzv_id for job in shown}
+    left = [NodeJob(name, number, "holding") for name, number in gpus.items() if name not in names]
+    return [*shown, *left]

@@ -1,0 +1,141 @@
+"""Cordons, as they are stored: the nodes that nothing is placed on, and those that are drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from rdzv.core import nodes
+from rdzv.core.drains import Drain
+from rdzv.errors import UnknownNodeError
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import Document
+
+log = logging.getLogger("rdzv.placer")
+
+CORDONS = "cordons"
+"""The document that remembers which nodes nothing is placed on, and which are to be empty."""
+
+
+class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
+    """That nothing more is placed on a node, and why; with a deadline, that it is drained."""
+
+    reason: str
+    at_ms: int
+    due_ms: int | None = None
+    """When the workers are ended that are still there; None: they may run on."""
+
+    @property
+    def drain(self) -> Drain | None:
+        """The drain that the node is told of; None: it is only cordoned."""
+        if self.due_ms is None:
+            return None
+        return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
+
+
+def _read_cordons(data: bytes) -> dict[str, Cordon]:
+    return msgspec.json.decode(data, type=dict[str, Cordon])
+
+
+class Cordons:
+    """The cordons and drains of one server's nodes: operators make them, the store keeps them."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        clock: Clock,
+        lock: asyncio.Lock,
+        records: Callable[[], Mapping[str, nodes.NodeRecord]],
+        on_change: Callable[[Mapping[str, Cordon]], None],
+    ) -> None:
+        """`lock` is held while cordons change, so that nothing is placed meanwhile.
+
+        `on_change` hears the former cordons after every attempt to store others.
+        """
+        self._clock = clock
+        self._lock = lock
+        self._records = records
+        self._on_change = on_change
+        self._document = Document(jobs, CORDONS, _read_cordons)
+
+    async def load(self) -> None:
+        """Learn what is stored.
+
+        Raises:
+            RendezvousConnectionError: the store is away.
+            RendezvousStateError: what is stored can not be read.
+
+        """
+        await self._document.load()
+
+    @property
+    def by_node(self) -> Mapping[str, Cordon]:
+        """All cordons, by node_id."""
+        return self._document.value
+
+    def of(self, node_id: str) -> Cordon | None:
+        """Return a node's cordon; None if it has none."""
+        return self._document.value.get(node_id)
+
+    def check_known(self, node_id: str) -> None:
+        """Refuse a node that is neither known nor cordoned.
+
+        Raises:
+            UnknownNodeError: it is not.
+
+        """
+        if node_id not in self._records() and node_id not in self.by_node:
+            raise UnknownNodeError(
+                f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
+            )
+
+    async def cordon(self, node_id: str, reason: str) -> None:
+        """Place nothing more on a node.
+
+        Raises:
+            UnknownNodeError: no such node is known.
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        self.check_known(node_id)
+        now_ms = self._clock.now_ms()
+
+        def cordoned(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
+            if node_id in cordons and cordons[node_id].due_ms is not None:
+                # It is drained, which is more.
+                return cordons
+            return {**cordons, node_id: Cordon(reason, now_ms)}
+
+        await self.store(cordoned)
+        log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
+
+    async def lift(self, node_id: str) -> Cordon | None:
+        """Let a node be placed on again; return the cordon that was lifted, if there was one.
+
+        Raises:
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        if (known := self.of(node_id)) is not None:
+            await self.store(lambda cordons: {n: c for n, c in cordons.items() if n != node_id})
+        return known
+
+    async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
+        """Store what is changed, before anything follows from it.
+
+        Raises:
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        async with self._lock:
+            before = self._document.value
+            changed = change(before)
+            try:
+                await self._document.swap(changed, msgspec.json.encode(changed))
+            finally:
+                # If that has failed, of what was read anew.
+                self._on_change(before)

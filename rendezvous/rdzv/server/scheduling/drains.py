@@ -1,0 +1,151 @@
+"""Drains: nodes that leave all their jobs by a deadline, by an operator's order or their own wish.
+
+A drain that an operator asks for is stored with the cordons, and told to its node
+(`Drains.tell_changes`), which does the rest. A node's own wish (it is preempted, or its agent ends)
+is in memory alone: the node says it again in every hello.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from rdzv.core.drains import Drain
+from rdzv.core.drains import told as drain_words
+from rdzv.core.events import NodeDrained, NodeUndrained
+from rdzv.core.model import State
+from rdzv.core.words import duration
+from rdzv.errors import TooFewNodesError
+from rdzv.runtime.clock import Clock
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.messages import Draining, DrainNode, Hello, Told, UndrainNode
+from rdzv.server.scheduling.cordons import Cordon, Cordons
+
+log = logging.getLogger("rdzv.placer")
+
+
+class Drains:
+    """The drains of one server's nodes."""
+
+    def __init__(
+        self, jobs: Jobs, clock: Clock, cordons: Cordons, send: Callable[[str, Told], object]
+    ) -> None:
+        """`send` tells a node that it is drained, or no longer."""
+        self._jobs = jobs
+        self._clock = clock
+        self._cordons = cordons
+        self._send = send
+        self._wishes: dict[str, Drain] = {}
+        """By node_id: the drain of a node that is about to leave, as it has said itself."""
+
+    def of(self, node_id: str) -> Drain | None:
+        """Return why a node leaves all its jobs, by the earlier deadline; None: it stays."""
+        cordon = self._cordons.of(node_id)
+        both = [cordon and cordon.drain, self._wishes.get(node_id)]
+        return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
+
+    def wishes(self, node_id: str) -> bool:
+        """Whether a node has said itself that it is about to leave."""
+        return node_id in self._wishes
+
+    def all(self) -> dict[str, Drain]:
+        """Return the nodes that leave all their jobs, or have left them for that."""
+        found = {node_id: self.of(node_id) for node_id in (*self._cordons.by_node, *self._wishes)}
+        return {node_id: drain for node_id, drain in found.items() if drain is not None}
+
+    # ---------------------------------------------------------------- by an operator
+
+    async def drain(
+        self, node_id: str, deadline_ms: int, reason: str, short: Callable[[str], str] | None = None
+    ) -> None:
+        """Have a node leave all its jobs by the deadline, and place nothing more on it.
+
+        `short` says which jobs would be left with too few nodes, if that is to be refused.
+
+        Raises:
+            UnknownNodeError: no such node is known.
+            TooFewNodesError: a job of it would be left with too few nodes.
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        self._cordons.check_known(node_id)
+        now_ms = self._clock.now_ms()
+        cordon = Cordon(reason, now_ms, now_ms + deadline_ms)
+
+        def drained(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
+            # Under the lock, so that nothing is placed, nor another node drained, in between.
+            if short is not None and (why := short(node_id)):
+                raise TooFewNodesError(why)
+            return {**cordons, node_id: cordon}
+
+        await self._cordons.store(drained)
+        within = duration(deadline_ms)
+        log.warning("node %s is drained within %s: %s", node_id, within, reason or "no reason")
+        self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
+
+    async def lift(self, node_id: str) -> None:
+        """Lift a drain, and a cordon, of a node.
+
+        Raises:
+            RendezvousError: it was not stored; to be repeated.
+
+        """
+        if (lifted := await self._cordons.lift(node_id)) is None:
+            return
+        if lifted.drain is not None:
+            self._record(NodeUndrained(node_id))
+        log.warning("node %s is not cordoned any more", node_id)
+
+    def tell_changes(self, before: Mapping[str, Cordon]) -> None:
+        """Tell the nodes that are drained now and were not before, or the other way about."""
+        now = self._cordons.by_node
+        for node_id in {*before, *now}:
+            old, new = before.get(node_id), now.get(node_id)
+            drain = new.drain if new is not None else None
+            if drain != (old.drain if old is not None else None):
+                self._send(node_id, self._told(drain))
+
+    def _told(self, drain: Drain | None) -> Told:
+        if drain is None:
+            return UndrainNode()
+        return DrainNode(drain.left_ms(self._clock.now_ms()), drain.told, drain.number)
+
+    # ---------------------------------------------------------------- by the node
+
+    def owed(self, hello: Hello) -> Told | None:
+        """Return what a node that comes back must hear of its drain; None: nothing."""
+        cordon = self._cordons.of(hello.node_id)
+        if cordon is not None and cordon.drain is not None:
+            return self._told(cordon.drain)
+        lifted = hello.draining is not None and hello.draining.number != 0
+        return UndrainNode() if lifted else None
+
+    def note_hello(self, hello: Hello) -> None:
+        """Note whether a node that comes back is about to leave."""
+        self._wishes.pop(hello.node_id, None)
+        if hello.draining is not None and hello.draining.own:
+            self._note_wish(hello.node_id, hello.draining)
+
+    def note_draining(self, node_id: str, draining: Draining) -> None:
+        """Note that a node is about to leave all its jobs by its own wish."""
+        self._note_wish(node_id, draining)
+        log.warning("node %s is about to leave: %s", node_id, draining.reason)
+        self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
+
+    def _note_wish(self, node_id: str, draining: Draining) -> None:
+        self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
+
+    def note_lost(self, node_id: str) -> None:
+        """Forget the wish of a node that was given up."""
+        self._wishes.pop(node_id, None)
+
+    def _record(self, event: NodeDrained | NodeUndrained) -> None:
+        """Write it into the history of every job that the node takes part in."""
+        for state in self._jobs.states:
+            if state.membership.ended is None and takes_part(state, event.node_id):
+                self._jobs.record(state.membership.rdzv_id, event)
+
+
+def takes_part(state: State, node_id: str) -> bool:
+    """Whether a node is in a job, or was chosen for it."""
+    return state.present(node_id) or node_id in state.placed

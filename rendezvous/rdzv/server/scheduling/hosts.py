@@ -1,0 +1,75 @@
+"""Nodes as placement sees them: what they have, what is taken, and why one is unusable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from rdzv.core import nodes
+from rdzv.core.model import State
+from rdzv.core.placement import Host, gpus_needed
+from rdzv.server.scheduling.cordons import Cordons
+from rdzv.server.scheduling.drains import Drains
+from rdzv.server.scheduling.known_nodes import KnownNodes
+from rdzv.server.scheduling.quarantined_nodes import Quarantine
+
+
+class Hosts:
+    """The nodes of one server that take submitted jobs."""
+
+    def __init__(
+        self,
+        records: Callable[[], Mapping[str, nodes.NodeRecord]],
+        known: KnownNodes,
+        cordons: Cordons,
+        drains: Drains,
+        quarantine: Quarantine,
+    ) -> None:
+        self._records = records
+        self._known = known
+        self._cordons = cordons
+        self._drains = drains
+        self._quarantine = quarantine
+
+    def all(self, states: Iterable[State]) -> list[Host]:
+        """Show all nodes that take submitted jobs, given the jobs in these states."""
+        taken = self._taken(states)
+        hosts, quarantined = [], self._quarantine.nodes
+        for node_id, record in self._records().items():
+            known = self._known.of(node_id)
+            if known is None or known.resources is None:
+                continue
+            held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
+            has = taken.get(node_id, {}) | held
+            # What may last for hours keeps no other node from jobs that could use it.
+            unfit = node_id in quarantined or bool(known.failing)
+            cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
+            hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
+        return hosts
+
+    def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
+        """Return by node_id the GPUs of each run that is placed there."""
+        taken: dict[str, dict[tuple[str, str], int]] = {}
+        for state in states:
+            membership = state.membership
+            if membership.submission is None or membership.ended is not None:
+                continue
+            for node_id in membership.submission.placed:
+                if (resources := self._known.resources(node_id)) is not None:
+                    gpus = gpus_needed(membership.submission.spec, resources)
+                    of_node = taken.setdefault(node_id, {})
+                    of_node[membership.rdzv_id, membership.run] = gpus
+        return taken
+
+    def _unusable(self, record: nodes.NodeRecord) -> str:
+        """Return why nothing is placed on a node now; empty: it can be used."""
+        if (drain := self._drains.of(record.node_id)) is not None:
+            what = "drained" if drain.by_operator else "about to leave"
+            return what + (f" ({drain.reason})" if drain.reason else "")
+        if (cordon := self._cordons.of(record.node_id)) is not None:
+            return "cordoned" + (f" ({cordon.reason})" if cordon.reason else "")
+        if (held := self._quarantine.nodes.get(record.node_id)) is not None:
+            return f"quarantined ({held.reason})"
+        if record.stream is None:
+            return "away"
+        known = self._known.of(record.node_id)
+        return f"unhealthy: {known.unhealthy}" if known is not None and known.failing else ""

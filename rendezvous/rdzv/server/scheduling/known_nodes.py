@@ -1,0 +1,102 @@
+"""What nodes have said of themselves: resources, health, and the jobs that they still hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rdzv.core.placement import FailingCheck, Resources
+from rdzv.runtime.clock import Clock
+from rdzv.server.messages import Hello, Holding
+from rdzv.structs import replace, struct
+
+log = logging.getLogger("rdzv.placer")
+
+
+@struct(frozen=True)
+class KnownNode:
+    """What a node has said of itself."""
+
+    version: str
+    resources: Resources | None
+    holdings: tuple[Holding, ...] = ()
+    metrics: str = ""
+    """Where its agent answers /metrics; empty: nowhere."""
+    failing: tuple[FailingCheck, ...] = ()
+    failing_since_ms: int = 0
+
+    @property
+    def unhealthy(self) -> str:
+        """What is wrong with it by its own checks; empty: nothing."""
+        return "; ".join(map(str, self.failing))
+
+
+class KnownNodes:
+    """The nodes of one server by what they have said, until they are lost."""
+
+    def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
+        self._clock = clock
+        self._on_change = on_change
+        self._known: dict[str, KnownNode] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, node_id: str) -> KnownNode | None:
+        """Return what a node has said; None if it has said nothing."""
+        return self._known.get(node_id)
+
+    @property
+    def daemons(self) -> list[str]:
+        """The nodes known now that take submitted jobs."""
+        return [node_id for node_id, known in self._known.items() if known.resources is not None]
+
+    def resources(self, node_id: str) -> Resources | None:
+        """Return what a node has for submitted jobs; None if it takes none."""
+        known = self._known.get(node_id)
+        return known.resources if known is not None else None
+
+    def held(self, node_id: str) -> dict[str, set[str]]:
+        """Return the submitted jobs that a node holds, as runs by rdzv_id."""
+        held: dict[str, set[str]] = {}
+        for holding in self._known[node_id].holdings if node_id in self._known else ():
+            held.setdefault(holding.rdzv_id, set()).add(holding.run)
+        return held
+
+    def note_hello(self, hello: Hello) -> None:
+        """Note what a node has and holds."""
+        former = self._known.get(hello.node_id)
+        self._known[hello.node_id] = KnownNode(
+            hello.version,
+            hello.resources,
+            hello.holdings,
+            hello.metrics,
+            former.failing if former else (),
+            former.failing_since_ms if former else 0,
+        )
+        self.note_health(hello.node_id, hello.failing)
+        self._on_change()
+
+    def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
+        """Note which of its own checks a node fails now; none: it is healthy."""
+        known = self._known.get(node_id)
+        if known is None or known.failing == failing:
+            return
+        since_ms = known.failing_since_ms if known.failing else self._clock.now_ms()
+        now = self._known[node_id] = replace(known, failing=failing, failing_since_ms=since_ms)
+        if failing:
+            log.warning("node %s is unhealthy, nothing is placed on it: %s", node_id, now.unhealthy)
+        else:
+            log.warning("node %s is healthy again", node_id)
+        self._on_change()
+
+    def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
+        """Note what a node holds now."""
+        if (known := self._known.get(node_id)) is not None and known.holdings != holdings:
+            self._known[node_id] = replace(known, holdings=holdings)
+            self._on_change()
+
+    def note_lost(self, node_id: str) -> None:
+        """Forget a node that was given up; when it comes back it says again what it holds."""
+        self._known.pop(node_id, None)
+        self._on_change()
