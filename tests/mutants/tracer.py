@@ -11,8 +11,27 @@ import threading
 
 _root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
 _folders = tuple(os.path.join(_root, each) for each in ("agent/rdzv/", "rendezvous/rdzv/"))  # noqa: PTH118
-_test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
 _seen = set()
+
+
+def _current_test():
+    """Return the test that has started this program, or one that it descends from.
+
+    A worker has no more of the environment than its job gives it.
+    """
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+                words = file.read().split(b"\0")
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return ""
+        for word in words:
+            if word.startswith(b"PYTEST_CURRENT_TEST="):
+                return os.fsdecode(word.partition(b"=")[2]).rpartition(" (")[0]
+    return ""
 
 
 def _call(frame, event, arg):
@@ -33,6 +52,7 @@ def _line(frame, event, arg):
     return _line
 
 
-if _test and "pytest" not in sys.modules and not sys.gettrace():
+_test = "" if "pytest" in sys.modules or sys.gettrace() else _current_test()
+if _test:
     threading.settrace(_call)
     sys.settrace(_call)

@@ -59,6 +59,7 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
         ({"ttl_s": 1}, "etcd ttl 1 s can not be used"),
         ({"ttl_s": 301}, "give 2 to 300"),
         ({"timeout_ms": 99}, "give 100 to 60000"),
+        ({"timeout_ms": 60_001}, "give 100 to 60000"),
         ({"user": "me"}, "etcd user 'me' has no password; give both or neither"),
         ({"password": "x"}, "etcd user '' is missing for the password"),
         ({"cert": Path("c")}, "one without the other"),
@@ -71,6 +72,13 @@ def test_what_can_not_work_is_refused(given: dict[str, object], says: str) -> No
     with pytest.raises(InvalidRequestError) as refused:
         replace(GOOD, **given).check()  # type: ignore[arg-type]
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"ttl_s": 2}, {"ttl_s": 300}, {"timeout_ms": 100}, {"timeout_ms": 60_000}]
+)
+def test_the_bounds_themselves_are_taken(given: dict[str, int]) -> None:
+    replace(GOOD, **given).check()
 
 
 def test_the_password_is_not_shown() -> None:

@@ -171,7 +171,7 @@ class CommitFails:
 
 @pytest.mark.parametrize("happens", [False, True])
 async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
-    store: SqliteStore, happens: bool
+    store: SqliteStore, happens: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await write(store, "job-0") == 1
     real = store._db
@@ -182,6 +182,8 @@ async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
     assert isinstance(lost, RevisionConflictError)
     assert {type(outcome) for outcome in others} == {RendezvousConnectionError}
     assert not any(getattr(outcome, "definite", True) for outcome in others)
+    assert all("the commit failed and may have happened" in str(one) for one in others)
+    assert "a bug" not in caplog.text
     assert len(await store.list()) == (WRITERS + 1 if happens else 1)
     # And it goes on: the connection has no transaction that was forgotten.
     assert await write(store, "job-0", 1) == 2

@@ -303,7 +303,8 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_deletion_in_two(
         await settle()
         assert s.driver.jobs._jobs["job-7"].claims == 2
         store.gate.set()
-        assert (await joining).membership.run_number == 1
+        membership = (await joining).membership
+        assert (membership.rdzv_id, membership.run_number) == ("job-7", 1)
     assert store.deleted == ["job-7"]
 
 

@@ -313,6 +313,17 @@ def test_those_who_come_too_late_for_long_are_lost_all_the_same() -> None:
         assert ("never" in fleet.lost) == (4_000 * (number + 1) >= 120_000)
 
 
+def test_who_only_opens_its_stream_anew_is_none_of_those_who_come_back() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("never", 7))
+    fleet.pass_until(29_000)
+    fleet.connect("n1")
+    fleet.disconnect("n1")
+    fleet.connect("n1")
+    fleet.pass_until(30_000)
+    assert fleet.lost == ["never"]
+
+
 def test_a_stream_that_ends_while_others_come_back_is_waited_for() -> None:
     fleet = Fleet()
     fleet.do(Expect("n1", 7))

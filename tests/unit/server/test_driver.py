@@ -452,6 +452,18 @@ async def test_jobs_are_bounded() -> None:
             await s.driver.jobs.submit("job-8", join(n1))
 
 
+async def test_the_jobs_of_a_node_are_bounded() -> None:
+    async with server(limits=Limits(beliefs=1)) as s:
+        n1 = await s.connect("n1")
+        await s.join(n1)
+        await s.join(n1)  # As it may at any time.
+        read(n1)
+        await s.driver.hear(n1, "job-8", join(n1))
+        (refused,) = read(n1)
+        assert isinstance(refused, Refused)
+        assert refused.message.startswith("n1 is in 1 jobs, and may be in 1; leave one")
+
+
 async def test_nodes_are_bounded() -> None:
     async with server(limits=Limits(nodes=1)) as s:
         await s.connect("n1")

@@ -120,6 +120,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         assert s.driver.views.hangs("job-7") == ""
         found = await failure(s)
         assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
+        assert found.at_ms == clock.now_ms()
         assert "RANK 2 in step at train.py:7" in found.message
         (over,) = [told for told in read(n2) if isinstance(told, RoundOver)]
         assert over.end.broken
