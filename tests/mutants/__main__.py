@@ -35,7 +35,7 @@ from queue import SimpleQueue
 
 from rdzv.structs import struct
 from tests.mutants.operators import Mutation, mutations
-from tests.mutants.record import Record, file_of, make_programs_write
+from tests.mutants.record import QUICK_S, Record, file_of, make_programs_write
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/mutants"
@@ -93,6 +93,8 @@ CHOICE = ("-m", "not campaign and not clusters")
 LIMIT_S, LIMIT_FACTOR = 15.0, 5.0
 """How long one test may take: the sum of this and of so many times what it took before."""
 RUN_LIMIT_S = 900
+ABREAST = 4
+"""How many slow tests are run side by side."""
 MEMORY = 12 << 30
 PYTEST = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", *CHOICE)
 CAUGHT_SHARE = 0.9
@@ -297,12 +299,18 @@ def _caught_by(mutation: Mutation, copy: Copy, record: Record) -> str | None:
         (copy.root / "chosen").write_text(json.dumps({test: limits[test] for test in portion}))
         files = list(dict.fromkeys(map(file_of, portion)))
         with _planted(mutation, copy):
-            by = _first_failure(copy.pytest([*PYTEST, *files], chosen))
+            by = _first_failure(copy.pytest([*PYTEST, *_abreast(portion, record), *files], chosen))
         # Some start programs and wait for them: one may have failed by itself.
         again = [by] if by and by.startswith("tests/") else files
         if by and not _first_failure(copy.pytest([*PYTEST, *again], chosen)):
             return by
     return None
+
+
+def _abreast(tests: list[str], record: Record) -> tuple[str, ...]:
+    """Return the options with which slow tests, which mostly wait, are run side by side."""
+    slow = any(record.seconds[test] > QUICK_S for test in tests)
+    return ("-n", str(min(len(tests), ABREAST))) if slow and len(tests) > 1 else ()
 
 
 @contextlib.contextmanager
