@@ -48,7 +48,7 @@ from rdzv.torchrun.plugin_options import KNOWN_KEYS, Options, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.sync_stream import NodeStream
-from rdzv.transport.channels import Credentials
+from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
 
@@ -128,6 +128,18 @@ def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None
     finally:
         stream.close(60)
         server.stop(None).wait()
+
+
+def test_since_when_there_is_no_server_does_not_move_while_there_is_none() -> None:
+    news = threading.Condition(threading.RLock())
+    nobody = (Endpoint("127.0.0.1", 9),)
+    stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None)
+    first_s = stream.apart_since_s
+    stream._note_lost("refused", again=False)
+    assert stream.apart_since_s == first_s
+    stream.apart_since_s = None
+    stream._note_lost("it is gone", again=False)
+    assert stream.apart_since_s is not None
 
 
 def test_everything_in_rdzv_conf_has_its_effect() -> None:

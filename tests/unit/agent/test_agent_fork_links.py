@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import socket
 import struct
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +68,68 @@ def test_a_runner_that_is_closed_leaves_no_descriptor() -> None:
     before = open_fds()
     Told().close()
     assert open_fds() == before
+
+
+def test_a_relative_is_signalled_and_leaves_no_descriptor() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        before = open_fds()
+        runner.signal_relative(child.pid, signal.SIGTERM, {1})
+        assert child.poll() is None
+        runner.signal_relative(child.pid, signal.SIGTERM, {os.getpid()})
+        assert child.wait() == -signal.SIGTERM
+        assert open_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "told"), [(None, (0, 0, 0, 0)), (12_345, (0, 0, 12, 345_000_000))]
+)
+def test_an_alarm_is_set_to_its_millisecond_and_rings_once(
+    at_ms: int | None, told: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+
+    def settime(fd: int, flags: int, spec: Any, old: None) -> int:
+        heard.append(tuple(getattr(spec._obj, name) for name, _ in spec._obj._fields_))
+        return 0
+
+    with closing(runner._Alarm()) as alarm, monkeypatch.context() as patch:
+        patch.setattr(runner._libc, "timerfd_settime", settime)
+        alarm.set(at_ms)
+    assert heard == [told]
+
+
+def test_after_one_that_can_not_be_started_no_further_worker_is(told: Told) -> None:
+    begun = []
+
+    def fail(started: Any, spec: Any) -> None:
+        begun.append(spec.local_rank)
+        started.kill_at = time.monotonic()
+
+    told.runner._start_worker = fail  # type: ignore[method-assign]
+    told.runner._start_cold(runner._Round(3), [SimpleNamespace(local_rank=n) for n in (0, 1)])  # type: ignore[misc]
+    assert begun == [0]
+
+
+@pytest.mark.parametrize(
+    ("code", "rests"), [(errno.EMFILE, True), (errno.EAGAIN, False), (errno.ECONNABORTED, False)]
+)
+def test_a_socket_that_can_not_be_served_is_left_alone_for_a_while(
+    told: Told, tmp_path: Path, code: int, rests: bool
+) -> None:
+    """It could be read all the while, and the runner would spin."""
+    told.runner._serve({"socket": str(tmp_path / "s"), "orphan_timeout_s": 9.0, "grace_s": 9.0})
+    served = told.runner._served
+    assert served is not None
+    real = served.listener
+
+    def accept() -> None:
+        raise OSError(code, os.strerror(code))
+
+    served.listener = SimpleNamespace(fileno=real.fileno, accept=accept, close=real.close)  # type: ignore[assignment]
+    told.runner._attempt(told.runner._meet_agent)
+    assert (real.fileno() not in told.runner._selector.get_map()) == rests
+    assert (told.runner._accept_again_at is not None) == rests
+    assert not told.runner._told_error
 
 
 def test_descriptors_that_a_fork_sends_do_not_pile_up(told: Told) -> None:

@@ -334,10 +334,12 @@ async def test_a_lease_that_has_changed_changes_the_interval(
 ) -> None:
     """Also of a stream that is open: no Welcome comes with it."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
-    link = link_to(server.endpoint, jobs=(Job(),))
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
     async with running(link):
         talk, _ = await server.greet(interval_ms=100)
         await talk.say(1, lease=pb.Lease(lease_ms=3_600_000, heartbeat_interval_ms=200))
+        await job.hear(events.Ticked)
         while link._heartbeat_interval_s != 0.2:
             await talk.heartbeat()
 

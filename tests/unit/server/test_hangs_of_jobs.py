@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -214,17 +215,29 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
         assert s.driver.diagnosis.hangs._episodes == {}
 
 
-async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on() -> None:
+async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, clock = FlakyStore(), FakeClock()
     async with server(store, clock) as s:
         n1, n2 = await s.pair()
         hang(s, n1, 0)
         await clock.advance(GATHER_MS)
         store.away = RendezvousConnectionError("no disk")
+        tried = 0
+        submit = s.driver._hangs._submit
+
+        async def trying(*words: Any) -> None:
+            nonlocal tried
+            tried += 1
+            await submit(*words)
+
+        monkeypatch.setattr(s.driver._hangs, "_submit", trying)
         await say(s, n1, stack(0, line=7), stack(1))
         await say(s, n2, stack(2), stack(3))
         await clock.advance(5_000)
         assert await live(s)
+        assert tried == 1 + 5_000 // s.driver._hangs._retry_ms
         store.away = None
         await clock.advance(2_000)
         assert (await failure(s)).rank == 0
