@@ -225,19 +225,19 @@ async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goe
         await clock.advance(GATHER_MS)
         store.away = RendezvousConnectionError("no disk")
         tried = 0
-        submit = s.driver._diagnosis.hangs._submit
+        submit = s.driver.diagnosis.hangs._submit
 
         async def trying(*words: Any) -> None:
             nonlocal tried
             tried += 1
             await submit(*words)
 
-        monkeypatch.setattr(s.driver._diagnosis.hangs, "_submit", trying)
+        monkeypatch.setattr(s.driver.diagnosis.hangs, "_submit", trying)
         await say(s, n1, stack(0, line=7), stack(1))
         await say(s, n2, stack(2), stack(3))
         await clock.advance(5_000)
         assert await live(s)
-        assert tried == 1 + 5_000 // s.driver._diagnosis.hangs._retry_ms
+        assert tried == 1 + 5_000 // s.driver.diagnosis.hangs._retry_ms
         store.away = None
         await clock.advance(2_000)
         assert (await failure(s)).rank == 0
