@@ -458,7 +458,7 @@ async def test_the_jobs_of_a_node_are_bounded() -> None:
         await s.join(n1)
         await s.join(n1)  # As it may at any time.
         read(n1)
-        await s.driver.hear(n1, "job-8", join(n1))
+        await s.driver.commands.hear(n1, "job-8", join(n1))
         (refused,) = read(n1)
         assert isinstance(refused, Refused)
         assert refused.message.startswith("n1 is in 1 jobs, and may be in 1; leave one")

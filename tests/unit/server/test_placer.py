@@ -501,9 +501,9 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
 async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
     async with server() as s:
         await running_pair(s)
-        await s.driver.cordon("n3", "broken fan")
+        await s.driver.nodes.cordon("n3", "broken fan")
         with pytest.raises(TooFewNodesError, match="and 0 others free for it"):
-            await s.driver.drain("n1", 1_000, "roll", keep_min=True)
+            await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
 
 
 async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
