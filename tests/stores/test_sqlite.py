@@ -11,7 +11,7 @@ import pytest
 
 from rdzv.core.model import Membership, Settings
 from rdzv.errors import RendezvousConnectionError
-from rdzv.stores import sqlite
+from rdzv.stores import sqlite_connection
 from rdzv.stores.base import Record, RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 
@@ -42,12 +42,14 @@ async def write(store: SqliteStore, rdzv_id: str, revision: int = 0, run: str = 
 async def statements(store: SqliteStore) -> list[str]:
     """Return a list that every statement will be added to."""
     seen: list[str] = []
-    await store._call(lambda: store._db.set_trace_callback(seen.append))
+    await store.connection.call(lambda: store.connection.db.set_trace_callback(seen.append))
     return seen
 
 
 async def pragma(store: SqliteStore, text: str) -> int:
-    number: int = await store._call(lambda: store._db.execute(f"PRAGMA {text}").fetchone()[0])
+    number: int = await store.connection.call(
+        lambda: store.connection.db.execute(f"PRAGMA {text}").fetchone()[0]
+    )
     return number
 
 
@@ -106,7 +108,7 @@ async def test_one_that_can_not_be_written_spoils_no_other(store: SqliteStore) -
 
 
 async def test_what_waits_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite, "_MOST_WAITING", 3)
+    monkeypatch.setattr(sqlite_connection, "_MOST_WAITING", 3)
     # Nothing is written before this returns to the loop's thread.
     busy = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -114,7 +116,7 @@ async def test_what_waits_is_bounded(store: SqliteStore, monkeypatch: pytest.Mon
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(busy.wait(), loop).result(timeout=30)
 
-    held = asyncio.create_task(store._call(hold))
+    held = asyncio.create_task(store.connection.call(hold))
     await asyncio.sleep(0)
     waiting = [asyncio.create_task(write(store, f"job-{n}")) for n in range(3)]
     await asyncio.sleep(0)
@@ -174,10 +176,10 @@ async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
     store: SqliteStore, happens: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await write(store, "job-0") == 1
-    real = store._db
-    store._db = CommitFails(real, happens)  # type: ignore[assignment]
+    real = store.connection.db
+    store.connection.db = CommitFails(real, happens)  # type: ignore[assignment]
     outcomes = await all_of(store, 7, *[0] * WRITERS)
-    store._db = real
+    store.connection.db = real
     lost, *others = outcomes
     assert isinstance(lost, RevisionConflictError)
     assert {type(outcome) for outcome in others} == {RendezvousConnectionError}
@@ -206,8 +208,8 @@ async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
 ) -> None:
     """It was lost in the writer's thread, and the caller waited for ever with its job's lock."""
     assert await write(store, "job-0") == 1
-    real = store._db
-    store._db = RollbackFails(real, error)  # type: ignore[assignment]
+    real = store.connection.db
+    store.connection.db = RollbackFails(real, error)  # type: ignore[assignment]
     async with asyncio.timeout(10):
         lost, *others = await all_of(store, 7, *[0] * WRITERS)
         assert isinstance(lost, RevisionConflictError)
@@ -217,7 +219,7 @@ async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
         # Nor does the next write do anything beside what may be left of this one.
         with pytest.raises(RendezvousConnectionError):
             await write(store, "job-99")
-        store._db = real
+        store.connection.db = real
         assert await store.list() == ("job-0",) or real.in_transaction
         assert await write(store, "job-0", 1) == 2
         assert await store.list() == ("job-0",)
@@ -227,11 +229,11 @@ async def test_history_stays_bounded_over_commits_that_failed(tmp_path: Path) ->
     store = await SqliteStore.open(tmp_path, history_rows=20)
     for n in range(60):
         if n % 10 == 9:
-            real = store._db
-            store._db = CommitFails(real, happens=False)  # type: ignore[assignment]
+            real = store.connection.db
+            store.connection.db = CommitFails(real, happens=False)  # type: ignore[assignment]
             with pytest.raises(RendezvousConnectionError):
                 await store.append([record("job-7")])
-            store._db = real
+            store.connection.db = real
         await store.append([record("job-7", str(n))])
     assert (await store.survey()).events <= 22
     assert [row.data for row in await store.history("job-7", 2)] == ["58", "59"]

@@ -22,7 +22,7 @@ from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.server.replication import offline
 from rdzv.server.settings.config import Config
-from rdzv.stores import sqlite, sqlite_file, sqlite_mark
+from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
@@ -115,7 +115,9 @@ async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> N
 async def test_every_commit_is_flushed_to_the_disk(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     full = 2
-    found = await store._call(lambda: store._db.execute("PRAGMA synchronous").fetchone())
+    found = await store.connection.call(
+        lambda: store.connection.db.execute("PRAGMA synchronous").fetchone()
+    )
     assert found == (full,)
     await store.close()
 
@@ -268,7 +270,9 @@ async def crashed(directory: Path) -> Path:
     store = await SqliteStore.open(made)
     for name in ("a", "b", "c"):
         await commit(store, name)
-    await store._call(lambda: store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    await store.connection.call(
+        lambda: store.connection.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    )
     shutil.copytree(made, directory / "earlier")
     for name in ("d", "e", "f"):
         await commit(store, name)
@@ -430,12 +434,12 @@ async def test_what_writes_nothing_is_no_commit(tmp_path: Path) -> None:
     await store.append([])
     with pytest.raises(RevisionConflictError):
         await store.swap_document("cordoned", b"n1", 7)
-    assert sqlite_mark.read(tmp_path / "rdzv.db") == store._mark
-    assert store._mark.number == 0
+    assert sqlite_mark.read(tmp_path / "rdzv.db") == store.connection.mark
+    assert store.connection.mark.number == 0
     async with store.all_or_nothing():
         await commit(store, "a")
         await commit(store, "b")
-    assert store._mark.number == 1
+    assert store.connection.mark.number == 1
     await store.close()
 
 
@@ -787,11 +791,11 @@ def test_a_read_only_file_system_is_refused(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(sqlite.os, "open", refuse)
+    monkeypatch.setattr(sqlite_directory.os, "open", refuse)
     with pytest.raises(
         InvalidRequestError, match=r"used: Read-only file system; give .*--data-dir"
     ):
-        sqlite.claim_directory(tmp_path)
+        sqlite_directory.claim_directory(tmp_path)
 
 
 @pytest.mark.parametrize("data_there", [True, False])
@@ -831,7 +835,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(sqlite.os, "pwrite", refuse)
+        full.setattr(sqlite_directory.os, "pwrite", refuse)
         with pytest.raises(InvalidRequestError, match=r"used: No space left on device; give"):
-            sqlite.claim_directory(tmp_path)
-    os.close(sqlite.claim_directory(tmp_path))
+            sqlite_directory.claim_directory(tmp_path)
+    os.close(sqlite_directory.claim_directory(tmp_path))

@@ -20,8 +20,9 @@ from rdzv.stores.base import Store, StoreRefusedError
 from rdzv.stores.election import Election, Fence
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
-from rdzv.stores.sqlite import SqliteStore, Survey
+from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
+from rdzv.stores.sqlite_tables import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0

@@ -1,0 +1,297 @@
+"""One SQLite file, used by one thread: writes that wait share a commit.
+
+The event loop never waits for a disk, and SQLite never sees two threads. While a commit is under
+way further writes wait, and are then written in one commit. Each commit is counted in the file and
+beside it (`sqlite_mark`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.stores import sqlite_mark
+from rdzv.stores.base import RevisionConflictError, StoreRefusedError
+from rdzv.stores.sqlite_file import (
+    SCHEMA_VERSION,
+    connect,
+    foreign,
+    has_data,
+    identify,
+    looking,
+    mapped,
+    prepare,
+)
+from rdzv.stores.sqlite_mark import Mark, MarkFile
+
+log = logging.getLogger("rdzv.stores")
+
+_MOST_AT_ONCE = 256
+"""Writes in one commit: more would not be faster, and the first would wait for the last."""
+_MOST_WAITING = 65_536
+"""Writes that wait for one: far above one for each job."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """One caller's writes, and their outcome."""
+
+    apply: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Write, inside a transaction. A lost race writes nothing, and harms no other."""
+        self.result, self.error = None, None
+        try:
+            self.result = self.apply()
+        except RevisionConflictError as error:
+            self.error = error
+
+
+class Connection:
+    """The connection to one file, and its thread. Methods with `async` are for the event loop."""
+
+    db: sqlite3.Connection
+    """Only the thread uses it, inside of `call` and `write`."""
+    mark: Mark
+    """How many commits the file has; set when it is open to be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.schema_version = SCHEMA_VERSION
+        self.lost = ""
+        """Commits that the file has lost, if it is only looked at."""
+        self.on_rollback: Callable[[], None] = lambda: None
+        """Called in the thread when a transaction was dropped."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
+        self._opened = ExitStack()
+        """The connection and its files; of the thread."""
+        self._closed = False
+        self._waiting: deque[_Write] = deque()
+        self._whole = False
+        """A transaction is open that spans many writes."""
+        self._changes = 0
+        """The connection's change counter when the transaction began."""
+
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run a function in the thread, outside of a transaction of its own."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+    async def write(self, apply: Callable[[], T]) -> T:
+        """Run a function in the thread, in a transaction; return when that is committed.
+
+        Raises:
+            StoreRefusedError: too many writes wait already, or the store is closed.
+            RevisionConflictError: `apply` has raised it; other writes of the commit stand.
+            RendezvousConnectionError: the commit may have happened, or not.
+
+        """
+        self._check_open()
+        if len(self._waiting) >= _MOST_WAITING:
+            raise StoreRefusedError(f"{self.path}: {_MOST_WAITING} writes wait already; try again")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        self._waiting.append(_Write(apply, answer))
+        # Whichever of these comes first takes all that wait with it.
+        self._thread.submit(self._commit_waiting, loop)
+        return await answer
+
+    @asynccontextmanager
+    async def all_or_nothing(self) -> AsyncIterator[None]:
+        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        await self.call(self._begin_whole)
+        try:
+            yield
+        except BaseException:
+            await self.call(self._drop_whole)
+            raise
+        await self.call(self._commit_whole)
+
+    async def close(self) -> bool:
+        """Finish the calls under way and close the file; return False if that was done before."""
+        if self._closed:
+            return False
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
+        self._thread.shutdown()
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreRefusedError("the store is closed: this server is stopping")
+
+    # ---------------------------------------------------- in the thread
+
+    def open(self) -> None:
+        """Open the file to read and write; make or migrate it if need be."""
+        prepare(self.path)
+        with self.reading():
+            self.db = self._opened.enter_context(closing(connect(self.path, "rw")))
+            mode = self.db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            self.db.execute("PRAGMA synchronous = FULL")
+        if mode != "wal":
+            raise InvalidRequestError(
+                f"{self.path} can have no write-ahead log on this file system; give a directory "
+                "on a local disk with --data-dir"
+            )
+        with mapped(self.path):
+            if (mark := sqlite_mark.counted(self.db)) is None:
+                self.db.execute("BEGIN IMMEDIATE")
+                sqlite_mark.make_table(self.db)
+                self.db.execute("COMMIT")
+                mark = sqlite_mark.counted(self.db)
+            assert mark is not None, "the table was just made"
+            self.mark, self._mark_file = mark, MarkFile(self.path, self._opened)
+            self._mark_file.write(mark)
+
+    def open_to_read(self, *, beside_server: bool) -> None:
+        """Open the file and change nothing; `beside_server`: one may use it now."""
+        if not has_data(self.path):
+            raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
+        # Before the file: a server may go on with both.
+        mark = sqlite_mark.read(self.path)
+        # Beside a server its own notes must be used; where there is none, none must be made.
+        opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
+        with self.reading():
+            self.db = self._opened.enter_context(opened)
+            self.schema_version = identify(self.db, self.path)
+            self.lost = sqlite_mark.lost(mark, sqlite_mark.counted(self.db))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Map what SQLite raises while nothing is written."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise foreign(self.path, error) from error
+
+    def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Write what waits, in one commit, and answer all of it at once."""
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
+        if not batch:
+            return
+        try:
+            self._commit(batch)
+        except BaseException as error:
+            # An error in this thread would be lost, and each caller waits with its job's lock.
+            log.exception("a bug of rdzvd, please report it: %s", self.path)
+            unknown = RendezvousConnectionError(
+                f"{self.path}: what was written may have been, or not: {error!r}"
+            )
+            _fail([write for write in batch if write.error is None], unknown)
+        loop.call_soon_threadsafe(_answer, batch)
+
+    def _commit(self, batch: Sequence[_Write]) -> None:
+        """Write a batch as a whole. Until COMMIT begins, every failure is definite."""
+        try:
+            if not self._whole:
+                self._begin()
+        except RendezvousError as error:
+            _fail(batch, error)
+            return
+        try:
+            with self.reading():
+                for write in batch:
+                    write.run()
+        except Exception as error:
+            _fail(batch, error)
+            if self._whole:
+                return
+            self._rollback()
+            if len(batch) > 1:
+                # One has spoilt it for all; which one it was shows when each is alone.
+                for write in batch:
+                    self._commit([write])
+            return
+        try:
+            if not self._whole:
+                self._end()
+        except RendezvousError as error:
+            # A race that was lost inside the batch is lost whatever became of the commit.
+            _fail([write for write in batch if write.error is None], error)
+
+    def _begin_whole(self) -> None:
+        self._begin()
+        self._whole = True
+
+    def _drop_whole(self) -> None:
+        self._whole = False
+        self._rollback()
+
+    def _commit_whole(self) -> None:
+        self._whole = False
+        self._end()
+
+    def _begin(self) -> None:
+        with self.reading():
+            if self.db.in_transaction:
+                # It could not be rolled back when it failed.
+                self.db.rollback()
+            self.db.execute("BEGIN IMMEDIATE")
+            self._changes = self.db.total_changes
+
+    def _end(self) -> None:
+        number = self.mark.number
+        try:
+            if self.db.total_changes != self._changes:
+                number = sqlite_mark.count(self.db)
+        except sqlite3.Error as error:
+            self._rollback()
+            raise foreign(self.path, error) from error
+        try:
+            self.db.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._rollback()
+            raise RendezvousConnectionError(
+                f"{self.path}: the commit failed and may have happened: {error}"
+            ) from error
+        if number != self.mark.number:
+            self._note_commit(number)
+
+    def _note_commit(self, number: int) -> None:
+        """Write down that a commit has happened, before anyone hears of it."""
+        self.mark = Mark(self.mark.store, number)
+        try:
+            self._mark_file.write(self.mark)
+        except OSError as error:
+            # The commit is there; only that it is, is not known elsewhere.
+            log.warning("the number of commits can not be written beside %s: %s", self.path, error)
+
+    def _rollback(self) -> None:
+        """Drop a transaction; where that fails, it is tried again before the next begins."""
+        self.on_rollback()
+        if self.db.in_transaction:
+            try:
+                self.db.rollback()
+            except sqlite3.Error as error:
+                log.error("%s: what was not written can not be rolled back: %s", self.path, error)
+
+
+def _fail(batch: Sequence[_Write], error: Exception) -> None:
+    for write in batch:
+        write.error = error
+
+
+def _answer(batch: Sequence[_Write]) -> None:
+    for write in batch:
+        if write.answer.done():
+            continue  # Its caller was cancelled.
+        if write.error is not None:
+            write.answer.set_exception(write.error)
+        else:
+            write.answer.set_result(write.result)

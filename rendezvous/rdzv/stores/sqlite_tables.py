@@ -1,0 +1,222 @@
+"""The statements of the SQLite store: reads, and writes inside of a transaction.
+
+All of it runs in the connection's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rdzv.core.model import Membership
+from rdzv.stores import codec
+from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, read
+from rdzv.stores.sqlite_connection import Connection
+from rdzv.stores.sqlite_file import DOCUMENTS_SINCE, problems_in, why_incomplete
+from rdzv.structs import struct
+
+JOBS_PER_PAGE = 100
+"""Some milliseconds for ended jobs; the largest that run are a megabyte each."""
+
+
+@struct(frozen=True)
+class Survey:
+    """The result of a check that an operator asked for."""
+
+    path: Path
+    schema_version: int
+    size_bytes: int
+    events: int
+    leadership: int
+    used_by: str
+    """The process that has the directory: `rdzvd pid 4711`; empty if none has."""
+    problems: tuple[str, ...]
+    """Faults that were found, in sentences that begin with their verb."""
+
+
+class Tables:
+    """Jobs, history, documents and leadership in one file."""
+
+    def __init__(self, connection: Connection, history_rows: int) -> None:
+        """Keep at most about `history_rows` rows of each job's history."""
+        self._connection = connection
+        self._path = connection.path
+        self._history_rows = history_rows
+        self._unpruned: dict[str, int] = {}
+        """Rows written for a job since its history was last cut."""
+        # After a rollback the counts may be wrong, so every job counts as over its bound.
+        connection.on_rollback = self._unpruned.clear
+
+    def load(self, rdzv_id: str) -> Stored | None:
+        """Read a job."""
+        with self._connection.reading():
+            row = self._connection.db.execute(
+                "SELECT membership, revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
+            ).fetchone()
+        if row is None:
+            return None
+        data, revision = row
+        return Stored(codec.decode(bytes(data), f"job {rdzv_id} in {self._path}"), revision)
+
+    def names(self) -> tuple[str, ...]:
+        """List the rdzv_ids, in order."""
+        with self._connection.reading():
+            rows = self._connection.db.execute(
+                "SELECT rdzv_id FROM job ORDER BY rdzv_id"
+            ).fetchall()
+        return tuple(row[0] for row in rows)
+
+    def page(self, after: str) -> Page:
+        """Read the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
+        with self._connection.reading():
+            rows = self._connection.db.execute(
+                "SELECT rdzv_id, revision, membership FROM job WHERE rdzv_id > ? "
+                "ORDER BY rdzv_id LIMIT ?",
+                (after, JOBS_PER_PAGE),
+            ).fetchall()
+        return [
+            (name, read(codec.decode, bytes(data), revision, f"job {name} in {self._path}"))
+            for name, revision, data in rows
+        ]
+
+    def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Read a job's newest records, oldest first."""
+        with self._connection.reading():
+            rows = self._connection.db.execute(
+                "SELECT unix_ms, rdzv_id, run, name, text FROM history WHERE rdzv_id = ? "
+                "ORDER BY seq DESC LIMIT ?",
+                (rdzv_id, limit),
+            ).fetchall()
+        return tuple(Record(*row) for row in reversed(rows))
+
+    def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Read a document, and its revision."""
+        if self._connection.schema_version < DOCUMENTS_SINCE:
+            return None
+        with self._connection.reading():
+            row = self._connection.db.execute(
+                "SELECT data, revision FROM document WHERE name = ?", (name,)
+            ).fetchone()
+        return (bytes(row[0]), row[1]) if row else None
+
+    def document_names(self) -> tuple[str, ...]:
+        """List the documents, in order."""
+        if self._connection.schema_version < DOCUMENTS_SINCE:
+            return ()
+        with self._connection.reading():
+            rows = self._connection.db.execute("SELECT name FROM document ORDER BY name").fetchall()
+        return tuple(row[0] for row in rows)
+
+    def survey(self, used_by: str) -> Survey:
+        """Read all of the file, and check it."""
+        with self._connection.reading():
+            problems = [
+                f"is damaged: {what}"
+                for what in problems_in(self._connection.db, "integrity_check")
+            ]
+            pages, page_bytes, events, leadership = (
+                self._connection.db.execute(query).fetchone()[0]
+                for query in (
+                    "PRAGMA page_count",
+                    "PRAGMA page_size",
+                    "SELECT count(*) FROM history",
+                    "SELECT number FROM leadership",
+                )
+            )
+        return Survey(
+            path=self._path,
+            schema_version=self._connection.schema_version,
+            size_bytes=pages * page_bytes,
+            events=events,
+            leadership=leadership,
+            used_by=used_by,
+            problems=(
+                *problems,
+                *(
+                    [why_incomplete(self._path, self._connection.lost)]
+                    if self._connection.lost
+                    else []
+                ),
+            ),
+        )
+
+    # ---------------------------------------------------- in a transaction
+
+    def swap(
+        self, rdzv_id: str, membership: Membership, revision: int, records: Sequence[Record]
+    ) -> int:
+        """Write a job over the given revision, with its records."""
+        self._check_job(rdzv_id, revision)
+        self._connection.db.execute(
+            "INSERT INTO job VALUES (?1, ?2, ?3) "
+            "ON CONFLICT DO UPDATE SET revision = ?2, membership = ?3",
+            (rdzv_id, revision + 1, codec.encode(membership)),
+        )
+        self.append(records)
+        return revision + 1
+
+    def delete(self, rdzv_id: str, revision: int) -> None:
+        """Delete a job and its history."""
+        self._check_job(rdzv_id, revision)
+        if revision:
+            self._connection.db.execute("DELETE FROM job WHERE rdzv_id = ?", (rdzv_id,))
+            self._connection.db.execute("DELETE FROM history WHERE rdzv_id = ?", (rdzv_id,))
+            self._unpruned.pop(rdzv_id, None)
+
+    def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document over the given revision."""
+        row = self._connection.db.execute(
+            "SELECT revision FROM document WHERE name = ?", (name,)
+        ).fetchone()
+        self._check_revision(f"document {name}", row, revision)
+        self._connection.db.execute(
+            "INSERT INTO document VALUES (?1, ?2, ?3) "
+            "ON CONFLICT DO UPDATE SET revision = ?2, data = ?3",
+            (name, revision + 1, data),
+        )
+        return revision + 1
+
+    def _check_job(self, rdzv_id: str, revision: int) -> None:
+        row = self._connection.db.execute(
+            "SELECT revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
+        ).fetchone()
+        self._check_revision(f"job {rdzv_id}", row, revision)
+
+    def _check_revision(self, what: str, row: tuple[int] | None, revision: int) -> None:
+        held = row[0] if row else 0
+        if held != revision:
+            raise RevisionConflictError(
+                f"{what} in {self._path} has revision {held}, not {revision}: "
+                "another server has written it"
+            )
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Append records, and cut histories to their bound."""
+        self._connection.db.executemany(
+            "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
+            [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
+        )
+        for record in records:
+            # A job not yet written to by this process may be over its bound already.
+            seen = self._unpruned.get(record.rdzv_id, self._history_rows)
+            self._unpruned[record.rdzv_id] = seen + 1
+        for rdzv_id in {record.rdzv_id for record in records}:
+            self._prune(rdzv_id)
+
+    def _prune(self, rdzv_id: str) -> None:
+        """Cut a job's history to its bound; not at every row, for finding the place is a scan."""
+        if self._unpruned[rdzv_id] <= self._history_rows // 10:
+            return
+        self._connection.db.execute(
+            "DELETE FROM history WHERE rdzv_id = ?1 AND seq <= (SELECT seq FROM history "
+            "WHERE rdzv_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+            (rdzv_id, self._history_rows),
+        )
+        self._unpruned[rdzv_id] = 0
+
+    def take_over(self, at_least: int) -> int:
+        """Return the next leadership number."""
+        held: int = self._connection.db.execute("SELECT number FROM leadership").fetchone()[0]
+        number = max(held + 1, at_least)
+        self._connection.db.execute("UPDATE leadership SET number = ?", (number,))
+        return number
