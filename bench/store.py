@@ -181,7 +181,7 @@ async def opened(name: str, endpoints: Sequence[str], directory: Path) -> AsyncI
         finally:
             await store.close()
     else:
-        from rdzv.stores.etcd_client import EtcdConfig
+        from rdzv.stores.etcd_config import EtcdConfig
 
         timeout_ms = int(CASE_TIMEOUT_S * 1000 / 4)
         config = EtcdConfig.parse(",".join(endpoints), ttl_s=LEASE_S, timeout_ms=timeout_ms)

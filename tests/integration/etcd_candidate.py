@@ -14,7 +14,8 @@ from rdzv.core.model import Membership, Settings
 from rdzv.errors import RendezvousError
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
 
 MEMBERSHIP = Membership("job", "run", 1, Settings(1, 1), 0)

@@ -18,7 +18,7 @@ import pytest
 from ports import free_ports
 
 from rdzv.client import Endpoint
-from rdzv.stores.etcd_client import EtcdConfig
+from rdzv.stores.etcd_config import EtcdConfig
 
 DEADLINE_S = 90.0
 PASSWORD = "correct horse"

@@ -25,16 +25,9 @@ from rdzv.errors import (
 from rdzv.stores.base import DeposedError, Record, RevisionConflictError, StoreRefusedError
 from rdzv.stores.election import Election, Leader
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import (
-    CompactedError,
-    Created,
-    Delete,
-    EtcdClient,
-    EtcdConfig,
-    Get,
-    Modified,
-    Put,
-)
+from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_values import CompactedError, Created, Delete, Get, Modified, Put
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0

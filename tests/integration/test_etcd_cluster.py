@@ -21,7 +21,8 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.stores.base import DeposedError, RevisionConflictError, StoreRefusedError
 from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0

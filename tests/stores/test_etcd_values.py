@@ -13,7 +13,8 @@ from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousStateError
 from rdzv.stores import codec, etcd
 from rdzv.stores.base import Record
-from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdConfig
+from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES
+from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
 
 GOOD = EtcdConfig.parse("a:1")

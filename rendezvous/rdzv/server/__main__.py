@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rdzv.server.telemetry.metrics import Metrics
     from rdzv.server.telemetry.metrics_hooks import Meter
     from rdzv.stores.base import Record, Store
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.server")

@@ -23,7 +23,8 @@ import msgspec
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.runtime.concurrency import single_error
-from rdzv.stores.etcd_client import Created, EtcdClient, Get, KeyValue, Put
+from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_values import Created, Get, KeyValue, Put
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")

@@ -32,11 +32,10 @@ from rdzv.stores.base import (
     read,
 )
 from rdzv.stores.election import Fence, read_leader, with_leadership
-from rdzv.stores.etcd_client import (
-    MAX_OPERATIONS,
+from rdzv.stores.etcd_client import MAX_OPERATIONS, EtcdClient
+from rdzv.stores.etcd_values import (
     Created,
     Delete,
-    EtcdClient,
     Get,
     KeyValue,
     Modified,

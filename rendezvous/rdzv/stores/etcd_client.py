@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,14 +23,21 @@ from google.protobuf.message import Message
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError
-from rdzv.structs import struct
-from rdzv.transport.certificates import check_authorities, check_pair
-from rdzv.transport.endpoints import Endpoint, parse_endpoint
+from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_values import (
+    Change,
+    CompactedError,
+    Created,
+    Delete,
+    Get,
+    KeyValue,
+    Modified,
+    Operation,
+    Put,
+    TxnResult,
+)
 
 log = logging.getLogger("rdzv.etcd")
-
-DEFAULT_PORT = 2379
-"""Where etcd listens for clients."""
 
 MAX_OPERATIONS = 128
 """The most operations of one transaction; etcd's own limit (`--max-txn-ops`)."""
@@ -69,237 +76,6 @@ Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
 
-# ------------------------------------------------------------------------------------ configuration
-
-
-def first_line(file: Path) -> str:
-    """Read a password from the first line of a file.
-
-    Raises:
-        InvalidRequestError: there is none.
-
-    """
-    try:
-        line = file.read_text().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"etcd password file {file} can not be read: {error}") from None
-    if not line:
-        raise InvalidRequestError(f"etcd password file {file}: its first line is empty")
-    return line
-
-
-@struct(frozen=True)
-class EtcdConfig:
-    """How etcd is reached, and where in it rdzv keeps its data."""
-
-    endpoints: tuple[Endpoint, ...]
-    prefix: str = "/rdzv"
-    """All keys begin with it and a slash, so several rdzvd clusters may share one etcd."""
-    tls: bool = False
-    """Whether endpoints are https; a CA or a certificate says so too."""
-    user: str = ""
-    password: str = field(default="", repr=False)
-    ca: Path | None = None
-    """The CA of the members' certificates; without one, the system's."""
-    cert: Path | None = None
-    key: Path | None = None
-    ttl_s: int = 3
-    """How long a leader that has fallen silent is waited for. etcd raises less than one and a half
-    of its election timeouts to that."""
-    timeout_ms: int = 3_000
-    """The time limit of one call, with all its repetitions."""
-
-    @classmethod
-    def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
-        """Read `HOST:PORT,HOST:PORT`, each also as http:// or https://; check the whole.
-
-        Raises:
-            InvalidRequestError: a value can not be used.
-
-        """
-        parsed, tls = parse_endpoints(endpoints)
-        config = cls(parsed, tls=tls, **given)  # type: ignore[arg-type]
-        config.check()
-        return config
-
-    @property
-    def secure(self) -> bool:
-        """Whether connections are encrypted."""
-        return self.tls or self.ca is not None or self.cert is not None
-
-    @property
-    def place(self) -> str:
-        """Where the data is, for people."""
-        return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
-
-    def check(self) -> None:
-        """Refuse what can not work, with value, reason and remedy.
-
-        Raises:
-            InvalidRequestError: the first such value.
-
-        """
-        if not self.endpoints:
-            raise InvalidRequestError("no etcd endpoint is given; give HOST:PORT,HOST:PORT")
-        if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
-            raise InvalidRequestError(
-                f"etcd prefix {self.prefix!r} can not be used: it is no path of letters, digits "
-                "and . _ -; give one like /rdzv"
-            )
-        if not 2 <= self.ttl_s <= 300:
-            raise InvalidRequestError(
-                f"etcd ttl {self.ttl_s} s can not be used: a leader must renew in time and be "
-                "replaced in time; give 2 to 300"
-            )
-        if not 100 <= self.timeout_ms <= 60_000:
-            raise InvalidRequestError(
-                f"etcd timeout {self.timeout_ms} ms can not be used; give 100 to 60000"
-            )
-        if bool(self.user) != bool(self.password):
-            raise InvalidRequestError(
-                f"etcd user {self.user!r} {'has no' if self.user else 'is missing for the'} "
-                "password; give both or neither"
-            )
-        if (self.cert is None) != (self.key is None):
-            raise InvalidRequestError(
-                f"etcd client certificate {self.cert} and key {self.key}: one without the other "
-                "can not be used; give both or neither"
-            )
-        self._check_files()
-
-    def _check_files(self) -> None:
-        if self.ca is not None:
-            check_authorities(self.ca, "etcd CA")
-        if self.cert is not None and self.key is not None:
-            check_pair(self.cert, self.key, "etcd client certificate")
-
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """Return what TLS needs, read anew; None for plaintext."""
-        if not self.secure:
-            return None
-
-        def read(path: Path | None) -> bytes | None:
-            return path.read_bytes() if path else None
-
-        return grpc.ssl_channel_credentials(read(self.ca), read(self.key), read(self.cert))
-
-
-def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
-    """Read `HOST:PORT,HOST:PORT`, with or without scheme; return them, and whether they are https.
-
-    >>> parse_endpoints("https://a:1,https://[::1]")
-    ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
-
-    Raises:
-        InvalidRequestError: one can not be read, or is given twice, or schemes are mixed.
-
-    """
-    endpoints: list[Endpoint] = []
-    schemes: set[str] = set()
-    for part in text.split(","):
-        scheme, found, rest = part.strip().partition("://")
-        if found and scheme not in ("http", "https"):
-            raise InvalidRequestError(
-                f"etcd endpoint {part.strip()!r} can not be used: {scheme!r} is no scheme of "
-                "etcd's; give http, https or none"
-            )
-        schemes.add(scheme if found else "http")
-        endpoint = parse_endpoint(rest.removesuffix("/") if found else scheme, DEFAULT_PORT)
-        if endpoint in endpoints:
-            raise InvalidRequestError(
-                f"etcd endpoints {text!r} can not be used: {endpoint} is given twice; leave one out"
-            )
-        endpoints.append(endpoint)
-    if len(schemes) > 1:
-        raise InvalidRequestError(
-            f"etcd endpoints {text!r} can not be used: some are https and some are not; give "
-            "all of them alike"
-        )
-    return tuple(endpoints), schemes == {"https"}
-
-
-# ------------------------------------------------------------------------------------ values
-
-
-@struct(frozen=True)
-class KeyValue:
-    """One key as it was read. `lease` is 0 if nothing limits its life."""
-
-    key: bytes
-    value: bytes
-    create_revision: int
-    mod_revision: int
-    lease: int
-
-
-@struct(frozen=True)
-class Created:
-    """Holds if the key was created at this revision; 0: if it is not there."""
-
-    key: bytes
-    revision: int
-
-
-@struct(frozen=True)
-class Modified:
-    """Holds if the key was last written at this revision; 0: if it is not there."""
-
-    key: bytes
-    revision: int
-
-
-@struct(frozen=True)
-class Get:
-    """Read one key."""
-
-    key: bytes
-
-
-@struct(frozen=True)
-class Put:
-    """Write one key. `lease` limits its life; None leaves the lease that it has."""
-
-    key: bytes
-    value: bytes
-    lease: int | None = 0
-
-
-@struct(frozen=True)
-class Delete:
-    """Delete one key, or all from it to below `end`."""
-
-    key: bytes
-    end: bytes = b""
-
-
-Operation = Get | Put | Delete
-
-
-@struct(frozen=True)
-class TxnResult:
-    """The result of a transaction. `found` has one entry for each `Get` that was executed."""
-
-    succeeded: bool
-    revision: int
-    """Of the key space once it was done: the mod_revision of everything that it wrote."""
-    found: tuple[KeyValue | None, ...]
-
-
-@struct(frozen=True)
-class Change:
-    """A change of a watched key: `kv` as it is now, None if it was deleted."""
-
-    kv: KeyValue | None
-    revision: int
-
-
-class CompactedError(StoreRefusedError):
-    """The revisions that a watch asked for are gone: read anew, and watch from there."""
-
-
-# ------------------------------------------------------------------------------------ the client
-
-
 class EtcdClient:
     """One process's connections to etcd. Made by `EtcdClient.connected`.
 
@@ -312,7 +88,7 @@ class EtcdClient:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        credentials = config.credentials()
+        credentials = _tls(config)
         self._channels = tuple(
             grpc.aio.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
             if credentials is None
@@ -803,6 +579,17 @@ _TOKEN_REFUSAL = re.compile(
 _CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
 
 _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
+
+
+def _tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
+    """Return what TLS needs, read anew; None for plaintext."""
+    if not config.secure:
+        return None
+
+    def read(path: Path | None) -> bytes | None:
+        return path.read_bytes() if path else None
+
+    return grpc.ssl_channel_credentials(read(config.ca), read(config.key), read(config.cert))
 
 
 def _is_silence(error: grpc.RpcError) -> bool:

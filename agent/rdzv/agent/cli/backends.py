@@ -25,7 +25,7 @@ from rdzv.transport.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, par
 
 if TYPE_CHECKING:
     # gRPC is not imported before the command line is known to be right.
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.channels import Credentials
 
 DEFAULT_MASTER_PORT = 29500
@@ -246,7 +246,7 @@ def _etcd(wish: Wish) -> Meeting:
 
 def _etcd_config(wish: Wish) -> EtcdConfig:
     """Read how etcd is reached: the keys of torchrun's etcd, etcd-v2, and user and password."""
-    from rdzv.stores.etcd_client import EtcdConfig, first_line
+    from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     conf = wish.conf
 

@@ -30,7 +30,7 @@ from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.agent.handover.adoption import Instance
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
 """How long whoever follows the logs may take for the last of them, once the jobs have ended."""

@@ -33,7 +33,7 @@ from rdzv.transport.addresses import is_loopback, listen_at
 from rdzv.transport.endpoints import Endpoint, Listen
 
 if TYPE_CHECKING:
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
 
 OTHERS_TIMEOUT_S = 5.0
 """How long a node that serves the others waits for them to go, once it could go itself."""

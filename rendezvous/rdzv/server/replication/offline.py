@@ -19,7 +19,8 @@ from rdzv.stores import backup
 from rdzv.stores.base import Store, StoreRefusedError
 from rdzv.stores.election import Election, Fence
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient, EtcdConfig
+from rdzv.stores.etcd_client import EtcdClient
+from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
 from rdzv.stores.sqlite_tables import Survey

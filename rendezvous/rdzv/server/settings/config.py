@@ -22,7 +22,7 @@ from rdzv.transport.certificates import Certificate, check_authorities, check_pa
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 if TYPE_CHECKING:
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
 
 PROTOCOL_VERSION = protocol.VERSION
 

@@ -31,7 +31,7 @@ from rdzv.structs import struct
 from rdzv.transport.endpoints import Listen
 
 if TYPE_CHECKING:
-    from rdzv.stores.etcd_client import EtcdConfig
+    from rdzv.stores.etcd_config import EtcdConfig
 
 log = logging.getLogger("rdzv.server")
 
@@ -82,7 +82,7 @@ def _size(key: str, field: str, reason: str, **more: Any) -> _Bound:
 
 
 def _etcd_endpoint(text: str) -> None:
-    from rdzv.stores.etcd_client import parse_endpoints
+    from rdzv.stores.etcd_config import parse_endpoints
 
     if "," in text:
         raise InvalidRequestError(f"{text!r} has a comma; give each endpoint by itself")
@@ -895,7 +895,7 @@ def _etcd(values: Values) -> EtcdConfig | None:
     endpoints = values.strings("etcd.endpoints")
     if not endpoints:
         return None
-    from rdzv.stores.etcd_client import EtcdConfig, first_line
+    from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     password = values.maybe("etcd.password_file", Path)
     return EtcdConfig.parse(

@@ -1,0 +1,151 @@
+"""How etcd is reached: endpoints, TLS files and password, read and checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from pathlib import Path
+
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
+from rdzv.transport.certificates import check_authorities, check_pair
+from rdzv.transport.endpoints import Endpoint, parse_endpoint
+
+DEFAULT_PORT = 2379
+"""Where etcd listens for clients."""
+
+
+def first_line(file: Path) -> str:
+    """Read a password from the first line of a file.
+
+    Raises:
+        InvalidRequestError: there is none.
+
+    """
+    try:
+        line = file.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"etcd password file {file} can not be read: {error}") from None
+    if not line:
+        raise InvalidRequestError(f"etcd password file {file}: its first line is empty")
+    return line
+
+
+@struct(frozen=True)
+class EtcdConfig:
+    """How etcd is reached, and where in it rdzv keeps its data."""
+
+    endpoints: tuple[Endpoint, ...]
+    prefix: str = "/rdzv"
+    """All keys begin with it and a slash, so several rdzvd clusters may share one etcd."""
+    tls: bool = False
+    """Whether endpoints are https; a CA or a certificate says so too."""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    ca: Path | None = None
+    """The CA of the members' certificates; without one, the system's."""
+    cert: Path | None = None
+    key: Path | None = None
+    ttl_s: int = 3
+    """How long a leader that has fallen silent is waited for. etcd raises less than one and a half
+    of its election timeouts to that."""
+    timeout_ms: int = 3_000
+    """The time limit of one call, with all its repetitions."""
+
+    @classmethod
+    def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
+        """Read `HOST:PORT,HOST:PORT`, each also as http:// or https://; check the whole.
+
+        Raises:
+            InvalidRequestError: a value can not be used.
+
+        """
+        parsed, tls = parse_endpoints(endpoints)
+        config = cls(parsed, tls=tls, **given)  # type: ignore[arg-type]
+        config.check()
+        return config
+
+    @property
+    def secure(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.tls or self.ca is not None or self.cert is not None
+
+    @property
+    def place(self) -> str:
+        """Where the data is, for people."""
+        return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
+
+    def check(self) -> None:
+        """Refuse what can not work, with value, reason and remedy.
+
+        Raises:
+            InvalidRequestError: the first such value.
+
+        """
+        if not self.endpoints:
+            raise InvalidRequestError("no etcd endpoint is given; give HOST:PORT,HOST:PORT")
+        if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
+            raise InvalidRequestError(
+                f"etcd prefix {self.prefix!r} can not be used: it is no path of letters, digits "
+                "and . _ -; give one like /rdzv"
+            )
+        if not 2 <= self.ttl_s <= 300:
+            raise InvalidRequestError(
+                f"etcd ttl {self.ttl_s} s can not be used: a leader must renew in time and be "
+                "replaced in time; give 2 to 300"
+            )
+        if not 100 <= self.timeout_ms <= 60_000:
+            raise InvalidRequestError(
+                f"etcd timeout {self.timeout_ms} ms can not be used; give 100 to 60000"
+            )
+        if bool(self.user) != bool(self.password):
+            raise InvalidRequestError(
+                f"etcd user {self.user!r} {'has no' if self.user else 'is missing for the'} "
+                "password; give both or neither"
+            )
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError(
+                f"etcd client certificate {self.cert} and key {self.key}: one without the other "
+                "can not be used; give both or neither"
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
+        if self.ca is not None:
+            check_authorities(self.ca, "etcd CA")
+        if self.cert is not None and self.key is not None:
+            check_pair(self.cert, self.key, "etcd client certificate")
+
+
+def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
+    """Read `HOST:PORT,HOST:PORT`, with or without scheme; return them, and whether they are https.
+
+    >>> parse_endpoints("https://a:1,https://[::1]")
+    ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
+
+    Raises:
+        InvalidRequestError: one can not be read, or is given twice, or schemes are mixed.
+
+    """
+    endpoints: list[Endpoint] = []
+    schemes: set[str] = set()
+    for part in text.split(","):
+        scheme, found, rest = part.strip().partition("://")
+        if found and scheme not in ("http", "https"):
+            raise InvalidRequestError(
+                f"etcd endpoint {part.strip()!r} can not be used: {scheme!r} is no scheme of "
+                "etcd's; give http, https or none"
+            )
+        schemes.add(scheme if found else "http")
+        endpoint = parse_endpoint(rest.removesuffix("/") if found else scheme, DEFAULT_PORT)
+        if endpoint in endpoints:
+            raise InvalidRequestError(
+                f"etcd endpoints {text!r} can not be used: {endpoint} is given twice; leave one out"
+            )
+        endpoints.append(endpoint)
+    if len(schemes) > 1:
+        raise InvalidRequestError(
+            f"etcd endpoints {text!r} can not be used: some are https and some are not; give "
+            "all of them alike"
+        )
+    return tuple(endpoints), schemes == {"https"}
