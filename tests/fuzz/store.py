@@ -21,6 +21,7 @@ from rdzv.c10d.observations import Watch
 from rdzv.c10d.store_server import PREFIX, Looks
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
+from rdzv.server.operations import answer_values
 from rdzv.server.wire import outbound
 from rdzv.view.answers import job_status_of
 from tests.fuzz import surface
@@ -162,9 +163,8 @@ def _look(answer: _Answer) -> None:
     watch = Watch()
     watch.take(states, (*answer.gone, *unreadable), 1_000)
     for view in watch.views(2_000):
-        message = type(outbound.job_status(view, 2_000)).FromString(
-            outbound.job_status(view, 2_000).SerializeToString()
-        )
+        message = outbound.job_status(answer_values.job_status(view, 2_000))
+        message = type(message).FromString(message.SerializeToString())
         check_text("a job that is watched", as_text.status(job_status_of(message), _PAGE))
 
 

@@ -9,6 +9,7 @@ from datetime import UTC
 from rdzv.core.commands import Leave, Stop
 from rdzv.core.model import LeaveCause
 from rdzv.ctl.layout import Page
+from rdzv.server.operations import answer_values
 from rdzv.server.wire import outbound
 from rdzv.structs import replace
 from rdzv.view.answers import Event, JobStatus, event_of, job_status_of
@@ -39,7 +40,8 @@ async def told(
         view = await s.driver.views.status(rdzv_id)
         rows = await s.driver.views.history(rdzv_id, limit)
         progress = s.driver.views.progress(rdzv_id)
-    status = job_status_of(outbound.job_status(view, now_ms, progress))
+    status = answer_values.job_status(view, now_ms, progress)
+    assert job_status_of(outbound.job_status(status)) == status, "gRPC carries what HTTP answers"
     return Told(status, tuple(event_of(outbound.event_row(row)) for row in rows), now_ms)
 
 

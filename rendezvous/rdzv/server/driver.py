@@ -168,9 +168,7 @@ class Driver:
             stack_archive=self.diagnosis.stack_archive,
             watchers=self.watchers,
         )
-        self.workers = WorkerViews(
-            self.jobs, views=self.views, diagnosis=self.diagnosis, watchers=self.watchers
-        )
+        self.workers = WorkerViews(self.views, self.diagnosis, self.watchers)
         self.node_views = NodeViews(self.jobs, clock, lambda: self.leases.records, self.scheduling)
         self.nodes = NodeOperations(
             views=self.node_views,

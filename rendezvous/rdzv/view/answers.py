@@ -1,7 +1,7 @@
 """What rdzvd answers, as values: in them None means "not known".
 
-Here the messages of the `Control` service become values. `rdzv.client` asks for them; who holds a
-message already, such as the server for its HTTP API, reads it by the same functions.
+The server makes these values of its own (`rdzv.server.operations.answer_values`). Its HTTP API
+writes them as JSON, its gRPC services as messages, and here messages become the same values again.
 """
 
 from __future__ import annotations
@@ -463,7 +463,9 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
         last_end=status.last_end or None,
         last_failure=_last_failure(status),
         backend=status.backend or OWN_BACKEND,
-        progress=_progress(status.progress),
+        progress=rank_progress(
+            [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in status.progress]
+        ),
         stragglers=tuple(
             Straggler(one.rank, one.step_s, one.median_s, one.age_ms) for one in status.stragglers
         ),
@@ -475,11 +477,12 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
     )
 
 
-def _progress(said: Sequence[pb.RankProgress]) -> tuple[RankProgress, ...]:
-    behind = lags([Word(one.step, one.age_ms, one.rate or None) for one in said])
+def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
+    """Compare what the workers of a round, by RANK, have said at different moments."""
+    behind = lags([word for _, word in said])
     return tuple(
-        RankProgress(one.rank, one.step, one.age_ms, one.rate or None, steps)
-        for one, steps in zip(said, behind, strict=True)
+        RankProgress(rank, word.step, word.age_ms, word.rate, steps)
+        for (rank, word), steps in zip(said, behind, strict=True)
     )
 
 

@@ -41,6 +41,7 @@ from rdzv.server.messages import (
     Waiting,
     Welcome,
 )
+from rdzv.server.operations import answer_values
 from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes, inbound_operators, outbound
 from rdzv.stores.base import Record
@@ -612,8 +613,16 @@ VIEW = JobView(
 )
 
 
+def sent(view: JobView, now_ms: int = 0, progress: tuple[RankProgress, ...] = ()) -> pb.JobStatus:
+    return outbound.job_status(answer_values.job_status(view, now_ms, progress))
+
+
+def sent_line(view: JobView) -> pb.JobSummary:
+    return outbound.job_summary(answer_values.job_summary(view, ""))
+
+
 def test_status_carries_every_field_of_the_view() -> None:
-    status = outbound.job_status(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
+    status = sent(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
     names = {*field_names(JobView), "progress", "stragglers"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
@@ -634,10 +643,10 @@ def test_status_carries_every_field_of_the_view() -> None:
 def test_a_budget_that_is_none_is_not_told() -> None:
     assert VIEW.budgets is not None
     open_ = replace(VIEW.budgets, max_preemptions=None, max_store_failures=None, furthest_step=None)
-    budgets = outbound.job_status(replace(VIEW, budgets=open_), 0).budgets
+    budgets = sent(replace(VIEW, budgets=open_)).budgets
     for name in ("max_preemptions", "max_store_failures", "furthest_step"):
         assert not budgets.HasField(name)
-    assert not outbound.job_status(replace(VIEW, budgets=None), 0).HasField("budgets")
+    assert not sent(replace(VIEW, budgets=None)).HasField("budgets")
 
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
@@ -671,14 +680,14 @@ def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
 
 def test_what_is_not_known_is_not_set() -> None:
     bare = replace(VIEW, round=None, last_failure=(), last_failure_age_ms=None, last_end=None)
-    status = outbound.job_status(bare, 0)
+    status = sent(bare)
     for name in ("round", "last_failure", "last_failure_age_ms", "last_end"):
         assert not status.HasField(name)
-    assert not outbound.job_summary(bare, "").HasField("round")
+    assert not sent_line(bare).HasField("round")
 
 
 def test_the_summary_counts_the_nodes_that_are_seated() -> None:
-    summary = outbound.job_summary(VIEW, "")
+    summary = sent_line(VIEW)
     assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
     for field in summary.DESCRIPTOR.fields:
         if field.name not in {"nodes", "hangs"}:
@@ -687,14 +696,14 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
 
 
 def test_who_forms_the_group_is_told() -> None:
-    assert (outbound.job_status(VIEW, 0).backend, outbound.job_summary(VIEW, "").backend) == (
+    assert (sent(VIEW).backend, sent_line(VIEW).backend) == (
         "rdzv",
         "rdzv",
     )
     watched = replace(VIEW, backend="c10d", restarts=None, max_restarts=None)
-    assert outbound.job_status(watched, 0).backend == "c10d"
-    assert outbound.job_summary(watched, "").backend == "c10d"
-    assert not outbound.job_summary(watched, "").HasField("restarts")
+    assert sent(watched).backend == "c10d"
+    assert sent_line(watched).backend == "c10d"
+    assert not sent_line(watched).HasField("restarts")
 
 
 def test_a_row_of_history() -> None:

@@ -33,6 +33,7 @@ from rdzv.runtime.concurrency import single_error
 from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import NodeSummary
+from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import SLICE
 from rdzv.server.settings.config import Limits, Timings
 from rdzv.structs import replace
@@ -292,9 +293,9 @@ class FleetFeed(Feed):
         self._nodes = contents
 
     async def _shown(self, summaries: Sequence[NodeSummary]) -> list[answers.Node]:
-        found = []
+        found: list[answers.Node] = []
         for part in _parts(summaries, SLICE):
-            found += [self._answers.node_of(summary) for summary in part]
+            found += map(answer_values.node, part)
             await asyncio.sleep(0)
         return found
 
@@ -446,7 +447,7 @@ class Feeds:
         self._readers += 1
         try:
             if rdzv_id is not None:
-                await self._answers.view(rdzv_id)
+                await self._answers.check_known(rdzv_id)
             else:
                 _ = self._answers.replica.driver
             with self._joined(rdzv_id) as reader:

@@ -1,7 +1,7 @@
-"""What is asked by HTTP of jobs, nodes and servers, answered as rdzvctl has it.
+"""What is asked by HTTP of jobs, nodes and servers.
 
-The values are those of `rdzv.view.answers`, by way of the messages that rdzvctl gets: so what is
-answered by HTTP can not differ from what rdzvctl shows.
+The values are those that gRPC sends to rdzvctl, so what HTTP answers cannot differ from what
+rdzvctl shows.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
 from rdzv.server.messages import LogsWanted, NodeSummary
+from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import SLICE, Answers
 from rdzv.server.settings import bounds
-from rdzv.server.wire import inbound_operators, outbound
+from rdzv.server.wire import inbound_operators
 from rdzv.view import answers
 
 
 class Shown(Answers):
-    """Answers for one server, as values of the client."""
+    """Answers for one server, of all that HTTP is asked."""
 
     @property
     def store_away(self) -> str | None:
@@ -30,18 +30,6 @@ class Shown(Answers):
     async def status(self, asked: str) -> answers.JobStatus:
         """Show one job; raises as `view`."""
         return self.status_of(await self.view(asked))
-
-    def status_of(self, view: JobView) -> answers.JobStatus:
-        """Show a job of which the server has this view."""
-        progress = self.replica.driver.views.progress(view.rdzv_id)
-        stragglers = self.replica.driver.views.stragglers(view.rdzv_id)
-        status = outbound.job_status(view, self.clock.now_ms(), progress, stragglers)
-        return answers.job_status_of(status)
-
-    def summary_of(self, view: JobView) -> answers.JobSummary:
-        """Show a job as one line."""
-        hangs = self.replica.driver.views.hangs(view.rdzv_id)
-        return answers.job_summary_of(outbound.job_summary(view, hangs))
 
     async def jobs(self) -> list[answers.JobSummary]:
         """Show every job as one line, by name."""
@@ -66,24 +54,17 @@ class Shown(Answers):
         report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
         # It may be a megabyte, for which no node is to wait.
-        return await asyncio.to_thread(
-            lambda: answers.stack_report_of(outbound.stack_report(report, now_ms))
-        )
+        return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
     def summaries(self) -> list[NodeSummary]:
         """Show every node, in the server's own words."""
         return list(self.replica.driver.node_views.summaries())
 
-    @staticmethod
-    def node_of(summary: NodeSummary) -> answers.Node:
-        """Show a node of which the server has this summary."""
-        return answers.node_of(outbound.node_summary(summary))
-
     async def nodes(self) -> list[answers.Node]:
         """Show every node."""
         found = []
         for number, summary in enumerate(self.summaries(), 1):
-            found.append(self.node_of(summary))
+            found.append(answer_values.node(summary))
             if number % SLICE == 0:
                 await asyncio.sleep(0)
         return found
@@ -99,14 +80,14 @@ class Shown(Answers):
         node_id = bounds.node_id_of(asked, self.limits)
         for summary in self.summaries():
             if summary.node_id == node_id:
-                return self.node_of(summary)
+                return answer_values.node(summary)
         raise UnknownNodeError(
             f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
         )
 
     async def servers(self) -> list[answers.Server]:
         """Show every rdzvd that shares this one's store; also one that stands by answers."""
-        return [answers.server_of(outbound.server(view)) for view in await self.replica.servers()]
+        return [answer_values.server(view) for view in await self.replica.servers()]
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""
@@ -114,6 +95,6 @@ class Shown(Answers):
             rdzv_id = bounds.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
                 async for lines in found:
-                    yield answers.log_lines_of(outbound.log_lines(lines))
+                    yield answer_values.log_lines(lines)
         except (UnknownJobError, InvalidRequestError) as error:
             raise self.why_no_logs(asked, error) from error

@@ -67,7 +67,7 @@ class JobOperations:
             RendezvousClosedError: the run that is meant has ended.
 
         """
-        await self._views.status(rdzv_id)
+        await self._views.state(rdzv_id)
         return self._views.of(await self._jobs.submit(rdzv_id, command))
 
     async def forget(self, rdzv_id: str) -> None:

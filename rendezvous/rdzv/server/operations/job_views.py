@@ -42,7 +42,11 @@ class JobViews:
         """The number of callers that watch a job."""
 
     async def status(self, rdzv_id: str) -> JobView:
-        """Show one job.
+        """Show one job; raises as `state`."""
+        return self.of(await self.state(rdzv_id))
+
+    async def state(self, rdzv_id: str) -> State:
+        """Return the state of a job that is known.
 
         Raises:
             UnknownJobError: nobody has ever joined it.
@@ -57,7 +61,7 @@ class JobViews:
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
-        return self.of(state)
+        return state
 
     def of(self, state: State) -> JobView:
         """Show the job that is in this state."""
@@ -132,5 +136,5 @@ class JobViews:
             UnknownJobError: nobody has ever joined it.
 
         """
-        await self.status(rdzv_id)
+        await self.state(rdzv_id)
         return await self._jobs.history(rdzv_id, limit)

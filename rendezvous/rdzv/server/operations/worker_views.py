@@ -9,7 +9,6 @@ from rdzv.core.stacks import Report
 from rdzv.core.words import listed
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousConnectionError
 from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import LogLines, LogsWanted
 from rdzv.server.operations.job_views import JobViews
@@ -18,15 +17,7 @@ from rdzv.server.operations.job_views import JobViews
 class WorkerViews:
     """The workers of one server's jobs, as operators see them."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        *,
-        views: JobViews,
-        diagnosis: Diagnosis,
-        watchers: Watchers,
-    ) -> None:
-        self._jobs = jobs
+    def __init__(self, views: JobViews, diagnosis: Diagnosis, watchers: Watchers) -> None:
         self._views = views
         self._logs = diagnosis.logs
         self._stacks = diagnosis.stacks
@@ -44,8 +35,7 @@ class WorkerViews:
             RendezvousConnectionError: this server no longer serves.
 
         """
-        await self._views.status(rdzv_id)
-        state = await self._jobs.look(rdzv_id)
+        state = await self._views.state(rdzv_id)
         if self._watchers.closed:
             raise RendezvousConnectionError("this server does not serve any more; ask again")
         reader = self._logs.open(state, wanted)
@@ -66,8 +56,7 @@ class WorkerViews:
             RendezvousConnectionError: the store is away, or this server no longer serves.
 
         """
-        await self._views.status(rdzv_id)
-        state = await self._jobs.look(rdzv_id)
+        state = await self._views.state(rdzv_id)
         membership = state.membership
         if run and run != membership.run:
             raise RendezvousClosedError(
@@ -90,8 +79,7 @@ class WorkerViews:
             RendezvousConnectionError: the store is away, or this server no longer serves.
 
         """
-        await self._views.status(rdzv_id)
-        state = await self._jobs.look(rdzv_id)
+        state = await self._views.state(rdzv_id)
         found, kept = await self._kept_stacks(state, number)
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""What is asked of jobs, in the server's own words, whoever asks: the Control service, or by HTTP.
+"""What is asked of jobs, over gRPC and HTTP alike.
 
 A job that is only watched (torchrun's own, at `--c10d`) gives way to one of its name, but in lists.
 """
@@ -17,10 +17,12 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.runtime.clock import Clock
+from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits
 from rdzv.stores.base import Record
+from rdzv.view import answers
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -68,6 +70,24 @@ class Answers:
     def all_watched(self) -> tuple[JobView, ...]:
         """Show every job that is only watched."""
         return self._facade.views() if self._facade is not None else ()
+
+    async def check_known(self, asked: str) -> None:
+        """Raise what `view` does, and show nothing."""
+        try:
+            await self.replica.driver.views.state(bounds.rdzv_id_of(asked, self.limits))
+        except (UnknownJobError, InvalidRequestError):
+            if self.watched(asked) is None:
+                raise
+
+    def status_of(self, view: JobView) -> answers.JobStatus:
+        """Show a job of which the server has this view."""
+        views = self.replica.driver.views
+        progress, stragglers = views.progress(view.rdzv_id), views.stragglers(view.rdzv_id)
+        return answer_values.job_status(view, self.clock.now_ms(), progress, stragglers)
+
+    def summary_of(self, view: JobView) -> answers.JobSummary:
+        """Show a job as one line."""
+        return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
     async def views(self) -> AsyncGenerator[JobView, None]:
         """Show every job, one after the other; now and then others have their turn."""

@@ -36,6 +36,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.concurrency import beside
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, NodeSummary, Progress, Refused
+from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
@@ -388,7 +389,7 @@ class ControlService(pb_grpc.ControlServicer):
             views = [view async for view in self._answers.views()]
         except RendezvousError as error:
             await _abort(context, error)
-        jobs = [outbound.job_summary(view, driver.views.hangs(view.rdzv_id)) for view in views]
+        jobs = [outbound.job_summary(self._answers.summary_of(view)) for view in views]
         return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
@@ -442,9 +443,7 @@ class ControlService(pb_grpc.ControlServicer):
         try:
             named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
             driver = self._replica.driver
-            nodes = [
-                outbound.node_summary(summary) for summary in driver.node_views.summaries(named)
-            ]
+            nodes = list(map(_node, driver.node_views.summaries(named)))
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
@@ -459,7 +458,7 @@ class ControlService(pb_grpc.ControlServicer):
             before = self._use(node_id)
             found = await self._replica.driver.nodes.cordon(node_id, reason)
             note_change(before, _use_of(found))
-            return outbound.node_summary(found)
+            return _node(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -472,7 +471,7 @@ class ControlService(pb_grpc.ControlServicer):
             before = self._use(node_id)
             found = await self._replica.driver.nodes.uncordon(node_id)
             note_change(before, _use_of(found))
-            return outbound.node_summary(found)
+            return _node(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -489,7 +488,7 @@ class ControlService(pb_grpc.ControlServicer):
                 node_id, deadline_ms, reason, keep_min=request.keep_min
             )
             note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
-            return outbound.node_summary(found)
+            return _node(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -502,7 +501,7 @@ class ControlService(pb_grpc.ControlServicer):
             before = self._use(node_id)
             found = await self._replica.driver.nodes.undrain(node_id)
             note_change(before, _use_of(found))
-            return outbound.node_summary(found)
+            return _node(found)
         except RendezvousError as error:
             await _abort(context, error)
 
@@ -559,7 +558,8 @@ class ControlService(pb_grpc.ControlServicer):
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
             why = "an operator asked for them"
             report = await self._replica.driver.workers.stacks(rdzv_id, run, number, why)
-            return outbound.stack_report(report, self._clock.now_ms())
+            shown = answer_values.stack_report(report, self._clock.now_ms())
+            return outbound.stack_report(shown)
         except UnknownJobError as error:
             if self._answers.watched(request.rdzv_id) is not None:
                 await _abort(context, _without_agents(request.rdzv_id))
@@ -585,7 +585,8 @@ class ControlService(pb_grpc.ControlServicer):
             servers = await self._replica.servers()
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.ListServersResponse(servers=[outbound.server(view) for view in servers])
+        shown = map(answer_values.server, servers)
+        return pb.ListServersResponse(servers=map(outbound.server, shown))
 
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
@@ -599,7 +600,8 @@ class ControlService(pb_grpc.ControlServicer):
             note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
         except RendezvousError as error:
             await _abort(context, error)
-        return pb.CreateTokenResponse(token=outbound.token(token, self._clock.now_ms()), text=text)
+        shown = answer_values.token(token, self._clock.now_ms())
+        return pb.CreateTokenResponse(token=outbound.token(shown), text=text)
 
     async def ListTokens(  # noqa: N802
         self, request: pb.ListTokensRequest, context: AnyContext
@@ -624,7 +626,8 @@ class ControlService(pb_grpc.ControlServicer):
 
     def _tokens(self, tokens: Iterable[Token]) -> pb.ListTokensResponse:
         now_ms = self._clock.now_ms()
-        return pb.ListTokensResponse(tokens=[outbound.token(token, now_ms) for token in tokens])
+        shown = [answer_values.token(token, now_ms) for token in tokens]
+        return pb.ListTokensResponse(tokens=list(map(outbound.token, shown)))
 
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
@@ -649,13 +652,15 @@ class ControlService(pb_grpc.ControlServicer):
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
-        progress = self._replica.driver.views.progress(view.rdzv_id)
-        stragglers = self._replica.driver.views.stragglers(view.rdzv_id)
-        return outbound.job_status(view, self._clock.now_ms(), progress, stragglers)
+        return outbound.job_status(self._answers.status_of(view))
 
 
 def _bounds(min_nodes: int, max_nodes: int) -> str:
     return f"{min_nodes}:{max_nodes} nodes"
+
+
+def _node(summary: NodeSummary) -> pb.Node:
+    return outbound.node(answer_values.node(summary))
 
 
 def _use_of(node: NodeSummary) -> str:

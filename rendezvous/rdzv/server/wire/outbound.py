@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
+from msgspec import Struct
 
-from rdzv.core.explain import BudgetsView, JobView, NodeView
-from rdzv.core.model import Failure, JobSpec, NodeState, Result, Submission
-from rdzv.core.stacks import Frame, Report, SilentNode
-from rdzv.core.stragglers import Straggler
+from rdzv.core.model import Failure, JobSpec, Result
 from rdzv.server.messages import (
     Closed,
     DrainNode,
@@ -22,13 +20,10 @@ from rdzv.server.messages import (
     LogLines,
     LogPosition,
     LookAgain,
-    NodeSummary,
     Placed,
-    RankProgress,
     ReadLog,
     Refused,
     RoundOver,
-    ServerView,
     TakeStacks,
     Told,
     UndrainNode,
@@ -36,13 +31,12 @@ from rdzv.server.messages import (
     Welcome,
     Withdrawn,
 )
-from rdzv.server.security.tokens import Token
 from rdzv.server.settings.config import PROTOCOL_VERSION
 from rdzv.stores.base import Record
 from rdzv.structs import field_names
 from rdzv.transport.tallies import tally_message
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import event_in
+from rdzv.view import answers
 
 _RESULTS = {
     Result.SUCCEEDED: pb.RESULT_SUCCEEDED,
@@ -121,21 +115,7 @@ def _label_messages(labels: Iterable[tuple[str, str]]) -> list[pb.Label]:
 
 
 M = TypeVar("M", bound=Message)
-_Flat = (
-    Joined
-    | Line
-    | Refused
-    | Waiting
-    | NodeView
-    | BudgetsView
-    | RankProgress
-    | LogCredit
-    | LogLines
-    | Withdrawn
-    | TakeStacks
-    | SilentNode
-    | Frame
-)
+_Flat = Joined | Line | Refused | Waiting | LogCredit | LogLines | Withdrawn | TakeStacks
 _FIELDS = {
     kind: tuple(name for name in field_names(kind) if name != "tally")
     for kind in (*get_args(_Flat), LogPosition)
@@ -222,172 +202,14 @@ def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
     )
 
 
-def job_status(
-    view: JobView,
-    now_ms: int,
-    progress: Iterable[RankProgress] = (),
-    stragglers: Iterable[Straggler] = (),
-) -> pb.JobStatus:
-    """Write everything that `status` shows of a job, and how far its workers are."""
-    status = pb.JobStatus()
-    status.progress.extend(_copied(pb.RankProgress(), one) for one in progress)
-    status.stragglers.extend(
-        pb.Straggler(
-            rank=one.rank,
-            step_s=one.step_s,
-            median_s=one.median_s,
-            age_ms=max(now_ms - one.since_ms, 0),
-        )
-        for one in stragglers
-    )
-    for name in field_names(type(view)):
-        content = getattr(view, name)
-        if name == "nodes":
-            status.nodes.extend(_copied(pb.NodeStatus(), node) for node in content)
-        elif name == "last_failure":
-            if content:
-                status.last_failure.CopyFrom(_root_cause(content, now_ms) or pb.RootCause())
-        elif name == "submission":
-            if content is not None:
-                status.submission.CopyFrom(_submission(content, view.jobs_before, now_ms))
-        elif name == "jobs_before":
-            pass
-        elif name == "budgets":
-            if content is not None:
-                status.budgets.CopyFrom(_copied(pb.Budgets(), content))
-        elif content is not None:
-            setattr(status, name, content)
-    return status
-
-
-def _submission(submission: Submission, jobs_before: int | None, now_ms: int) -> pb.Submission:
-    spec = submission.spec
-    return pb.Submission(
-        submitted_by=submission.submitted_by,
-        age_ms=max(now_ms - submission.at_ms, 0),
-        args=spec.args,
-        env_names=[name for name, _ in spec.env],
-        chdir=spec.chdir,
-        labels=_label_messages(spec.labels),
-        priority=spec.priority,
-        gpus_per_node=spec.gpus_per_node,
-        placed=submission.placed,
-        jobs_before=jobs_before,
-        declined=[
-            pb.DeclinedNode(node_id=one.node_id, reason=one.reason) for one in submission.declined
-        ],
-        submitter=spec.submitter,
-        account=spec.account,
-    )
-
-
-def node_summary(summary: NodeSummary) -> pb.Node:
-    """Write the line that `nodes` shows of a node."""
-    resources = None
-    if (has := summary.resources) is not None:
-        resources = pb.Resources(
-            cpus=has.cpus,
-            memory_bytes=has.memory_bytes,
-            gpus=[
-                pb.Gpu(uuid=gpu.uuid, name=gpu.name, memory_bytes=gpu.memory_bytes)
-                for gpu in has.gpus
-            ],
-            labels=_label_messages(has.labels),
-            capacity=has.capacity,
-            topology=has.topology,
-        )
-    return pb.Node(
-        node_id=summary.node_id,
-        state=summary.state,
-        state_age_ms=summary.state_age_ms,
-        program=summary.program,
-        address=summary.address,
-        agent_version=summary.version,
-        resources=resources,
-        jobs=[
-            pb.NodeJob(rdzv_id=job.rdzv_id, gpus=job.gpus, state=job.state) for job in summary.jobs
-        ],
-        gpus_free=summary.gpus_free,
-        cordoned=summary.cordoned,
-        cordon_reason=summary.cordon_reason,
-        cordon_age_ms=summary.cordon_age_ms,
-        quarantine=summary.quarantine,
-        quarantine_age_ms=summary.quarantine_age_ms,
-        quarantine_left_ms=summary.quarantine_left_ms,
-        unhealthy=summary.unhealthy,
-        unhealthy_age_ms=summary.unhealthy_age_ms,
-        metrics=summary.metrics,
-        drain=summary.drain,
-        drain_reason=summary.drain_reason,
-        drain_left_ms=summary.drain_left_ms,
-        drained_by_operator=summary.drained_by_operator,
-    )
-
-
-def job_summary(view: JobView, hangs: str) -> pb.JobSummary:
-    """Write the line that `list` shows of a job; `hangs` says who hangs, or is empty."""
-    here = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
-    return pb.JobSummary(
-        rdzv_id=view.rdzv_id,
-        run=view.run,
-        state=view.state,
-        reason=view.reason,
-        round=view.round,
-        nodes=sum(1 for n in view.nodes if n.group_rank is not None and n.state in here),
-        min_nodes=view.min_nodes,
-        max_nodes=view.max_nodes,
-        world_size=view.world_size,
-        restarts=view.restarts,
-        max_restarts=view.max_restarts,
-        state_age_ms=view.state_age_ms,
-        backend=view.backend,
-        hangs=hangs,
-    )
-
-
 def log_lines(lines: LogLines) -> pb.LogLines:
     """Write a piece of a log, or a note."""
     return _copied(pb.LogLines(), lines)
 
 
-def stack_report(report: Report, now_ms: int) -> pb.StackReport:
-    """Write what the workers of a round were doing."""
-    return pb.StackReport(
-        rdzv_id=report.rdzv_id,
-        run=report.run,
-        round=report.round,
-        age_ms=max(now_ms - report.at_ms, 0),
-        reason=report.reason,
-        summary=report.summary,
-        groups=[pb.StackGroup(ranks=one.ranks, where=one.where) for one in report.groups],
-        stacks=[
-            pb.WorkerStack(
-                rank=stack.rank,
-                local_rank=stack.local_rank,
-                pid=stack.pid,
-                state=stack.state,
-                threads=[
-                    pb.ThreadStack(
-                        name=thread.name,
-                        main=thread.main,
-                        frames=[_copied(pb.StackFrame(), frame) for frame in thread.frames],
-                    )
-                    for thread in stack.threads
-                ],
-                note=stack.note,
-                kernel=stack.kernel,
-                node_id=stack.node_id,
-            )
-            for stack in report.stacks
-        ],
-        left_out=report.left_out,
-        silent=[_copied(pb.SilentNode(), node) for node in report.silent],
-    )
-
-
 def event_row(record: Record) -> pb.Event:
     """Write one row of a job's history."""
-    event = event_in(record)
+    event = answers.event_in(record)
     return pb.Event(
         unix_ms=record.unix_ms,
         rdzv_id=record.rdzv_id,
@@ -398,27 +220,85 @@ def event_row(record: Record) -> pb.Event:
     )
 
 
-def server(view: ServerView) -> pb.Server:
-    """Show one rdzvd."""
-    return pb.Server(
-        address=view.address,
-        leads=view.leads,
-        leadership=view.leadership,
-        store=view.store,
-        server_version=view.version,
-        state_age_ms=view.state_age_ms,
-        insecure=view.insecure,
-        store_away=view.store_away,
+def job_status(status: answers.JobStatus) -> pb.JobStatus:
+    """Write everything that `status` shows of a job."""
+    message = _filled(pb.JobStatus(), status)
+    if (last := status.last_failure) is not None:
+        message.last_failure.failures.extend(
+            _failure(failure, last.age_ms) for failure in (last.root_cause, *last.others)
+        )
+        if last.age_ms is not None:
+            message.last_failure_age_ms = last.age_ms
+    return message
+
+
+def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
+    """Write one failure; those that are shown together are of one age."""
+    return pb.NodeFailure(
+        node_id=failure.node_id,
+        address=failure.address or "",
+        failure=pb.WorkerFailure(
+            local_rank=failure.local_rank,
+            rank=failure.rank,
+            pid=failure.pid or 0,
+            exit_code=failure.exit_code,
+            signal=failure.signal,
+            message=failure.message or "",
+            traceback=failure.traceback or "",
+            age_ms=age_ms or 0,
+        ),
     )
 
 
-def token(token: Token, now_ms: int) -> pb.Token:
+def job_summary(summary: answers.JobSummary) -> pb.JobSummary:
+    """Write the line that `list` shows of a job."""
+    return _filled(pb.JobSummary(), summary)
+
+
+def node(shown: answers.Node) -> pb.Node:
+    """Write what `nodes` shows of a node."""
+    return _filled(pb.Node(), shown)
+
+
+def server(shown: answers.Server) -> pb.Server:
+    """Write what `servers` shows of an rdzvd."""
+    return _filled(pb.Server(), shown)
+
+
+def token(shown: answers.Token) -> pb.Token:
     """Write what may be known of a token."""
-    message = pb.Token(
-        id=token.id, name=token.name, roles=token.roles, age_ms=max(now_ms - token.created_ms, 0)
-    )
-    if token.expires_ms is not None:
-        message.expires_in_ms = max(token.expires_ms - now_ms, 0)
-    if token.used_ms is not None:
-        message.used_age_ms = max(now_ms - token.used_ms, 0)
+    return _filled(pb.Token(), shown)
+
+
+def stack_report(report: answers.StackReport) -> pb.StackReport:
+    """Write what the workers of a round were doing."""
+    return _filled(pb.StackReport(), report)
+
+
+_OTHERWISE = frozenset({"last_failure", "behind"})
+"""Fields that are no fields of the message: one is written otherwise, one the reader works out."""
+_NAMES = {"version": "server_version"}
+
+
+def _filled(message: M, value: object) -> M:
+    """Write a value into a message with fields of the same names; None is not written."""
+    for name in field_names(type(value)):
+        content = getattr(value, name)
+        if content is None or name in _OTHERWISE:
+            continue
+        name = _NAMES.get(name, name)  # noqa: PLW2901
+        if isinstance(content, dict):
+            getattr(message, name).extend(_label_messages(content.items()))
+        elif isinstance(content, tuple):
+            repeated = getattr(message, name)
+            if content and isinstance(content[0], Struct):
+                for one in content:
+                    _filled(repeated.add(), one)
+            else:
+                repeated.extend(content)
+        elif isinstance(content, Struct):
+            getattr(message, name).SetInParent()
+            _filled(getattr(message, name), content)
+        else:
+            setattr(message, name, content)
     return message

@@ -1,0 +1,181 @@
+"""What HTTP answers is what gRPC carries: each value is read back from its message as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from rdzv.core.model import (
+    Declined,
+    Failure,
+    JobSpec,
+    Submission,
+)
+from rdzv.core.placement import Gpu, Resources
+from rdzv.core.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.stragglers import Straggler
+from rdzv.errors import UnknownJobError
+from rdzv.server.messages import (
+    LogLines,
+    NodeJob,
+    NodeSummary,
+    RankProgress,
+    ServerView,
+)
+from rdzv.server.operations import answer_values
+from rdzv.server.security.tokens import Token
+from rdzv.server.wire import outbound
+from rdzv.structs import replace
+from rdzv.view import answers
+from tests.unit.server.test_driver import server
+from tests.unit.server.test_wire import NODE, VIEW
+
+NOW_MS = 10_000
+BARE = replace(
+    VIEW,
+    **{"run": "", "run_number": 0, "reason": "", "round": None, "world_size": 0, "restarts": None},
+    **{"max_restarts": None, "nodes": (), "master_addr": "", "master_port": 0, "budgets": None},
+    **{"last_failure": (), "last_failure_age_ms": None, "last_end": None, "no_progress": False},
+)
+ZEROS = replace(VIEW, round=0, restarts=0, max_restarts=0, min_nodes=0, max_nodes=0)
+FAILED = (
+    Failure("n1", "10.0.0.1", 0, 0, 4711, 0, None, "m", "t", 9_000),
+    Failure("n2", "", 1, 9, 0, None, 9, "", "", 9_100),
+)
+SPEC = JobSpec(
+    args=("train.py", "--epochs=9"),
+    env=(("TOKEN", "hunter2"),),
+    chdir="/home/ada",
+    labels=(("gpu", "h100"), ("spare", "")),
+    priority=-3,
+    gpus_per_node=0,
+    submitter="ada",
+    account="ada",
+)
+SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (Declined("n3", "no /data"),))
+FULL = replace(
+    VIEW,
+    nodes=(NODE, replace(NODE, role="", address="", reason="away", drain_left_ms=0)),
+    last_failure=FAILED,
+    submission=SUBMITTED,
+    jobs_before=0,
+    backend="c10d",
+    owner="ada",
+    has_secret=True,
+)
+PLAIN_NODE = NodeSummary("n1", "gone", 5, "", "", "", None, 0, (), False, "", 0)
+NODE_JOB = NodeJob("job-7", 2, "holding")
+HAS = Resources(
+    8, 1 << 36, (Gpu("GPU-1", "H100", 80 << 30), Gpu("GPU-2", "", 0)), (("zone", "a"),), 2, "rack 1"
+)
+FULL_NODE = NodeSummary(
+    *(
+        "n1",
+        "connected",
+        5,
+        "rdzv-agent",
+        "10.0.0.1",
+        "0.1.0",
+        HAS,
+        0,
+        (NODE_JOB,),
+        True,
+        "disk",
+        9,
+    ),
+    metrics="10.0.0.1:29481",
+    **{"quarantine": "at fault", "quarantine_age_ms": 1, "quarantine_left_ms": 0},
+    **{"unhealthy": "disk /data", "unhealthy_age_ms": 0, "drain": "drained"},
+    **{"drain_reason": "kernel", "drain_left_ms": 0, "drained_by_operator": True},
+)
+STACK = WorkerStack(
+    3, 1, 99, "D", (Thread("main", True, (Frame("step", "train.py", 0),)),), "n", ("futex",), "n1"
+)
+REPORT = Report(
+    "job-7", "feed", 2, 9_000, "why", (Group((0, 1), "in step"),), (STACK, WorkerStack(4, 0, 0)), 7,
+    (SilentNode("n2", 8, 8, "away"),),
+)  # fmt: skip
+PROGRESS = (RankProgress(0, 1_200, 10, 2.5), RankProgress(1, 1_190, 300, 0.0))
+SLOW = (Straggler(3, 2.5, 0.5, 9_500),)
+
+
+@pytest.mark.parametrize(
+    ("value", "write", "read"),
+    [
+        *(
+            (answer_values.job_status(view, NOW_MS), outbound.job_status, answers.job_status_of)
+            for view in (VIEW, BARE, ZEROS, FULL)
+        ),
+        (
+            answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW),
+            outbound.job_status,
+            answers.job_status_of,
+        ),
+        *(
+            (answer_values.job_summary(view, hangs), outbound.job_summary, answers.job_summary_of)
+            for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
+        ),
+        *(
+            (answer_values.node(node), outbound.node, answers.node_of)
+            for node in (PLAIN_NODE, FULL_NODE, replace(PLAIN_NODE, resources=Resources()))
+        ),
+        *(
+            (answer_values.server(view), outbound.server, answers.server_of)
+            for view in (
+                ServerView("h:1", False, 0, "memory", "0.1.0", 5),
+                ServerView("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away"),
+            )
+        ),
+        *(
+            (answer_values.token(token, NOW_MS), outbound.token, answers.token_of)
+            for token in (
+                Token("id", "ada", ("read",), "x", 4_000),
+                Token("id", "ada", ("read", "operate"), "x", 4_000, 9_000, 10_001),
+            )
+        ),
+        (
+            answer_values.stack_report(REPORT, NOW_MS),
+            outbound.stack_report,
+            answers.stack_report_of,
+        ),
+        *(
+            (answer_values.log_lines(lines), lambda _, lines=lines: outbound.log_lines(lines),
+             answers.log_lines_of)
+            for lines in (
+                LogLines("n1", "feed", 3, 1, True, 2, 4_711, b"x\xff"),
+                LogLines("", "feed", note="nothing came"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_each_value_is_read_back_from_its_message(
+    value: object, write: Callable[[Any], Message], read: Callable[[Any], object]
+) -> None:
+    message = write(value)
+    assert read(type(message).FromString(message.SerializeToString())) == value
+
+
+def test_values_of_the_environment_are_not_told() -> None:
+    told = answer_values.job_status(FULL, NOW_MS)
+    assert told.submission is not None
+    assert told.submission.env_names == ("TOKEN",)
+    assert "hunter2" not in repr(told)
+
+
+async def test_whether_a_job_is_there_costs_no_view_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with server() as s:
+        await s.pair()
+
+        def views(*arguments: object) -> object:
+            raise AssertionError("all nodes were looked at")
+
+        monkeypatch.setattr("rdzv.server.operations.job_views.view", views)
+        with pytest.raises(AssertionError, match="all nodes"):
+            await s.driver.views.status("job-7")
+        assert (await s.driver.views.state("job-7")).membership.run
+        assert await s.driver.views.history("job-7", 10)
+        with pytest.raises(UnknownJobError):
+            await s.driver.views.history("nobody", 10)
