@@ -19,12 +19,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from rdzv.agent import runner_link
-from rdzv.agent.app import agent_settings
+from rdzv.agent.app.agent_config import read_config
+from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover import handover_state
 from rdzv.agent.observers.progress_files import read_step
 from rdzv.agent.runner import runner
 from rdzv.agent.system.error_files import read_error
-from rdzv.server.settings import server_settings
+from rdzv.server.settings.configuration import Configuration
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.declaration import settings_of
 from tests.fuzz import surface
 from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
 
@@ -119,8 +122,8 @@ def _frame(dice: random.Random) -> Step:
 
 
 def _toml(dice: random.Random, kind: str) -> Step:
-    knobs = server_settings.KNOBS if kind == "rdzvd" else agent_settings.KNOBS
-    keys = [*knobs.by_key, "no_such", "job.args", "user"]
+    known = settings_of(RdzvdSettings if kind == "rdzvd" else AgentSettings)
+    keys = [*known, "no_such", "job.args", "user"]
     lines = []
     for key in sorted(dice.choice(keys) for _ in range(dice.randint(1, 5))):
         value: Any = dice.choice(
@@ -281,11 +284,11 @@ def _step(data: bytes) -> None:
 @contextmanager
 def _open(folder: Path) -> Iterator[Take]:
     def read_rdzvd(path: Path) -> None:
-        server_settings.Configuration(path, {})
+        Configuration(path, {})
 
     takes: Mapping[str, Callable[[bytes], None]] = {
         "rdzvd": partial(_configuration, folder, read_rdzvd),
-        "agent": partial(_configuration, folder, agent_settings.read_config),
+        "agent": partial(_configuration, folder, read_config),
         "runner": partial(_say, folder),
         "zygote": _hear_zygote,
         "hello": _hello,

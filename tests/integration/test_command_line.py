@@ -408,16 +408,16 @@ BAD_CONFIGS = [
         f'server = "a"\nservers = "b"\n{JOB_TABLE}',
         "`servers` is unknown; the nearest known key is `server`",
     ),
-    (JOB_TABLE, "`server` is missing; it says: Where rdzvd is; "),
-    (f'server = ""\n{JOB_TABLE}', '`server` = "" is empty; give it a value'),
-    (f"server = 5\n{JOB_TABLE}", "`server` = 5 is no text"),
+    (JOB_TABLE, "`server` is missing: The address of rdzvd; "),
+    (f'server = ""\n{JOB_TABLE}', '`server` = "" must not be empty; give it a value'),
+    (f"server = 5\n{JOB_TABLE}", "`server` = 5 must be HOST:PORT in quotes"),
     (f'server = "a:b"\n{JOB_TABLE}', "'b' is no port; a port is a number from 1 to 65535"),
-    (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` = 7 is no text"),
-    (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is no name of a node; give 1 to 128"),
-    ('server = "a"\njob = "b"', '`job` = "b" is no list of tables; begin with [[job]]'),
-    ('server = "a"\njob = [1]', "`job` = [1] is no list of tables; begin with [[job]]"),
-    ('server = "a"\n[[job]]', "`job[1].args` is missing; it says: rdzvrun's arguments"),
-    ('server = "a"\n[[job]]\nargs = "b"', '`job[1].args` = "b" is no list of texts'),
+    (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` = 7 must be a text in quotes"),
+    (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is not a name of a node; give 1 to 128"),
+    ('server = "a"\njob = "b"', '`job` = "b" must be a list of tables; begin with [[job]]'),
+    ('server = "a"\njob = [1]', "`job` = [1] must be a list of tables; begin with [[job]]"),
+    ('server = "a"\n[[job]]', "`job[1].args` is missing: The arguments of rdzvrun"),
+    ('server = "a"\n[[job]]\nargs = "b"', '`job[1].args` = "b" must be a list of texts'),
     (f'server = "a"\n{JOB_TABLE}user = "b"', "`job[1].user` is unknown; the nearest known key is"),
     (f'server = "a"\n{JOB_TABLE}{JOB_TABLE}', "two [[job]] have the --rdzv-id a; rename one"),
     ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
@@ -453,7 +453,7 @@ def test_a_configuration_that_is_not_there_is_refused(alone: Cluster, place: str
     ended = alone.run("rdzv-agent", "--config", place)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"rdzv-agent: {place}: it can not be read: ")
+    assert line.startswith(f"rdzv-agent: {place}: it cannot be read: ")
 
 
 def test_check_config_starts_nothing(c: Cluster) -> None:

@@ -20,12 +20,13 @@ import pytest
 from cluster import BIN, JOB, cluster_without_server
 from ports import free_port
 
-from rdzv.agent.app import agent_settings
+from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.cli.options import parse_launch
 from rdzv.server.__main__ import main as rdzvd
 from rdzv.server.settings.config import Config
-from rdzv.server.settings.server_settings import KNOBS, make_config
-from rdzv.settings.toml_settings import Knobs, load
+from rdzv.server.settings.configuration import make_config
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.toml_files import load
 
 pytestmark = pytest.mark.clusters
 
@@ -107,7 +108,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server_config(tmp_path: Path, secrets: Path) -> Config:
     secret = secrets / secret_of(one("StatefulSet", "rdzvd"))
-    return make_config(load(KNOBS, server_file(tmp_path, secret)))
+    return make_config(load(RdzvdSettings, server_file(tmp_path, secret)).settings)
 
 
 def test_all_that_is_promised_is_there() -> None:
@@ -222,20 +223,23 @@ def test_the_servers_command_line_is_one_of_rdzvd(tmp_path: Path) -> None:
     assert context.params["file"] == Path(folder) / "rdzvd.toml"
 
 
+class AnyMachine(AgentSettings, frozen=True):
+    """Settings without the rules, which ask for this machine's accounts and programs."""
+
+    rules = ()
+
+
 def test_the_agents_configuration_is_one_of_rdzv_agent(
     tmp_path: Path, server_config: Config
 ) -> None:
     file = tmp_path / "agent.toml"
     file.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
-    # Its rules ask for this machine's accounts and programs.
-    known = Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs)
-    values = load(known, file)
-    server = values.get("server", str)
-    assert server == f"rdzvd:{server_config.listen.port}"
+    settings = load(AnyMachine, file).settings
+    assert settings.server == f"rdzvd:{server_config.listen.port}"
     agent = container(one("DaemonSet", "rdzv-agent"))
     assert agent["command"] == ["rdzv-agent", "--config=/etc/rdzv/agent.toml"]
     mounts = {mount["mountPath"] for mount in agent["volumeMounts"]}
-    assert {str(values.get(key, Path)) for key in ("state_dir", "runtime_dir")} <= mounts
+    assert {str(settings.state_dir), str(settings.runtime_dir)} <= mounts
 
 
 def test_an_agent_shows_its_own_nodes_certificate(tmp_path: Path) -> None:
@@ -244,8 +248,9 @@ def test_an_agent_shows_its_own_nodes_certificate(tmp_path: Path) -> None:
     (tls,) = [volume for volume in pod(document)["volumes"] if volume["name"] == "tls"]
     config = tmp_path / "agent.toml"
     config.write_text(one("ConfigMap", "rdzv-agent")["data"]["agent.toml"])
-    values = load(Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs), config)
-    named = {values.get(f"tls.{key}", Path) for key in ("ca", "cert", "key")}
+    ours = load(AnyMachine, config).settings.tls
+    named = {file for file in (ours.ca, ours.cert, ours.key) if file is not None}
+    assert len(named) == 3
     assert {file.parent for file in named} == {Path(tls_mount(document))}
     installs = [words for words in readme_commands() if words[0] == "install"]
     user = str(pod(document)["securityContext"]["runAsUser"])

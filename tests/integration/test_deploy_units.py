@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from cluster import BIN
 
-from rdzv.agent.app import agent_settings
-from rdzv.server.settings import server_settings
-from rdzv.server.settings.server_settings import make_config
-from rdzv.settings.toml_settings import Knobs, load
+from rdzv.agent.app.agent_settings import AgentSettings
+from rdzv.server.settings.configuration import make_config
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.declaration import Table
+from rdzv.settings.toml_files import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SYSTEMD = DEPLOY / "systemd"
@@ -105,25 +106,28 @@ def test_each_checks_its_configuration_before_it_starts(unit: Path) -> None:
     assert config["Unit"]["StartLimitIntervalSec"] == "0"
 
 
-def knobs_of(program: str) -> Knobs:
-    # The agent's rules ask for this machine's accounts and programs.
-    agent = Knobs(agent_settings.KNOBS.program, agent_settings.KNOBS.knobs)
-    return {"rdzvd": server_settings.KNOBS, "agent": agent}[program]
+class AnyMachine(AgentSettings, frozen=True):
+    """Settings without the rules, which ask for this machine's accounts and programs."""
+
+    rules = ()
+
+
+SETTINGS: dict[str, type[Table]] = {"rdzvd": RdzvdSettings, "agent": AnyMachine}
 
 
 def test_the_packages_configuration_of_rdzvd_is_in_order() -> None:
-    config = make_config(load(server_settings.KNOBS, SYSTEMD / "rdzvd.toml"))
+    config = make_config(load(RdzvdSettings, SYSTEMD / "rdzvd.toml").settings)
     assert config.http is not None and config.http.loopback
 
 
 @pytest.mark.parametrize("name", ["rdzvd", "agent"])
 def test_every_line_of_the_packages_configuration_is_in_order(name: str, tmp_path: Path) -> None:
     shipped = SYSTEMD / f"{name}.toml"
-    load(knobs_of(name), shipped)
+    load(SETTINGS[name], shipped)
     lines = shipped.read_text().splitlines()
     # A line that is only suggested has no space after its #; an explanation has.
     suggested = [line[1:] if re.match("#[a-z[]", line) else line for line in lines]
     assert suggested != lines
     file = tmp_path / "suggested.toml"
     file.write_text("\n".join(suggested))
-    load(knobs_of(name), file)
+    load(SETTINGS[name], file)

@@ -12,22 +12,15 @@ from typing import NoReturn
 
 import click
 
-# isort: off
-# isort: on
-from rdzv.agent.app.agent_settings import (
-    DEFAULT_FILE,
-    Config,
-    check_state_dir,
-    read_config,
-    why_not_here,
-)
+from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_state_dir, read_config
+from rdzv.agent.app.agent_settings import why_not_here
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
 from rdzv.agent.workers.summary import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.runtime import systemd
 from rdzv.runtime.log_format import complain, formatter_for
-from rdzv.settings.toml_settings import render
+from rdzv.settings.rendering import render
 from rdzv.version import VERSION
 
 log = logging.getLogger("rdzv.agent")
@@ -93,13 +86,13 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
         # Root looks at what the unit starts as an account of its own.
         as_root = (check_config or print_config) and os.geteuid() == 0
         config = read_config(path, for_another=as_root)
-        if as_root and (why := why_not_here(config.values)):
+        if as_root and (why := why_not_here(config.settings)):
             click.echo(f"rdzv-agent: it does not start as root, the account here: {why}", err=True)
         if check_config and not config.launches:
             check_state_dir(config)
         if check_config or print_config:
             click.echo(
-                render(config.values) if print_config else f"rdzv-agent: {path} is in order",
+                render(config.loaded) if print_config else f"rdzv-agent: {path} is in order",
                 nl=not print_config,
             )
             sys.exit(EXIT_SUCCESS)
@@ -123,8 +116,8 @@ def _set_up(config: Config) -> None:
     """Log as the configuration says, and read nothing: workers inherit what stdin is."""
     faulthandler.enable()  # In what it hung, when the watchdog ends it, is then in the journal.
     for handler in logging.getLogger("rdzv").handlers:
-        handler.setFormatter(formatter_for(config.values.get("log_format", str)))
-    _set_log_level(config.log_level)
+        handler.setFormatter(formatter_for(config.settings.log_format))
+    _set_log_level(config.settings.log_level)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -157,10 +150,10 @@ async def _take_part(config: Config) -> int:
     with systemd.watched():
         systemd.notify("READY=1", "STATUS=takes part in the jobs of its configuration")
         outcomes = await take_part(
-            config.node_id,
+            config.settings.node_id,
             config.endpoints,
             config.launches,
-            metrics_listen=config.metrics_listen,
+            metrics_listen=config.settings.metrics_listen,
             preemption=config.preemption,
             credentials=config.credentials,
         )

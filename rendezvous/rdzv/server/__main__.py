@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdzv.runtime import systemd
-from rdzv.server.settings.server_settings import DEFAULT_FILE, KNOBS, Configuration
-from rdzv.settings.toml_settings import Kind
+from rdzv.server.settings.configuration import DEFAULT_FILE, Configuration
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.declaration import settings_of
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
@@ -54,29 +55,30 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
+_SETTINGS = settings_of(RdzvdSettings)
+
+
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
-    """Make an option of the knob whose key is the name with its first - as the table's dot."""
-    knob = KNOBS.by_key[_key(name.removeprefix("--").replace("-", "_"))]
-    settings: dict[str, Any] = {"metavar": "TEXT", "default": None}
-    if knob.choices:
-        settings = {"type": click.Choice(knob.choices), "default": None}
-    elif knob.kind is Kind.PATH:
-        settings |= {"metavar": "FILE", "type": click.Path(path_type=Path)}
-    elif knob.kind is Kind.INT:
-        settings |= {"metavar": knob.counts.upper(), "type": int}
-    elif knob.kind is Kind.BOOL:
-        settings = {"is_flag": True, "default": False}
-    elif knob.counts:
-        settings["metavar"] = knob.counts
-    default = "" if knob.kind is Kind.BOOL else f"  [default: {knob.default_text}]"
-    text = f"{knob.reason}{default}".replace("`", "").replace('"', "")
-    return click.option(name, **{**settings, "help": text, **more})
+    """Make an option of the setting whose key is the name with its first - as the table's dot."""
+    setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
+    options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
+    if setting.choices:
+        options = {"type": click.Choice(setting.choices), "default": None}
+    elif setting.kind is Path:
+        options |= {"metavar": "FILE", "type": click.Path(path_type=Path)}
+    elif setting.kind is int:
+        options |= {"metavar": setting.unit.upper(), "type": int}
+    elif setting.kind is bool:
+        options = {"is_flag": True, "default": False}
+    default = "" if setting.kind is bool else f"  [default: {setting.default_text}]"
+    text = f"{setting.reason}{default}".replace("`", "").replace('"', "")
+    return click.option(name, **{**options, "help": text, **more})
 
 
 def _key(parameter: str) -> str:
-    """Return the key of the knob that an option turns: `etcd_ttl` is `etcd.ttl`."""
+    """Return the key of the setting that an option sets: `etcd_ttl` is `etcd.ttl`."""
     dotted = parameter.replace("_", ".", 1)
-    return dotted if dotted in KNOBS.by_key else parameter
+    return dotted if dotted in _SETTINGS else parameter
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
@@ -167,7 +169,7 @@ def main(
     from rdzv.errors import InvalidRequestError, RendezvousError
     from rdzv.runtime.log_format import complain
     from rdzv.server.telemetry.event_lines import configure_logging
-    from rdzv.settings.toml_settings import render
+    from rdzv.settings.rendering import render
 
     _refuse_together(
         {
@@ -184,7 +186,7 @@ def main(
         sys.exit(2)
     if check_config or print_config:
         in_order = f"rdzvd: the configuration is in order: {configuration.source}"
-        click.echo(render(configuration.values) if print_config else in_order, nl=check_config)
+        click.echo(render(configuration.loaded) if print_config else in_order, nl=check_config)
         return
     config = configuration.config
     configure_logging(config.log_level, config.log_format)
@@ -222,7 +224,7 @@ def _refuse_together(asked: dict[str, bool]) -> None:
 
 
 def _given(options: dict[str, Any]) -> dict[str, object]:
-    """Return what the command line says, by the key of its knob."""
+    """Return the settings of the command line, by key."""
     endpoints = options.get("etcd_endpoints")
     if endpoints is not None:
         options = {**options, "etcd_endpoints": endpoints.split(",")}

@@ -9,11 +9,13 @@ from tls_files import Files
 
 from rdzv.agent import __main__ as main
 from rdzv.agent.app import agent_settings, daemon
-from rdzv.agent.app.agent_settings import KNOBS, check_state_dir, own_account, read_config
+from rdzv.agent.app.agent_config import check_state_dir, read_config
+from rdzv.agent.app.agent_settings import AgentSettings, own_account
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.toml_settings import compare, load, render
+from rdzv.settings.rendering import render
+from rdzv.settings.toml_files import compare, load
 from rdzv.transport.channels import Credentials
 
 OWN = own_account()
@@ -29,8 +31,9 @@ def written(folder: Path, lines: str, *, account: str = OWN) -> Path:
 def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, ""))
     assert [str(endpoint) for endpoint in config.endpoints] == ["head:1"]
-    assert config.node_id == os.uname().nodename
-    assert (config.capacity, config.labels, config.launches) == (1, {}, ())
+    assert config.settings.node_id == os.uname().nodename
+    settings = config.settings
+    assert (settings.capacity, settings.labels, config.launches) == (1, {}, ())
 
 
 def test_it_connects_with_the_credentials_of_its_file(
@@ -55,40 +58,49 @@ def test_a_job_of_its_file_has_no_credentials_of_its_own(tmp_path: Path) -> None
 
 
 def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
-    lines = 'gpus = "GPU-a,GPU-b"\ncapacity = 3\n[labels]\ngpu = "h100"\n[logs]\nkeep = "2 d"'
-    values = read_config(written(tmp_path, lines)).values
+    lines = 'gpus = "GPU-a,GPU-b"\ncapacity = 3\n[labels]\ngpu = "h100"\n[logs]\nkeep = "2 d"\n'
+    lines += (
+        '[[health]]\ncheck = "disk"\npath = "/"\nmin_free = 1\n[[health]]\ncheck = "gpu"\ncount = 0'
+    )
+    loaded = read_config(written(tmp_path, lines)).loaded
     again = tmp_path / "again.toml"
-    again.write_text(render(values))
-    assert load(KNOBS, again).by_key == values.by_key
+    again.write_text(render(loaded))
+    assert load(AgentSettings, again).settings == loaded.settings
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("capacity = 0", "`capacity` = 0 is too small; give 1 to 256"),
+        ("capacity = 0", "`capacity` = 0 must be a whole number without quotes, 1 to 256"),
         ('gpus = "0,1"', "'0' is no UUID of a GPU; give those that `nvidia-smi -L` shows"),
         ('gpus = "GPU-a,GPU-a"', "GPU-a stands there twice"),
-        ('node_id = "../n1"', "it is no name of a node; give 1 to 128 letters"),
-        ('state_dir = "runs"', '`state_dir` = "runs" is relative; give the whole path'),
-        ('pass_env = ["A*B"]', "'A*B' is no name of a variable"),
-        ('python = "/no/python"', "`python` = '/no/python' is no program on this node"),
-        ('[env]\n"A=B" = "x"', "`env` has 'A=B', which is no name of a variable"),
-        ('[env]\n"A B" = "x"', "`env` has 'A B', which is no name of a variable; give letters"),
+        ('node_id = "../n1"', "it is not a name of a node; give 1 to 128 letters"),
+        ('state_dir = "runs"', '`state_dir` = "runs" must be a path from / on, such as'),
+        ('pass_env = ["A*B"]', "'A*B' is not a name of a variable"),
+        ('python = "/no/python"', "`python` = '/no/python' is not a program on this node"),
+        ('[env]\n"A=B" = "x"', "`env` has 'A=B', which is not a name of a variable"),
+        ('[env]\n"A B" = "x"', "`env` has 'A B', which is not a name of a variable; give letters"),
         ('[env]\nA = "\\u0000"', "`env` has 'A', whose value has a NUL character; leave it out"),
-        ('[env]\nRANK = "1"', "`env` has RANK, of which every worker is given its own"),
+        ('[env]\nRANK = "1"', "`env` has RANK, of which every worker gets its own"),
         ('[env]\nCUDA_VISIBLE_DEVICES = "3"', "every job is given its GPUs; name those in `gpus`"),
-        ('[labels]\n"a=b" = "x"', "`labels` has the name 'a=b', which nobody could ask for"),
-        ('[labels]\n"a b" = "x"', "`labels` has the name 'a b', which nobody could ask for"),
+        ('[labels]\n"a=b" = "x"', "`labels` has the name 'a=b', which no job could ask for"),
+        ('[labels]\n"a b" = "x"', "`labels` has the name 'a b', which no job could ask for"),
         (f'[labels]\na = "{"x" * 256}"', "a value of 256 characters, that of a; give at most 255"),
         ('[labels]\ngpu = "\\u0007"', "has characters that can not be printed"),
-        ("[logs]\nkeep = -1", "`logs.keep` = -1 is too small"),
-        ('[[health]]\ncheck = "fan"', '`health[1].check` = "fan" is none of its choices'),
+        ("[logs]\nkeep = -1", "`logs.keep` = -1 must be a number of seconds, or a text such as"),
+        (
+            '[[health]]\ncheck = "fan"',
+            '`health[1].check` = "fan" must be one of "command", "disk", "gpu", "xid"',
+        ),
         ('[[health]]\ncheck = "command"', "`command` is missing, or empty; give the program"),
         ('[[health]]\ncheck = "disk"\nmin_free = 1', "`path` is missing; name a folder"),
         ('[[health]]\ncheck = "disk"\npath = "/"', "`min_free` or `min_free_percent` is missing"),
-        ('[[health]]\ncheck = "gpu"\npath = "/"', "`path` is none of a check gpu; leave it out"),
-        ('[[health]]\ncheck = "xid"\ncodes = ["x"]', "'x' is no number of an Xid"),
-        ('[[health]]\ncheck = "gpu"\ntimeout = "1 min"', "is too large; give"),
+        ('[[health]]\ncheck = "gpu"\npath = "/"', "`path` is not for a check gpu; leave it out"),
+        ('[[health]]\ncheck = "xid"\ncodes = ["x"]', "'x' is not a number of an Xid"),
+        (
+            '[[health]]\ncheck = "gpu"\ntimeout = "1 min"',
+            "with one of d, h, min, s, ms, 100 ms to 15 s",
+        ),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(
@@ -190,7 +202,7 @@ def test_accounts_must_be_able_to_reach_their_folders(
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     lines = f'state_dir = "{closed}/state"\nruntime_dir = "/tmp"\n[[user]]\nname = "*"'
-    with pytest.raises(InvalidRequestError, match=r"can not enter .* let others pass: chmod o\+x"):
+    with pytest.raises(InvalidRequestError, match=r"cannot enter .* let others pass: chmod o\+x"):
         check_state_dir(read_config(users(tmp_path, lines, monkeypatch)))
 
 
@@ -252,7 +264,7 @@ async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
 ) -> None:
     (tmp_path / "file").touch()
     path = written(tmp_path, f'state_dir = "{tmp_path / "file" / "state"}"')
-    with pytest.raises(InvalidRequestError, match=r"`state_dir` = .* can not be made"):
+    with pytest.raises(InvalidRequestError, match=r"`state_dir` = .* cannot be made"):
         await main._run(path, read_config(path))
 
 
@@ -266,9 +278,9 @@ def checked(path: Path) -> Result:
 @pytest.mark.parametrize(
     ("state_dir", "said"),
     [
-        ("{folder}/file/a/b", "can not be made in {folder}/file: Not a directory; give another"),
-        ("{folder}/file", "can not be written: Not a directory; give another"),
-        ("/proc/a/b", "can not be made in /proc: "),
+        ("{folder}/file/a/b", "cannot be made in {folder}/file: Not a directory; give another"),
+        ("{folder}/file", "cannot be written: Not a directory; give another"),
+        ("/proc/a/b", "cannot be made in /proc: "),
     ],
 )
 def test_a_check_refuses_a_folder_that_can_not_be_made(
@@ -319,13 +331,13 @@ def test_of_arguments_that_are_not_rdzvruns_the_reason_alone_is_said(
 
 
 def test_a_reload_applies_what_running_jobs_do_not_depend_on(tmp_path: Path) -> None:
-    before = read_config(written(tmp_path, 'topology = "rack-1"')).values
+    before = read_config(written(tmp_path, 'topology = "rack-1"')).loaded
     lines = 'topology = "rack-2"\ncapacity = 2\nlog_level = "debug"\n[labels]\na = "b"\n'
-    after = read_config(written(tmp_path, lines)).values
+    after = read_config(written(tmp_path, lines)).loaded
     change = compare(before, after)
     assert set(change.applied) == {"capacity", "log_level", "labels"}
     assert change.waiting == ("topology",)
-    assert change.values.get("topology", str) == "rack-1"
+    assert change.loaded.settings.topology == "rack-1"
 
 
 # ------------------------------------------------------------------ checks

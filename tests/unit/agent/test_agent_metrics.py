@@ -20,7 +20,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rdzv.agent.app.agent_settings import KNOBS, read_config
+from rdzv.agent.app.agent_config import read_config
+from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
@@ -39,7 +40,8 @@ from rdzv.agent.runner_link import (
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.toml_settings import ConfigurationError
+from rdzv.settings.declaration import settings_of
+from rdzv.settings.toml_files import ConfigurationError
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -354,7 +356,7 @@ async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureF
     assert (record.levelno, record.exc_info) == (logging.WARNING, None)
 
 
-# ------------------------------------------------------------------ the knobs
+# ------------------------------------------------------------------ the settings
 
 
 def config(folder: Path, text: str) -> Path:
@@ -377,16 +379,16 @@ def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
     assert f"`metrics_listen` = '{host}:29481' can be reached" in str(refusal.value)
     assert "insecure = true" in str(refusal.value)
     allowed = read_config(config(tmp_path, f"{line}insecure = true\n"))
-    assert str(allowed.metrics_listen) == f"{host}:29481"
+    assert str(allowed.settings.metrics_listen) == f"{host}:29481"
 
 
 def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
-    assert read_config(config(tmp_path, "")).metrics_listen is None
+    assert read_config(config(tmp_path, "")).settings.metrics_listen is None
     local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))
-    assert local.metrics_listen == Listen("127.0.0.1", 0)
+    assert local.settings.metrics_listen == Listen("127.0.0.1", 0)
     with pytest.raises(ConfigurationError, match="is not HOST:PORT"):
         read_config(config(tmp_path, 'metrics_listen = "29481"\n'))
-    assert not KNOBS.by_key["metrics_listen"].reload
+    assert not settings_of(AgentSettings)["metrics_listen"].reload
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ RULES = (
     Rule(
         "configurations are described without knowing any program",
         "settings/*.py",
-        only=of("rdzv.errors", "rdzv.structs"),
+        only=of("rdzv.errors", "rdzv.settings", "msgspec"),
     ),
 )
 

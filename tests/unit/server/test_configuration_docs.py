@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the code says, of every knob of both daemons."""
+"""docs/configuration.md has every setting of both daemons as the code declares it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.app import agent_settings
-from rdzv.server.settings import server_settings
-from rdzv.settings.toml_settings import Kind, Knob, Knobs, as_markdown
+from rdzv.agent.app.agent_settings import AgentSettings
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.declaration import Setting, Table, settings_of
+from rdzv.settings.rendering import as_markdown
 
 PATH = Path(__file__).parents[3] / "docs" / "configuration.md"
-ALL = [server_settings.KNOBS, agent_settings.KNOBS]
+ALL = [RdzvdSettings, AgentSettings]
 
 
-def every_knob(knobs: Knobs) -> list[Knob]:
-    inner = [each for knob in knobs.knobs if knob.each for each in every_knob(knob.each)]
-    return [*knobs.knobs, *inner]
+def every_setting(table: type[Table]) -> list[Setting]:
+    settings = [*settings_of(table).values()]
+    return settings + [inner for one in settings if one.each for inner in every_setting(one.each)]
 
 
-@pytest.mark.parametrize("knobs", ALL, ids=lambda knobs: knobs.program)
-def test_the_document_has_every_knob(knobs: Knobs, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("table", ALL, ids=lambda table: table.program)
+def test_the_document_has_every_setting(table: type[Table], request: pytest.FixtureRequest) -> None:
     """`pytest --rewrite` brings it up to date."""
-    begin = f"<!-- what `{knobs.program} --print-config` shows -->\n"
-    end = f"<!-- end of {knobs.program} -->\n"
+    begin = f"<!-- what `{table.program} --print-config` shows -->\n"
+    end = f"<!-- end of {table.program} -->\n"
     text = PATH.read_text()
     assert text.count(begin) == text.count(end) == 1
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
-    wanted = f"{before}{begin}\n{as_markdown(knobs, '###')}\n{end}{after}"
+    wanted = f"{before}{begin}\n{as_markdown(table, '###')}\n{end}{after}"
     if request.config.getoption("--rewrite"):
         PATH.write_text(wanted)
     assert PATH.read_text() == wanted, "run this test with --rewrite"
-    for knob in every_knob(knobs):
-        assert knob.reason.replace("|", "\\|") in wanted
-        if knob.kind is not Kind.TABLES:
-            assert knob.default_text in wanted and knob.counts in wanted
+    for setting in every_setting(table):
+        assert setting.reason.replace("|", "\\|") in wanted
+        if setting.each is None:
+            assert setting.default_text in wanted and setting.unit in wanted
 
 
-@pytest.mark.parametrize("knobs", ALL, ids=lambda knobs: knobs.program)
-def test_reasons_are_short_sentences(knobs: Knobs) -> None:
-    for knob in every_knob(knobs):
-        assert knob.reason[-1] == ".", knob.key
-        assert len(knob.reason) < 250, knob.key
+@pytest.mark.parametrize("table", ALL, ids=lambda table: table.program)
+def test_reasons_are_short_sentences(table: type[Table]) -> None:
+    for setting in every_setting(table):
+        assert setting.reason[-1] == ".", setting.key
+        assert len(setting.reason) < 250, setting.key
 
 
-@pytest.mark.parametrize("knobs", ALL, ids=lambda knobs: knobs.program)
-def test_what_is_documented_does_not_depend_on_this_machine(knobs: Knobs) -> None:
-    for knob in every_knob(knobs):
-        if isinstance(knob.default, Path):
-            assert knob.default_words, knob.key
+@pytest.mark.parametrize("table", ALL, ids=lambda table: table.program)
+def test_what_is_documented_does_not_depend_on_this_machine(table: type[Table]) -> None:
+    for setting in every_setting(table):
+        if isinstance(setting.default, Path):
+            assert setting.default_words, setting.key

@@ -1,4 +1,4 @@
-"""rdzvd's configuration: every knob has an effect, and only what can be reloaded is."""
+"""rdzvd's configuration: every setting has an effect, and only what can be reloaded is."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
 from rdzv.server.__main__ import _reaches_etcd_by_tls, main
-from rdzv.server.settings import server_settings
+from rdzv.server.settings import configuration
 from rdzv.server.settings.config import Config, Limits, Timings
-from rdzv.server.settings.server_settings import _BOUND, KNOBS, Configuration, make_config
-from rdzv.settings.toml_settings import Kind, load, render
+from rdzv.server.settings.configuration import Configuration, make_config
+from rdzv.server.settings.server_settings import RdzvdSettings
+from rdzv.settings.declaration import Setting, settings_of
+from rdzv.settings.rendering import render
+from rdzv.settings.toml_files import load
 from rdzv.transport.endpoints import Listen
+
+SETTINGS = settings_of(RdzvdSettings)
+BOUND = [setting for setting in SETTINGS.values() if setting.sets]
+"""Those that are fields of the limits, timings and tunings."""
 
 
 @pytest.fixture(autouse=True)
 def _no_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(server_settings, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
+    monkeypatch.setattr(configuration, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
 
 
 @pytest.fixture
@@ -49,25 +56,25 @@ def test_without_a_file_everything_has_the_default_of_its_field() -> None:
     assert config == expected
 
 
-@pytest.mark.parametrize("bound", _BOUND, ids=lambda bound: bound.knob.key)
-def test_each_knob_turns_its_field(bound: Any) -> None:
-    knob = bound.knob
-    # A value that differs from the default and breaks no rule with the other knobs.
+@pytest.mark.parametrize("setting", BOUND, ids=lambda setting: setting.key)
+def test_each_setting_sets_its_fields(setting: Setting) -> None:
+    # A value that differs from the default and breaks no rule with the other settings.
     down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "limits.nodes_per_job"}
     down |= {"limits.job_timeout", "lease.heartbeats", "limits.log_window"}
-    step = -1 if knob.key in down or knob.default == knob.most else 1
-    turned = make_config(load(KNOBS, given={knob.key: knob.default + step}))
-    usual = make_config(load(KNOBS))
-    factor = 1000 if knob.kind is Kind.DURATION else 1
-    for field in bound.fields:
+    step = -1 if setting.key in down or setting.default == setting.most else 1
+    given = {setting.key: setting.default + step}
+    turned = make_config(load(RdzvdSettings, given=given).settings)
+    usual = make_config(load(RdzvdSettings).settings)
+    factor = 1000 if setting.unit == "seconds" else 1
+    for field in setting.sets:
         part, _, name = field.partition(".")
         change = getattr(getattr(turned, part), name) - getattr(getattr(usual, part), name)
         assert change == step * factor, field
 
 
-@pytest.mark.parametrize("bound", _BOUND, ids=lambda bound: bound.knob.key)
-def test_each_default_is_within_its_bounds(bound: Any) -> None:
-    load(KNOBS, given={bound.knob.key: bound.knob.default})
+@pytest.mark.parametrize("setting", BOUND, ids=lambda setting: setting.key)
+def test_each_default_is_within_its_bounds(setting: Setting) -> None:
+    load(RdzvdSettings, given={setting.key: setting.default})
 
 
 def test_the_command_line_wins(file: Path) -> None:
@@ -75,7 +82,7 @@ def test_the_command_line_wins(file: Path) -> None:
     assert (config.listen.port, config.http) == (3, Listen("127.0.0.1", 2))
 
 
-def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path) -> None:
+def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("secret\n")
     options = {
@@ -109,7 +116,7 @@ def test_every_option_that_sets_something_has_a_knob(file: Path, tmp_path: Path)
     assert config.otlp == "http://127.0.0.1:6"
     assert (config.auth, config.init_admin_token) == (True, Path("/run/rdzv/admin"))
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
-    given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in KNOBS.by_key}
+    given = {f"--{name.replace('_', '-').replace('.', '-')}" for name in SETTINGS}
     assert given >= options.keys()
 
 
@@ -121,7 +128,7 @@ def test_a_token_that_nobody_has_to_show_is_not_made(file: Path) -> None:
 def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
     assert run("--check-config", "--etcd-ttl=0")[0] == 2
     code, said = run("--check-config", "--listen=x")
-    assert code == 2 and "`listen` = \"x\" can not be used: 'x' is not HOST:PORT; give" in said
+    assert code == 2 and "`listen` = \"x\" cannot be used: 'x' is not HOST:PORT; give" in said
 
 
 def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
@@ -134,14 +141,12 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
 
 def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     code, said = run("--check-config", f"--config={tmp_path / 'none.toml'}")
-    assert (
-        code == 2 and "none.toml: it can not be read: No such file or directory; write it" in said
-    )
+    assert code == 2 and "none.toml: it cannot be read: No such file or directory; write it" in said
 
 
 def test_the_usual_file_is_read_if_it_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--check-config") == (0, "rdzvd: the configuration is in order: defaults\n")
-    monkeypatch.setattr(server_settings, "DEFAULT_FILE", file)
+    monkeypatch.setattr(configuration, "DEFAULT_FILE", file)
     file.write_text('log_level = "error"')
     assert Configuration(None, {}).config.log_level == "error"
     assert run("--check-config")[1].endswith(f"in order: {file}\n")
@@ -186,7 +191,7 @@ def test_a_secret_password_file_is_read_before_anything_starts(tmp_path: Path) -
         ),
     ],
 )  # fmt: skip
-def test_knobs_have_to_agree(file: Path, text: str, problem: str) -> None:
+def test_settings_have_to_agree(file: Path, text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(file, text)
     assert str(caught.value) == f"{file}: {problem}"
@@ -232,8 +237,8 @@ def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
         ('tls.cert = "/c"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.key = "/k"', "`tls.cert` and `tls.key` go together; one is missing"),
         ('tls.client_ca = "/ca"', "give `tls.cert` and `tls.key`"),
-        ('tls.token_listen = "127.0.0.1:1"', "without `tls.client_ca` nobody is asked for one"),
-        ('tls.http_client_auth = "accept"', "without `tls.client_ca` nobody is asked for one"),
+        ('tls.token_listen = "127.0.0.1:1"', "without `tls.client_ca` no caller is asked for one"),
+        ('tls.http_client_auth = "accept"', "without `tls.client_ca` no caller is asked for one"),
     ],
 )
 def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
@@ -332,15 +337,15 @@ def test_the_command_line_is_not_reloaded_over(file: Path) -> None:
     held = Configuration(file, {"log_level": "warning"})
     file.write_text('log_level = "debug"')
     assert reload(held)
-    assert held.values.get("log_level", str) == "warning"
+    assert held.loaded.settings.log_level == "warning"
 
 
 def test_only_limits_and_timings_are_reloaded() -> None:
     """What the cores and the sockets were started with stays; the driver keeps copies of it."""
-    for bound in _BOUND:
-        if bound.knob.reload:
-            assert {field.partition(".")[0] for field in bound.fields} <= {"limits", "timings"}
-    assert {bound.partition(".")[2] for each in _BOUND for bound in each.fields} - {
+    for setting in BOUND:
+        if setting.reload:
+            assert {field.partition(".")[0] for field in setting.sets} <= {"limits", "timings"}
+    assert {field.partition(".")[2] for each in BOUND for field in each.sets} - {
         *(field.name for field in fields(Limits)),
         *(field.name for field in fields(Timings)),
     } == {
@@ -353,6 +358,6 @@ def test_only_limits_and_timings_are_reloaded() -> None:
 
 
 def test_what_is_printed_can_be_used_as_a_file(file: Path) -> None:
-    values = load(KNOBS)
-    file.write_text(render(values))
-    assert make_config(load(KNOBS, file)) == make_config(values)
+    loaded = load(RdzvdSettings)
+    file.write_text(render(loaded))
+    assert make_config(load(RdzvdSettings, file).settings) == make_config(loaded.settings)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.app.agent_settings import Config, read_config
+from rdzv.agent.app.agent_config import Config, read_config
 from rdzv.agent.handover.adoption import Heritage, Orphan
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health
@@ -40,7 +40,7 @@ from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
 from rdzv.runtime.concurrency import single_error
-from rdzv.settings.toml_settings import ConfigurationError, compare
+from rdzv.settings.toml_files import ConfigurationError, compare
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
@@ -74,9 +74,10 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
     """
     with single_error(), systemd.watched(), _own_directories(config):
         daemon = await Daemon.start(path, config, set_log_level)
-        log.info("this node, %s, takes submitted jobs: %s", config.node_id, daemon.describe())
+        node_id, listen = config.settings.node_id, config.settings.metrics_listen
+        log.info("this node, %s, takes submitted jobs: %s", node_id, daemon.describe())
         async with (
-            metered(config.metrics_listen, daemon.link, daemon.placements),
+            metered(listen, daemon.link, daemon.placements),
             heeded(config.preemption, daemon.link.drain_node),
         ):
             await daemon.adopt()
@@ -119,18 +120,18 @@ class Daemon:
     ) -> Daemon:
         """Look at this machine, and get ready."""
         # First of all: the runners of the agent before wait for no longer than a lease.
-        heritage = Heritage(config.runtime_dir, config.node_id)
+        settings = config.settings
+        heritage = Heritage(settings.runtime_dir, settings.node_id)
         orphans = await heritage.take_up()
-        await in_thread(_remove_leftovers, config.runtime_dir, orphans)
-        values = config.values
-        topology = values.maybe("topology", str) or ""
+        await in_thread(_remove_leftovers, settings.runtime_dir, orphans)
+        topology = settings.topology or ""
 
         def find(gpus: str) -> Resources:
-            labels, capacity = config.labels, config.capacity
+            labels, capacity = settings.labels, settings.capacity
             return find_resources(gpus, labels=labels, capacity=capacity, topology=topology)
 
         try:
-            resources = await in_thread(find, values.get("gpus", str))
+            resources = await in_thread(find, settings.gpus)
         except InvalidRequestError as error:
             if not orphans:
                 raise
@@ -138,21 +139,21 @@ class Daemon:
                       "the agent before run on", error)  # fmt: skip
             resources = await in_thread(find, NONE)
         around = Surroundings(
-            node_id=config.node_id,
+            node_id=settings.node_id,
             endpoints=config.endpoints,
             environ=config.job_environ(os.environ),
-            address=values.maybe("address", str) or "",
+            address=settings.address or "",
             topology=topology,
-            progress_dir=config.runtime_dir,
+            progress_dir=settings.runtime_dir,
         )
         runner_link.become_subreaper()
-        runners, folders = Runners(config.state_dir), RunFolders(config.state_dir)
-        who = await daemon_identity(config.node_id, config.endpoints[0], heritage.instance)
+        runners, folders = Runners(settings.state_dir), RunFolders(settings.state_dir)
+        who = await daemon_identity(settings.node_id, config.endpoints[0], heritage.instance)
         link = ServerLink(config.endpoints, who, credentials=config.credentials)
         link.on_welcome = heritage.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
-        health.idle_interval_s = config.values.ms("health_interval") / 1000
+        health.idle_interval_s = settings.health_interval
         placements = Placements(
             link, resources, around, folders, runners, heritage, health, config.accounts
         )
@@ -262,7 +263,7 @@ class Daemon:
 
     @property
     def _restart_within_ms(self) -> int:
-        return self._config.values.ms("restart_within")
+        return round(self._config.settings.restart_within * 1000)
 
     async def _notice_superseded(self) -> None:
         """End when another agent speaks for this node: there is no place for this one any more."""
@@ -284,7 +285,7 @@ class Daemon:
         if signum is not signal.SIGTERM or self._ending.is_set():
             self._placements.leave(signum, signum.name)
             return
-        deadline_ms = self._config.drain_deadline_ms
+        deadline_ms = round(self._config.settings.drain_deadline * 1000)
         # Beyond what the unit gives: workers may save for long, and be ended then.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
         self._placements.take_no_more()
@@ -310,23 +311,23 @@ class Daemon:
         try:
             # The folders that it names may be on a file server.
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
-            change = compare(self._config.values, found.values)
+            change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
             log.error("the configuration was not reloaded, and nothing was changed: %s", error)
             systemd.notify("READY=1", "STATUS=the configuration has errors, see the log")
             return
         for line in change.lines or ("nothing in it has changed",):
             log.info("the configuration was reloaded: %s", line)
-        self._config = replace(self._config, values=change.values)
+        self._config = replace(self._config, loaded=change.loaded)
         self._apply()
         systemd.notify("READY=1", f"STATUS={self.describe()}")
 
     def _apply(self) -> None:
         config, before = self._config, self._placements.resources
-        resources = replace(
-            before, labels=tuple(sorted(config.labels.items())), capacity=config.capacity
-        )
-        self._set_log_level(config.log_level)
+        settings = config.settings
+        labels = tuple(sorted(settings.labels.items()))
+        resources = replace(before, labels=labels, capacity=settings.capacity)
+        self._set_log_level(settings.log_level)
         self._placements.change(resources, config.job_environ(os.environ))
         if resources != before:
             self._link.say_hello_again()
@@ -336,10 +337,11 @@ class Daemon:
     async def _sweep_now_and_then(self) -> None:
         """Remove the folders of runs that are too old, or too many."""
         while True:
-            values = self._config.values
-            keep_s, keep_bytes = values.ms("logs.keep") / 1000, values.get("logs.keep_size", int)
+            logs = self._config.settings.logs
             try:
-                removed = await in_thread(self._folders.sweep, keep_s, keep_bytes, time.time())
+                removed = await in_thread(
+                    self._folders.sweep, logs.keep, logs.keep_size, time.time()
+                )
             except Exception:
                 # Whatever it is, jobs do not depend on it.
                 log.exception("old logs can not be removed")
@@ -361,16 +363,17 @@ def _own_directories(config: Config) -> Iterator[None]:
 
     """
     # The accounts of jobs pass through to what is theirs, and list nothing.
-    mode = 0o711 if config.values.tables("user") else 0o700
-    for key, path in (("state_dir", config.state_dir), ("runtime_dir", config.runtime_dir)):
+    settings = config.settings
+    mode = 0o711 if settings.user else 0o700
+    for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
         try:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} can not be made: {error.strerror}; give another"
+                f"`{key}` = {str(path)!r} cannot be made: {error.strerror}; give another"
             ) from error
-        check_own(key, path, strictly=bool(config.values.tables("user")))
-    with locked("state_dir", config.state_dir), locked("runtime_dir", config.runtime_dir):
+        check_own(key, path, strictly=bool(settings.user))
+    with locked("state_dir", settings.state_dir), locked("runtime_dir", settings.runtime_dir):
         yield
 
 

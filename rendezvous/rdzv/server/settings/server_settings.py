@@ -1,84 +1,45 @@
-"""rdzvd's configuration: the knobs that operators turn, the `Config` that they make, and reloads.
+"""The settings of rdzvd: everything that rdzvd.toml may hold, with bounds, defaults and reasons.
 
-The file and the command line say the same things; the command line wins. What a reload applies is
-only what is read when it is used: it is changed in the `Limits` and `Timings` that everyone in the
-server already holds (`config.alter`), so no part of the server knows of reloads.
+A setting that has `sets` is the value of those fields of a `Config`, and has their default. A
+reload applies only what is read when it is used.
 """
 
-from __future__ import annotations
-
-import logging
-import sys
-from collections.abc import Callable, Mapping
+# The annotations are data, so they are not postponed.
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from rdzv.core.model import Tuning
 from rdzv.core.nodes import NodesTuning
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import (
-    Config,
-    Limits,
-    Timings,
-    TlsFiles,
-    alter,
-    check_otlp,
-    default_data_dir,
-)
-from rdzv.settings.toml_settings import Kind, Knob, Knobs, Rule, Values, compare, load, spelled
-from rdzv.structs import struct
-from rdzv.transport.endpoints import Listen
-
-if TYPE_CHECKING:
-    from rdzv.stores.etcd_config import EtcdConfig
-
-log = logging.getLogger("rdzv.server")
-
-DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
-"""Read if it is there and no other is named."""
+from rdzv.server.settings.config import Limits, Timings, check_otlp
+from rdzv.settings.declaration import Duration, Rule, Size, Table, setting, settings_of
+from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 MINUTE = 60
-HOUR = 3_600
-DAY = 86_400
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+KIB = 1 << 10
+GIB = 1 << 30
 
-_PARTS = {
+PARTS: dict[str, Any] = {
     "limits": Limits(),
     "timings": Timings(),
     "tuning": Tuning(),
     "nodes_tuning": NodesTuning(),
     "quarantine": QuarantineTuning(),
 }
-"""By name, the parts of a `Config` whose fields knobs turn, at their defaults."""
+"""By name, the parts of a `Config` that settings change, with their defaults."""
 
 
-@struct(frozen=True)
-class _Bound:
-    """A knob that turns one field, or several alike: `part.field`."""
-
-    knob: Knob
-    fields: tuple[str, ...]
-
-
-def _bound(key: str, kind: Kind, fields: tuple[str, ...], reason: str, **more: Any) -> _Bound:
-    defaults = {getattr(_PARTS[part], name) for part, name in (f.split(".") for f in fields)}
+def _sets(*fields: str, reason: str, **more: Any) -> Meta:
+    """Describe a setting that is the value of fields: `part.field`."""
+    defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
     assert len(defaults) == 1, f"{fields} have several defaults"
-    default = defaults.pop()
-    if kind is Kind.DURATION:
-        default = default // 1000 if default % 1000 == 0 else default / 1000
-    return _Bound(Knob(key=key, kind=kind, default=default, reason=reason, **more), fields)
-
-
-def _duration(key: str, *fields: str, reason: str, **more: Any) -> _Bound:
-    return _bound(key, Kind.DURATION, fields, reason, **more)
-
-
-def _count(key: str, field: str, unit: str, reason: str, **more: Any) -> _Bound:
-    return _bound(key, Kind.INT, (field,), reason, unit=unit, **more)
-
-
-def _size(key: str, field: str, reason: str, **more: Any) -> _Bound:
-    return _bound(key, Kind.SIZE, (field,), reason, **more)
+    default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()
+    return setting(reason=reason, default=default, sets=fields, **more)
 
 
 def _etcd_endpoint(text: str) -> None:
@@ -89,889 +50,376 @@ def _etcd_endpoint(text: str) -> None:
     parse_endpoints(text)
 
 
-_PLAIN = (
-    Knob(
-        key="listen",
-        kind=Kind.STR,
-        default="127.0.0.1:29400",
-        unit="HOST:PORT",
-        parse=Listen.parse,
-        reason="Where nodes and operators connect. Port 0 takes a free one; an IPv6 host stands in "
-        "brackets. Other than loopback only with `tls.client_ca`, or `insecure`.",
-    ),
-    Knob(
-        key="advertise",
-        kind=Kind.STR,
-        unit="HOST:PORT",
-        parse=Listen.parse,
-        default_words="where it listens",
-        reason="Where nodes and operators reach this rdzvd, if not where it listens.",
-    ),
-    Knob(
-        key="http",
-        kind=Kind.STR,
-        unit="HOST:PORT",
-        parse=Listen.parse,
-        default_words="nowhere",
-        reason="Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if "
-        "`tls.cert` is given. Other than loopback only with `tls.client_ca`, or `insecure`.",
-    ),
-    Knob(
-        key="otlp",
-        kind=Kind.STR,
-        unit="URL",
-        parse=check_otlp,
-        default_words="nowhere",
-        reason="Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: "
-        "where OTEL_EXPORTER_OTLP_ENDPOINT says. Needs rdzv[otel].",
-    ),
-    Knob(
-        key="insecure",
-        kind=Kind.BOOL,
-        default=False,
-        reason="Listen beyond loopback although nothing is encrypted, or nobody authenticated: "
-        "everyone who reaches the port may run and end jobs.",
-    ),
-    Knob(
-        key="auth",
-        kind=Kind.STR,
-        default_words="required with `tls.client_ca`, else none",
-        choices=("none", "required"),
-        reason="Whether callers have to prove who they are, by a client certificate or a token; "
-        "docs/roles.md says who may then do what. `none`: everyone may do everything.",
-    ),
-    Knob(
-        key="init_admin_token",
-        kind=Kind.PATH,
-        default_words="none",
-        reason="While there is no token of an admin: the one in this file becomes one, and if "
-        "there is no such file, it is made. Only with `auth` = required.",
-    ),
-    Knob(
-        key="data_dir",
-        kind=Kind.PATH,
-        default_words="`$STATE_DIRECTORY` if set (systemd does), `/var/lib/rdzv` for root, else "
-        "`$XDG_STATE_HOME/rdzv` (`~/.local/state/rdzv`)",
-        reason="Where jobs are remembered, on a local disk; one rdzvd owns it.",
-    ),
-    Knob(
-        key="store",
-        kind=Kind.STR,
-        default="sqlite",
-        choices=("sqlite", "memory", "etcd"),
-        reason="sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of "
-        "which one leads and any other takes over.",
-    ),
-    Knob(
-        key="c10d",
-        kind=Kind.STR,
-        unit="HOST:PORT",
-        parse=Listen.parse,
-        default_words="nowhere",
-        reason="Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` "
-        "shows its jobs. They do not outlive this rdzvd. Other than loopback only with `insecure`.",
-    ),
-    Knob(
-        key="c10d_python",
-        kind=Kind.PATH,
-        default_words="the one that runs rdzvd",
-        reason="The interpreter that serves torch's own store; it needs torch.",
-    ),
-    Knob(
-        key="log_level",
-        kind=Kind.STR,
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        reload=True,
-        reason="The least that is logged, to stderr.",
-    ),
-    Knob(
-        key="log_format",
-        kind=Kind.STR,
-        default="human",
-        choices=("human", "json"),
-        reload=True,
-        reason="Lines for eyes, or one JSON object a line.",
-    ),
-    Knob(
-        key="tls.cert",
-        kind=Kind.PATH,
-        default_words="connections are not encrypted",
-        reason="The certificate that this rdzvd shows to those who connect, with those between it "
-        "and the CA, if any (PEM). This file and the next two are read anew when they have "
-        "changed and somebody connects; what is connected stays.",
-    ),
-    Knob(
-        key="tls.key",
-        kind=Kind.PATH,
-        reason="The key of that certificate (PEM), which only rdzvd may read.",
-    ),
-    Knob(
-        key="tls.client_ca",
-        kind=Kind.PATH,
-        default_words="nobody is asked for a certificate",
-        reason="Let in only those who show a certificate that this CA has signed (PEM).",
-    ),
-    Knob(
-        key="tls.http_client_auth",
-        kind=Kind.STR,
-        default="require",
-        choices=("require", "accept"),
-        reason="With `tls.client_ca`: whether who connects to `http` has to show a certificate, or "
-        "may show a token instead, as browsers do.",
-    ),
-    Knob(
-        key="tls.token_listen",
-        kind=Kind.STR,
-        unit="HOST:PORT",
-        parse=Listen.parse,
-        default_words="nowhere",
-        reason="With `tls.client_ca`: where nodes and operators without a certificate connect, and "
-        "show a token. gRPC can not leave that open at one port: who connects to `listen` always "
-        "has to show a certificate.",
-    ),
-    Knob(
-        key="etcd.endpoints",
-        kind=Kind.STRINGS,
-        unit="HOST:PORT",
-        parse=_etcd_endpoint,
-        default_words="none",
-        reason="The members of the etcd v3 cluster, for the store etcd; with https:// in front for "
-        "TLS.",
-    ),
-    Knob(
-        key="etcd.prefix",
-        kind=Kind.STR,
-        default="/rdzv",
-        reason="Where all keys lie; servers with the same prefix share their jobs.",
-    ),
-    Knob(key="etcd.user", kind=Kind.STR, reason="Who rdzvd is to etcd."),
-    Knob(
-        key="etcd.password_file",
-        kind=Kind.PATH,
-        reason="Its password: the first line of this file, which only rdzvd should be able to "
-        "read.",
-    ),
-    Knob(
-        key="etcd.ca",
-        kind=Kind.PATH,
-        default_words="the system's authorities",
-        reason="etcd's CA (PEM).",
-    ),
-    Knob(key="etcd.cert", kind=Kind.PATH, reason="rdzvd's certificate for etcd (PEM)."),
-    Knob(key="etcd.key", kind=Kind.PATH, reason="Its private key (PEM)."),
-    Knob(
-        key="etcd.ttl",
-        kind=Kind.INT,
-        default=3,
-        unit="seconds",
-        least=2,
-        most=300,
-        reason="How long after a leader was last heard another takes over; raise it if leaders "
-        "change without need.",
-    ),
-)
+# Each setting reads as one paragraph: name, type, bounds, and the reason to change it.
+# fmt: off
 
-_BOUND = (
-    # ---------------------------------------------------------------- how nodes are given up
-    _duration(
-        "lease.duration",
-        "nodes_tuning.lease_ms",
-        least=2,
-        most=10 * MINUTE,
-        reason="How long a silent node is waited for before its seat is given away. Raise it on a "
-        "network that stalls; --fence-after of every node must stay 1 s below it.",
-    ),
-    _count(
-        "lease.nodes",
-        "nodes_tuning.lease_nodes",
-        "nodes",
-        least=1,
-        reason="Up to so many nodes have the lease above; with more it grows, so that heartbeats "
-        "do not fill the server's time.",
-    ),
-    _duration(
-        "lease.longest",
-        "nodes_tuning.lease_max_ms",
-        least=2,
-        most=10 * MINUTE,
-        reason="The lease when there are `longest_nodes` or more.",
-    ),
-    _count(
-        "lease.longest_nodes",
-        "nodes_tuning.lease_nodes_max",
-        "nodes",
-        least=1,
-        reason="From so many nodes on the lease is the longest.",
-    ),
-    _count(
-        "lease.heartbeats",
-        "nodes_tuning.heartbeats_per_lease",
-        "heartbeats",
-        least=2,
-        most=20,
-        reason="How often a node says that it lives within a lease of up to 15 s: one may be lost "
-        "and the next one late. In a longer one it does so early enough to be late by 10 s.",
-    ),
-    _duration(
-        "lease.takeover_grace",
-        "tuning.takeover_grace_ms",
-        "nodes_tuning.takeover_grace_ms",
-        least=5,
-        most=HOUR,
-        reason="After a start, a take-over or a pause of the server: how long nobody is given up "
-        "unheard. Nodes try to reconnect at least every 5 s.",
-    ),
-    _duration(
-        "lease.reconnect_grace",
-        "tuning.reconnect_grace_ms",
-        "nodes_tuning.reconnect_grace_ms",
-        least=0,
-        most=MINUTE,
-        reason="How long a seat is kept for an rdzvrun whose stream ended: its workers die with "
-        "it, so there is nothing to wait for but a connection that was cut.",
-    ),
-    # ---------------------------------------------------------------- how groups form
-    _duration(
-        "forming.gather_quiet",
-        "tuning.gather_quiet_ms",
-        least=0,
-        most=10 * MINUTE,
-        reason="Newcomers are let into a running job when none has come for so long, so that "
-        "several cost one restart.",
-    ),
-    _duration(
-        "forming.gather",
-        "tuning.gather_ms",
-        least=0,
-        most=HOUR,
-        reason="They are let in so long after the first of them, whoever else comes.",
-    ),
-    _duration(
-        "forming.claims_quiet",
-        "tuning.claims_quiet_ms",
-        least=1,
-        most=HOUR,
-        reason="A server without memory learns a round from its nodes: how long none of them has "
-        "to say anything new before those that said nothing are given up.",
-    ),
-    _duration(
-        "forming.stop_margin",
-        "tuning.stop_margin_ms",
-        least=1,
-        most=HOUR,
-        reason="What a node may take to stop its workers beyond its own shutdown_timeout, before "
-        "it is given up. Raise it where processes take long to die, as with GPUs they do.",
-    ),
-    _duration(
-        "forming.flap_window",
-        "tuning.flap_window_ms",
-        least=1,
-        most=7 * DAY,
-        reason="A node that is lost twice within this time has to wait before it may end a running "
-        "round.",
-    ),
-    _duration(
-        "forming.flap_hold",
-        "tuning.flap_hold_ms",
-        least=0,
-        most=DAY,
-        reason="How long it waits; the wait doubles with each further loss.",
-    ),
-    _duration(
-        "forming.store_backoff",
-        "tuning.store_backoff_ms",
-        least=0.01,
-        most=10 * MINUTE,
-        reason="The wait before the next round when a store host has failed; it doubles with each "
-        "failure in a row.",
-    ),
-    _duration(
-        "forming.store_backoff_longest",
-        "tuning.store_backoff_max_ms",
-        least=0.01,
-        most=HOUR,
-        reason="It becomes no longer than this.",
-    ),
-    _duration(
-        "forming.root_cause_window",
-        "tuning.root_cause_window_ms",
-        least=0,
-        most=MINUTE,
-        reason="Failures so soon after the first are shown with it, for they may have one cause. "
-        "Raise it if collectives take longer to fail elsewhere.",
-    ),
-    # ---------------------------------------------------------------- nodes that fail
-    _count(
-        "quarantine.failures",
-        "quarantine.failures",
-        "rounds",
-        least=0,
-        most=1_000,
-        reason="A daemon's node is quarantined when so many rounds have ended by its fault: its "
-        "worker was the root cause, or could not be killed. 0: never.",
-    ),
-    _duration(
-        "quarantine.window",
-        "quarantine.window_ms",
-        least=1,
-        most=30 * DAY,
-        reason="Only what was within this time counts together: broken hardware fails again soon.",
-    ),
-    _duration(
-        "quarantine.ttl",
-        "quarantine.ttl_ms",
-        least=1,
-        most=365 * DAY,
-        reason="For how long nothing is placed on a quarantined node: until somebody has looked at "
-        "it. `rdzvctl uncordon` lifts it.",
-    ),
-    _count(
-        "quarantine.max_nodes",
-        "quarantine.max_nodes",
-        "nodes",
-        least=0,
-        most=1_000_000,
-        reason="How many are quarantined at a time. 0: a quarter of the daemons that are known, at "
-        "least one; the only one never is.",
-    ),
-    # ---------------------------------------------------------------- what is named
-    _duration(
-        "progress.straggler_after",
-        "timings.straggler_after_ms",
-        least=1,
-        most=DAY,
-        reason="How long a worker has to take more than twice as long for a step as the median of "
-        "its role until it is named as a straggler.",
-    ),
-    # ---------------------------------------------------------------- what is kept
-    _duration(
-        "retention.ended_for",
-        "timings.ended_kept_ms",
-        least=1,
-        most=3_650 * DAY,
-        reload=True,
-        reason="How long a job is remembered after its end, with its events. Its name goes on "
-        "counting rounds for so long.",
-    ),
-    _count(
-        "retention.ended_jobs",
-        "limits.ended_jobs",
-        "jobs",
-        least=1,
-        most=1_000_000,
-        reload=True,
-        reason="How many jobs that have ended are remembered; those that ended first are forgotten "
-        "first. Each costs a look at every start.",
-    ),
-    _duration(
-        "retention.look_every",
-        "timings.prune_every_ms",
-        least=1,
-        most=DAY,
-        reload=True,
-        reason="How often ended jobs are looked at, and so how soon a change of the two lines "
-        "above is felt; a change of this one holds after the next look.",
-    ),
-    _count(
-        "retention.events",
-        "limits.history_rows",
-        "events of one job",
-        least=100,
-        most=1_000_000,
-        reason="How many of a job's newest events are kept.",
-    ),
-    # ---------------------------------------------------------------- what is accepted
-    _count(
-        "limits.jobs",
-        "limits.jobs",
-        "jobs",
-        least=1,
-        most=1_000_000,
-        reload=True,
-        reason="Jobs with somebody in them or with a round that is not settled; each takes memory.",
-    ),
-    _count(
-        "limits.nodes",
-        "limits.nodes",
-        "nodes",
-        least=1,
-        most=1_000_000,
-        reload=True,
-        reason="Nodes, connected or away; each stream needs about 30 KB.",
-    ),
-    _count(
-        "limits.nodes_per_job",
-        "limits.nodes_per_job",
-        "nodes",
-        least=1,
-        most=1_000_000,
-        reload=True,
-        reason="What max_nodes of a job may be: the largest job that rdzvd is measured with.",
-    ),
-    _count(
-        "limits.local_world_size",
-        "limits.local_world_size",
-        "workers",
-        least=1,
-        most=65_536,
-        reload=True,
-        reason="Workers that one node may bring to a job.",
-    ),
-    _count(
-        "limits.jobs_per_node",
-        "limits.beliefs",
-        "jobs",
-        least=1,
-        most=10_000,
-        reload=True,
-        reason="Jobs that one node may be in.",
-    ),
-    _duration(
-        "limits.job_timeout",
-        "limits.timeout_ms",
-        least=1,
-        most=3_650 * DAY,
-        reload=True,
-        reason="What any timeout of a job may be; a job is remembered for at least as long.",
-    ),
-    _duration(
-        "limits.away",
-        "limits.away_ms",
-        least=1,
-        most=DAY,
-        reload=True,
-        reason="How long an agent that is restarted on purpose may have its seats kept.",
-    ),
-    _count(
-        "limits.commands_per_second",
-        "limits.commands_per_second",
-        "commands",
-        least=1,
-        most=100_000,
-        reason="What one node may ask of its jobs each second, after a burst of 2,048: joins, for "
-        "instance. Beyond it is refused what it asks.",
-    ),
-    _count(
-        "limits.connections",
-        "limits.connections",
-        "connections",
-        least=1,
-        most=1_000_000,
-        reason="Connections over gRPC. The open files that the system gives rdzvd, less 512, are a "
-        "bound, too.",
-    ),
-    _count(
-        "limits.http_connections",
-        "limits.http_connections",
-        "connections",
-        least=1,
-        most=1_000_000,
-        reason="Connections to the HTTP port.",
-    ),
-    _count(
-        "limits.http_connections_per_peer",
-        "limits.http_connections_per_peer",
-        "connections",
-        least=1,
-        most=1_000_000,
-        reason="The same of one address; browsers behind a proxy have one together.",
-    ),
-    _count(
-        "limits.watchers",
-        "limits.watchers",
-        "callers",
-        least=1,
-        most=1_000_000,
-        reload=True,
-        reason="Callers that watch jobs at once; each costs a message for every change.",
-    ),
-    _count(
-        "limits.log_readers",
-        "limits.log_readers",
-        "callers",
-        least=1,
-        most=10_000,
-        reload=True,
-        reason="Callers that read logs at once; each may have `log_buffer` on its way.",
-    ),
-    _size(
-        "limits.log_buffer",
-        "limits.log_buffer",
-        least=64 * 1024,
-        most=2**32,
-        reload=True,
-        reason="What of workers' logs waits for one slow reader, over all nodes; for readers that "
-        "come after the change.",
-    ),
-    _size(
-        "limits.log_window",
-        "limits.log_window",
-        least=4 * 1024,
-        most=2**30,
-        reload=True,
-        reason="What one node sends ahead of one reader; raise it where nodes are far away.",
-    ),
-    _count(
-        "limits.outbox",
-        "limits.outbox",
-        "messages",
-        least=16,
-        most=1_000_000,
-        reload=True,
-        reason="Messages that wait for one slow reader before its stream is closed; for streams "
-        "that are opened after the change.",
-    ),
-    _count(
-        "limits.inbox",
-        "limits.inbox",
-        "messages",
-        least=16,
-        most=1_000_000,
-        reload=True,
-        reason="Messages of one node that wait while the store is away, before its stream is "
-        "closed; for streams that are opened after the change.",
-    ),
-    _size(
-        "limits.message",
-        "limits.message_bytes",
-        least=64 * 1024,
-        most=2**30,
-        reason="The largest message that is accepted.",
-    ),
-    _count(
-        "limits.scrapes",
-        "limits.scrapes",
-        "callers",
-        least=1,
-        most=100,
-        reason="Callers that read /metrics at once: each has all of it in memory.",
-    ),
-    _count(
-        "limits.http_requests",
-        "limits.http_requests",
-        "requests",
-        least=1,
-        most=10_000,
-        reload=True,
-        reason="Requests of the HTTP API that are answered at once.",
-    ),
-    _count(
-        "limits.http_streams",
-        "limits.http_streams",
-        "readers",
-        least=1,
-        most=100_000,
-        reload=True,
-        reason="Pages and programs that follow the stream of the HTTP API at once.",
-    ),
-    # ---------------------------------------------------------------- times of the server itself
-    _duration(
-        "timings.ping_interval",
-        "timings.ping_interval_ms",
-        least=1,
-        most=HOUR,
-        reason="How often a silent connection is pinged; lower it below what a firewall in "
-        "between forgets.",
-    ),
-    _duration(
-        "timings.ping_timeout",
-        "timings.ping_timeout_ms",
-        least=0.1,
-        most=HOUR,
-        reason="An unanswered ping ends the connection after this.",
-    ),
-    _duration(
-        "timings.handshake",
-        "timings.handshake_ms",
-        least=0.1,
-        most=120,
-        reason="How long a new connection may take for TLS and HTTP/2 before it is closed.",
-    ),
-    _duration(
-        "timings.first_request",
-        "timings.first_request_ms",
-        least=0.1,
-        most=120,
-        reason="How long a new HTTP connection may take for its first request.",
-    ),
-    _duration(
-        "timings.hello_timeout",
-        "timings.hello_timeout_ms",
-        least=1,
-        most=HOUR,
-        reload=True,
-        reason="A stream that says nothing is closed after this, for nobody else would notice it.",
-    ),
-    _duration(
-        "timings.leaderless_hold",
-        "timings.leaderless_hold_ms",
-        least=0,
-        most=8,
-        reload=True,
-        reason="How long a node's call is held while no server leads, so that it need not ask "
-        "again; nodes wait 10 s for an answer.",
-    ),
-    _duration(
-        "timings.log_answer",
-        "timings.log_answer_ms",
-        least=1,
-        most=HOUR,
-        reason="How long a node that is asked for logs may send nothing.",
-    ),
-    _duration(
-        "timings.store_retry",
-        "timings.store_retry_ms",
-        least=0.1,
-        most=10 * MINUTE,
-        reload=True,
-        reason="How often a store that is away is tried again.",
-    ),
-    _duration(
-        "timings.stop_grace",
-        "timings.stop_grace_ms",
-        least=0,
-        most=MINUTE,
-        reload=True,
-        reason="What open calls get to end when the server stops.",
-    ),
-    _duration(
-        "timings.deaf_after",
-        "timings.deaf_after_ms",
-        least=0.05,
-        most=MINUTE,
-        reason="When the server itself was held up for longer than this, what nodes did not say "
-        "meanwhile proves nothing.",
-    ),
-    _duration(
-        "timings.metrics_of_ended",
-        "timings.ended_job_ms",
-        least=1,
-        most=DAY,
-        reason="How long /metrics tells of a job that has ended, so that its last counts are "
-        "scraped.",
-    ),
-)
+
+class Tls(Table, frozen=True):
+    """How connections are encrypted, and who may connect."""
+
+    cert: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
+        The certificate that rdzvd presents, with any certificates between it and the CA (PEM). This
+        file and the next two are read again when they have changed and a caller connects; existing
+        connections stay.""")] = None
+    key: Annotated[Path | None, setting(reason="""
+        The key of that certificate (PEM); only rdzvd may read it.""")] = None
+    client_ca: Annotated[Path | None, setting(
+        default_words="callers need no certificate", reason="""
+        Accept only callers with a certificate that this CA has signed (PEM).""")] = None
+    http_client_auth: Annotated[Literal["require", "accept"], setting(reason="""
+        With `tls.client_ca`: `require` a certificate of callers of `http`, or `accept` a token
+        instead, as browsers send it.""")] = "require"
+    token_listen: Annotated[Listen | None, setting(
+        unit="HOST:PORT", default_words="nowhere", reason="""
+        With `tls.client_ca`: the address for nodes and operators that have a token and no
+        certificate. gRPC cannot leave that open at one port: callers of `listen` always need a
+        certificate.""")] = None
+
+
+class Etcd(Table, frozen=True):
+    """The etcd cluster that several rdzvd share."""
+
+    endpoints: Annotated[tuple[str, ...], setting(
+        unit="HOST:PORT", check=_etcd_endpoint, default_words="none", reason="""
+        The members of the etcd v3 cluster, for the store etcd; for TLS with https:// in front.""",
+    )] = ()
+    prefix: Annotated[str, setting(reason="""
+        The prefix of all keys; servers with the same prefix share their jobs.""")] = "/rdzv"
+    user: Annotated[str | None, setting(reason="""
+        The user that rdzvd is to etcd.""")] = None
+    password_file: Annotated[Path | None, setting(reason="""
+        The password: the first line of this file. Only rdzvd should be able to read it.""")] = None
+    ca: Annotated[Path | None, setting(default_words="the system's authorities", reason="""
+        The CA of etcd (PEM).""")] = None
+    cert: Annotated[Path | None, setting(reason="""
+        The certificate of rdzvd for etcd (PEM).""")] = None
+    key: Annotated[Path | None, setting(reason="""
+        The key of that certificate (PEM).""")] = None
+    ttl: Annotated[int, setting(ge=2, le=300, unit="seconds", reason="""
+        How long a leader may be silent before another server takes over; raise it if leaders change
+        without need.""")] = 3
+
+
+class Lease(Table, frozen=True):
+    """When a node is given up."""
+
+    duration: Annotated[Duration, _sets("nodes_tuning.lease_ms", ge=2, le=10 * MINUTE, reason="""
+        How long a node may be silent before its seat is given away. Raise it on a network that
+        stalls; --fence-after of every node must stay 1 s below it.""")]
+    nodes: Annotated[int, _sets("nodes_tuning.lease_nodes", ge=1, unit="nodes", reason="""
+        Up to this number of nodes, the lease is `duration`; with more it grows, so that heartbeats
+        do not fill the server's time.""")]
+    longest: Annotated[Duration, _sets("nodes_tuning.lease_max_ms", ge=2, le=10 * MINUTE, reason="""
+        The lease with `longest_nodes` or more.""")]
+    longest_nodes: Annotated[int, _sets(
+        "nodes_tuning.lease_nodes_max", ge=1, unit="nodes", reason="""
+        From this number of nodes on, the lease is `longest`.""")]
+    heartbeats: Annotated[int, _sets(
+        "nodes_tuning.heartbeats_per_lease", ge=2, le=20, unit="heartbeats", reason="""
+        How many heartbeats a node sends within a lease of up to 15 s: one may be lost and the next
+        one late. In a longer lease they are early enough to be late by 10 s.""")]
+    takeover_grace: Annotated[Duration, _sets(
+        "tuning.takeover_grace_ms", "nodes_tuning.takeover_grace_ms", ge=5, le=HOUR, reason="""
+        After a start, a takeover or a pause of the server: for this time it gives up no node that
+        it has not heard. Nodes try to reconnect at least every 5 s.""")]
+    reconnect_grace: Annotated[Duration, _sets(
+        "tuning.reconnect_grace_ms", "nodes_tuning.reconnect_grace_ms", ge=0, le=MINUTE, reason="""
+        How long the seat of an rdzvrun is kept after its stream ended: its workers die with it, so
+        the wait is only for a connection that was cut.""")]
+
+
+class Forming(Table, frozen=True):
+    """How rounds form."""
+
+    gather_quiet: Annotated[Duration, _sets(
+        "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
+        New nodes are let into a running job when no other has come for this time, so that several
+        cost one restart.""")]
+    gather: Annotated[Duration, _sets("tuning.gather_ms", ge=0, le=HOUR, reason="""
+        They are let in at the latest this time after the first of them.""")]
+    claims_quiet: Annotated[Duration, _sets("tuning.claims_quiet_ms", ge=1, le=HOUR, reason="""
+        A server without memory learns a round from the reports of its nodes: when no new report has
+        come for this time, nodes that sent none are given up.""")]
+    stop_margin: Annotated[Duration, _sets("tuning.stop_margin_ms", ge=1, le=HOUR, reason="""
+        The time that a node may take to stop its workers beyond its shutdown_timeout, before it is
+        given up. Raise it where processes take long to die, as they do with GPUs.""")]
+    flap_window: Annotated[Duration, _sets("tuning.flap_window_ms", ge=1, le=7 * DAY, reason="""
+        A node that is lost twice within this time waits before it may end a running round.""")]
+    flap_hold: Annotated[Duration, _sets("tuning.flap_hold_ms", ge=0, le=DAY, reason="""
+        The length of that wait; it doubles with each further loss.""")]
+    store_backoff: Annotated[Duration, _sets(
+        "tuning.store_backoff_ms", ge=0.01, le=10 * MINUTE, reason="""
+        The wait before the next round when a store host has failed; it doubles with each failure in
+        a row.""")]
+    store_backoff_longest: Annotated[Duration, _sets(
+        "tuning.store_backoff_max_ms", ge=0.01, le=HOUR, reason="""
+        The longest such wait.""")]
+    root_cause_window: Annotated[Duration, _sets(
+        "tuning.root_cause_window_ms", ge=0, le=MINUTE, reason="""
+        Failures this soon after the first are shown with it, for they may have one cause. Raise it
+        if collectives on other nodes take longer to fail.""")]
+
+
+class Quarantine(Table, frozen=True):
+    """When nodes that fail get no more jobs."""
+
+    failures: Annotated[int, _sets("quarantine.failures", ge=0, le=1_000, unit="rounds", reason="""
+        The node of a daemon is quarantined after it caused the end of this number of rounds: its
+        worker was the root cause, or could not be killed. 0: never.""")]
+    window: Annotated[Duration, _sets("quarantine.window_ms", ge=1, le=30 * DAY, reason="""
+        Only failures within this time count: broken hardware fails again soon.""")]
+    ttl: Annotated[Duration, _sets("quarantine.ttl_ms", ge=1, le=365 * DAY, reason="""
+        How long a quarantined node gets no job: time for a person to look at it.
+        `rdzvctl uncordon` ends the quarantine.""")]
+    max_nodes: Annotated[int, _sets(
+        "quarantine.max_nodes", ge=0, le=1_000_000, unit="nodes", reason="""
+        The largest number of nodes in quarantine. 0: a quarter of the known daemons, and at least
+        one; a single daemon never is.""")]
+
+
+class Progress(Table, frozen=True):
+    """When slow workers are named."""
+
+    straggler_after: Annotated[Duration, _sets(
+        "timings.straggler_after_ms", ge=1, le=DAY, reason="""
+        A worker is named as a straggler when for this time it has taken more than twice as long for
+        a step as the median of its role.""")]
+
+
+class Retention(Table, frozen=True):
+    """What is kept of ended jobs."""
+
+    ended_for: Annotated[Duration, _sets(
+        "timings.ended_kept_ms", ge=1, le=3650 * DAY, reload=True, reason="""
+        How long a job is remembered after its end, with its events. For this time its round numbers
+        continue when its name is used again.""")]
+    ended_jobs: Annotated[int, _sets(
+        "limits.ended_jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
+        How many ended jobs are remembered; the ones that ended first are forgotten first. Each
+        costs a little time at every start.""")]
+    look_every: Annotated[Duration, _sets(
+        "timings.prune_every_ms", ge=1, le=DAY, reload=True, reason="""
+        How often ended jobs are checked, and so how soon a change of the two settings above has an
+        effect; a change of this one has it after the next check.""")]
+    events: Annotated[int, _sets(
+        "limits.history_rows", ge=100, le=1_000_000, unit="events of one job", reason="""
+        How many of the newest events of a job are kept.""")]
+
+
+class LimitSettings(Table, frozen=True):
+    """What is accepted, and kept for callers."""
+
+    jobs: Annotated[int, _sets(
+        "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
+        Jobs that have nodes, or a round that is not settled; each takes memory.""")]
+    nodes: Annotated[int, _sets(
+        "limits.nodes", ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
+        Nodes, connected or away; each stream needs about 30 KB.""")]
+    nodes_per_job: Annotated[int, _sets(
+        "limits.nodes_per_job", ge=1, le=1_000_000, unit="nodes", reload=True, reason="""
+        The largest max_nodes of a job: rdzvd is measured with jobs of up to the default.""")]
+    local_world_size: Annotated[int, _sets(
+        "limits.local_world_size", ge=1, le=65_536, unit="workers", reload=True, reason="""
+        Workers of one node in a job.""")]
+    jobs_per_node: Annotated[int, _sets(
+        "limits.beliefs", ge=1, le=10_000, unit="jobs", reload=True, reason="""
+        Jobs that one node may be in.""")]
+    job_timeout: Annotated[Duration, _sets(
+        "limits.timeout_ms", ge=1, le=3650 * DAY, reload=True, reason="""
+        The longest timeout of a job; an ended job is remembered for at least as long.""")]
+    away: Annotated[Duration, _sets("limits.away_ms", ge=1, le=DAY, reload=True, reason="""
+        How long the seats of an agent are kept that is restarted on purpose.""")]
+    commands_per_second: Annotated[int, _sets(
+        "limits.commands_per_second", ge=1, le=100_000, unit="commands", reason="""
+        Commands of one node for its jobs, such as joins, in each second after a burst of 2,048;
+        further ones are refused.""")]
+    connections: Annotated[int, _sets(
+        "limits.connections", ge=1, le=1_000_000, unit="connections", reason="""
+        Connections over gRPC. The open files that the system allows rdzvd, less 512, are a bound,
+        too.""")]
+    http_connections: Annotated[int, _sets(
+        "limits.http_connections", ge=1, le=1_000_000, unit="connections", reason="""
+        Connections to the HTTP port.""")]
+    http_connections_per_peer: Annotated[int, _sets(
+        "limits.http_connections_per_peer", ge=1, le=1_000_000, unit="connections", reason="""
+        Connections from one address to the HTTP port; browsers behind a proxy share one.""")]
+    watchers: Annotated[int, _sets(
+        "limits.watchers", ge=1, le=1_000_000, unit="callers", reload=True, reason="""
+        Callers that watch jobs at once; each costs a message for every change.""")]
+    log_readers: Annotated[int, _sets(
+        "limits.log_readers", ge=1, le=10_000, unit="callers", reload=True, reason="""
+        Callers that read logs at once; up to `log_buffer` may wait for each.""")]
+    log_buffer: Annotated[Size, _sets(
+        "limits.log_buffer", ge=64 * KIB, le=4 * GIB, reload=True, reason="""
+        Bytes of workers' logs that wait for one slow reader, over all nodes; for readers that come
+        after the change.""")]
+    log_window: Annotated[Size, _sets(
+        "limits.log_window", ge=4 * KIB, le=GIB, reload=True, reason="""
+        Bytes that one node sends ahead of one reader; raise it where nodes are far away.""")]
+    outbox: Annotated[int, _sets(
+        "limits.outbox", ge=16, le=1_000_000, unit="messages", reload=True, reason="""
+        Messages that wait for one slow reader before its stream is closed; for streams that are
+        opened after the change.""")]
+    inbox: Annotated[int, _sets(
+        "limits.inbox", ge=16, le=1_000_000, unit="messages", reload=True, reason="""
+        Messages of one node that wait while the store is away, before its stream is closed; for
+        streams that are opened after the change.""")]
+    message: Annotated[Size, _sets("limits.message_bytes", ge=64 * KIB, le=GIB, reason="""
+        The largest message that is accepted.""")]
+    scrapes: Annotated[int, _sets("limits.scrapes", ge=1, le=100, unit="callers", reason="""
+        Callers that read /metrics at once: for each, all of it is in memory.""")]
+    http_requests: Annotated[int, _sets(
+        "limits.http_requests", ge=1, le=10_000, unit="requests", reload=True, reason="""
+        Requests of the HTTP API that are answered at once.""")]
+    http_streams: Annotated[int, _sets(
+        "limits.http_streams", ge=1, le=100_000, unit="readers", reload=True, reason="""
+        Pages and programs that follow the stream of the HTTP API at once.""")]
+
+
+class TimingSettings(Table, frozen=True):
+    """The server's own times."""
+
+    ping_interval: Annotated[Duration, _sets("timings.ping_interval_ms", ge=1, le=HOUR, reason="""
+        How often a silent connection is pinged; keep it below the idle timeout of firewalls on the
+        way.""")]
+    ping_timeout: Annotated[Duration, _sets("timings.ping_timeout_ms", ge=0.1, le=HOUR, reason="""
+        An unanswered ping ends the connection after this time.""")]
+    handshake: Annotated[Duration, _sets("timings.handshake_ms", ge=0.1, le=2 * MINUTE, reason="""
+        How long a new connection may take for TLS and HTTP/2 before it is closed.""")]
+    first_request: Annotated[Duration, _sets(
+        "timings.first_request_ms", ge=0.1, le=2 * MINUTE, reason="""
+        How long a new HTTP connection may take for its first request.""")]
+    hello_timeout: Annotated[Duration, _sets(
+        "timings.hello_timeout_ms", ge=1, le=HOUR, reload=True, reason="""
+        A stream that sends no hello is closed after this time.""")]
+    leaderless_hold: Annotated[Duration, _sets(
+        "timings.leaderless_hold_ms", ge=0, le=8, reload=True, reason="""
+        How long a node's call is held while no server leads, so that the node need not repeat it;
+        nodes wait 10 s for an answer.""")]
+    log_answer: Annotated[Duration, _sets("timings.log_answer_ms", ge=1, le=HOUR, reason="""
+        How long a node that is asked for logs may send nothing.""")]
+    store_retry: Annotated[Duration, _sets(
+        "timings.store_retry_ms", ge=0.1, le=10 * MINUTE, reload=True, reason="""
+        How often a store that is away is tried again.""")]
+    stop_grace: Annotated[Duration, _sets(
+        "timings.stop_grace_ms", ge=0, le=MINUTE, reload=True, reason="""
+        The time that open calls have to end when the server stops.""")]
+    deaf_after: Annotated[Duration, _sets("timings.deaf_after_ms", ge=0.05, le=MINUTE, reason="""
+        After the server itself was held up for longer than this, the silence of nodes in that time
+        proves nothing.""")]
+    metrics_of_ended: Annotated[Duration, _sets("timings.ended_job_ms", ge=1, le=DAY, reason="""
+        How long /metrics shows a job that has ended, so that its last counts are scraped.""")]
+# fmt: on
 
 
 def _in_order(lower: str, upper: str) -> Rule:
-    """Demand that one knob is not above another."""
+    """Demand that one setting is not above another."""
 
-    def broken(values: Values) -> str:
-        one, other = values.by_key[lower], values.by_key[upper]
-        assert isinstance(one, int | float) and isinstance(other, int | float)
+    def broken(settings: Table) -> str:
+        known = settings_of(RdzvdSettings)
+        one, other = known[lower].of(settings), known[upper].of(settings)
         if one <= other:
             return ""
-        kind = values.knobs.by_key[lower].kind
         return (
-            f"`{lower}` = {spelled(one, kind)} is above `{upper}` = {spelled(other, kind)}; lower "
-            "the one or raise the other"
+            f"`{lower}` = {known[lower].spelled(one)} is above `{upper}` = "
+            f"{known[upper].spelled(other)}; lower the one or raise the other"
         )
 
     return Rule((lower, upper), broken)
 
 
-def _often_enough(values: Values) -> str:
-    lease_ms, heartbeats = values.ms("lease.duration"), values.get("lease.heartbeats", int)
-    if lease_ms >= heartbeats * 250:
+def _heartbeats_fit(settings: "RdzvdSettings") -> str:
+    lease = settings.lease
+    if lease.duration >= lease.heartbeats * 0.25:
         return ""
     return (
-        f"`lease.heartbeats` = {heartbeats} is more often than every 250 ms with `lease.duration` "
-        f"= {spelled(values.by_key['lease.duration'], Kind.DURATION)}; lower it"
+        f"`lease.heartbeats` = {lease.heartbeats} is more often than every 250 ms with "
+        f"`lease.duration` = {lease.duration:g}; lower it"
     )
 
 
-_TLS = ("tls.cert", "tls.key", "tls.client_ca", "tls.token_listen", "tls.http_client_auth")
-
-
-def _tls_together(values: Values) -> str:
-    cert, key, client_ca, token_listen, http = (values.by_key[name] for name in _TLS)
-    if (cert is None) != (key is None):
+def _tls_together(settings: "RdzvdSettings") -> str:
+    tls = settings.tls
+    if (tls.cert is None) != (tls.key is None):
         return "`tls.cert` and `tls.key` go together; one is missing"
-    if client_ca is not None and cert is None:
+    if tls.client_ca is not None and tls.cert is None:
         return (
-            "`tls.client_ca` asks those who connect for a certificate, which takes one of this "
-            "server; give `tls.cert` and `tls.key`"
+            "`tls.client_ca` makes rdzvd ask callers for a certificate, so rdzvd needs one of its "
+            "own; give `tls.cert` and `tls.key`"
         )
-    if (token_listen is not None or http != "require") and client_ca is None:
+    if (tls.token_listen or tls.http_client_auth != "require") and tls.client_ca is None:
         return (
             "`tls.token_listen` and `tls.http_client_auth` are for callers without a certificate, "
-            "and without `tls.client_ca` nobody is asked for one; leave them out, or give it"
+            "and without `tls.client_ca` no caller is asked for one; leave them out, or give it"
         )
     return ""
 
 
-KNOBS = Knobs(
-    "rdzvd",
-    (*_PLAIN, *(bound.knob for bound in _BOUND)),
-    (
+# fmt: off
+class RdzvdSettings(Table, frozen=True, kw_only=True):
+    """Everything that rdzvd.toml may hold."""
+
+    program = "rdzvd"
+    rules = (
         _in_order("lease.duration", "lease.longest"),
         _in_order("lease.nodes", "lease.longest_nodes"),
-        Rule(("lease.duration", "lease.heartbeats"), _often_enough),
+        Rule(("lease.duration", "lease.heartbeats"), _heartbeats_fit),
         _in_order("forming.gather_quiet", "forming.gather"),
         _in_order("forming.store_backoff", "forming.store_backoff_longest"),
         _in_order("limits.nodes_per_job", "limits.nodes"),
         _in_order("limits.log_window", "limits.log_buffer"),
-        # Nobody who was in a job may still wait when it is forgotten, or it would begin anew.
+        # No node of a job may still wait when the job is forgotten, or it would begin anew.
         _in_order("limits.job_timeout", "retention.ended_for"),
-        Rule(_TLS, _tls_together),
-    ),
-)
-
-
-# ------------------------------------------------------------------------------------ a Config
-
-
-def make_config(values: Values) -> Config:
-    """Make what the server runs with, and check it as a whole.
-
-    Raises:
-        InvalidRequestError: a file that it names can not be used, or knobs do not go together.
-
-    """
-    parts = {name: _part(name, values) for name in _PARTS}
-    python = values.maybe("c10d_python", Path)
-    config = Config(
-        listen=Listen.parse(values.get("listen", str)),
-        data_dir=values.maybe("data_dir", Path) or default_data_dir(),
-        store=values.get("store", str),
-        insecure=values.get("insecure", bool),
-        tls=_tls(values),
-        advertise=_address(values, "advertise"),
-        auth=_auth(values),
-        init_admin_token=values.maybe("init_admin_token", Path),
-        etcd=_etcd(values),
-        http=_address(values, "http"),
-        otlp=values.maybe("otlp", str),
-        c10d=_address(values, "c10d"),
-        c10d_python=str(python) if python else sys.executable,
-        log_level=values.get("log_level", str),
-        log_format=values.get("log_format", str),
-        **parts,
-    )
-    config.check()
-    return config
-
-
-def _auth(values: Values) -> bool:
-    """Say whether callers must prove who they are: where certificates can do that, they must."""
-    said = values.maybe("auth", str)
-    return said == "required" if said else values.maybe("tls.client_ca", Path) is not None
-
-
-def _part(part: str, values: Values) -> Any:
-    fields = {
-        field.partition(".")[2]: _value(bound.knob, values)
-        for bound in _BOUND
-        for field in bound.fields
-        if field.partition(".")[0] == part
-    }
-    return type(_PARTS[part])(**fields)
-
-
-def _value(knob: Knob, values: Values) -> int:
-    return values.ms(knob.key) if knob.kind is Kind.DURATION else values.get(knob.key, int)
-
-
-def _address(values: Values, key: str) -> Listen | None:
-    text = values.maybe(key, str)
-    return None if text is None else Listen.parse(text)
-
-
-def _tls(values: Values) -> TlsFiles | None:
-    cert, key = values.maybe("tls.cert", Path), values.maybe("tls.key", Path)
-    if cert is None or key is None:
-        return None
-    return TlsFiles(
-        cert,
-        key,
-        values.maybe("tls.client_ca", Path),
-        http_requires=values.get("tls.http_client_auth", str) == "require",
-        token_listen=_address(values, "tls.token_listen"),
+        Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
     )
 
-
-def _etcd(values: Values) -> EtcdConfig | None:
-    endpoints = values.strings("etcd.endpoints")
-    if not endpoints:
-        return None
-    from rdzv.stores.etcd_config import EtcdConfig, first_line
-
-    password = values.maybe("etcd.password_file", Path)
-    return EtcdConfig.parse(
-        ",".join(endpoints),
-        prefix=values.get("etcd.prefix", str),
-        user=values.maybe("etcd.user", str) or "",
-        password=first_line(password) if password else "",
-        ca=values.maybe("etcd.ca", Path),
-        cert=values.maybe("etcd.cert", Path),
-        key=values.maybe("etcd.key", Path),
-        ttl_s=values.get("etcd.ttl", int),
-    )
-
-
-# ------------------------------------------------------------------------------------ reloads
-
-
-class Configuration:
-    """The configuration of one rdzvd, from its start and through its reloads."""
-
-    def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
-        """Read the file, and what was `given` on the command line, which wins.
-
-        Raises:
-            InvalidRequestError: something is wrong with it; all of it is named.
-
-        """
-        self._file = file or _default_file()
-        self._given = given
-        self.values = load(KNOBS, self._file, given)
-        self.config = make_config(self.values)
-
-    @property
-    def source(self) -> str:
-        """Where it comes from, for people."""
-        given = any(value is not None for value in self._given.values())
-        parts = [str(self._file)] if self._file else []
-        parts += ["the command line"] if given else []
-        return " and ".join(parts) or "defaults"
-
-    def reload(self, set_up_logging: Callable[[str, str], None]) -> bool:
-        """Read the file again, apply what can be applied, and say in the log what became of it.
-
-        If anything is wrong with it, nothing is changed. Return whether it was in order.
-        """
-        file = self._file or _default_file()
-        try:
-            wanted = load(KNOBS, file, self._given)
-            # Files that it names may be wrong, too.
-            make_config(wanted)
-            change = compare(self.values, wanted)
-        except InvalidRequestError as error:
-            log.error("the configuration is not reloaded, and nothing was changed: %s", error)
-            return False
-        self._file, self.values = file, change.values
-        for line in change.lines:
-            log.warning("configuration: %s", line)
-        self._apply(change.applied, set_up_logging)
-        log.info(
-            "the configuration is reloaded from %s: %d applied, %d wait for a restart",
-            *(self.source, len(change.applied), len(change.waiting)),
-        )
-        return True
-
-    def _apply(self, keys: tuple[str, ...], set_up_logging: Callable[[str, str], None]) -> None:
-        held: dict[str, Limits | Timings]
-        held = {"limits": self.config.limits, "timings": self.config.timings}
-        for bound in _BOUND:
-            if bound.knob.key in keys:
-                for field in bound.fields:
-                    part, _, name = field.partition(".")
-                    alter(held[part], name, _value(bound.knob, self.values))
-        if not {"log_level", "log_format"}.isdisjoint(keys):
-            level, log_format = (self.values.get(k, str) for k in ("log_level", "log_format"))
-            set_up_logging(level, log_format)
-
-
-def _default_file() -> Path | None:
-    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    listen: Annotated[Listen, setting(unit="HOST:PORT", reason="""
+        The address for nodes and operators. Port 0 takes a free one; an IPv6 host is in brackets.
+        Any but loopback needs `tls.client_ca` or `insecure`.""",
+    )] = Listen("127.0.0.1", DEFAULT_PORT)
+    advertise: Annotated[Listen | None, setting(
+        unit="HOST:PORT", default_words="the value of `listen`", reason="""
+        The address at which nodes and operators reach this rdzvd, if not `listen`.""")] = None
+    http: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
+        Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if `tls.cert` is
+        given. Any address but loopback needs `tls.client_ca` or `insecure`.""")] = None
+    otlp: Annotated[str | None, setting(
+        unit="URL", check=check_otlp, default_words="nowhere", reason="""
+        Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: to
+        OTEL_EXPORTER_OTLP_ENDPOINT. Needs rdzv[otel].""")] = None
+    insecure: Annotated[bool, setting(reason="""
+        Listen beyond loopback without encryption or authentication: everyone who reaches the port
+        may run and end jobs.""")] = False
+    auth: Annotated[Literal["none", "required"] | None, setting(
+        default_words="required with `tls.client_ca`, else none", reason="""
+        Whether callers must authenticate, by a client certificate or a token; docs/roles.md says
+        what each may do then. `none`: everyone may do everything.""")] = None
+    init_admin_token: Annotated[Path | None, setting(default_words="none", reason="""
+        While no admin has a token: the token in this file becomes one; a file that is missing is
+        made. Only with `auth` = required.""")] = None
+    data_dir: Annotated[Path | None, setting(
+        default_words="`$STATE_DIRECTORY` if set (systemd does), `/var/lib/rdzv` for root, else "
+        "`$XDG_STATE_HOME/rdzv` (`~/.local/state/rdzv`)", reason="""
+        The folder of the stored jobs, on a local disk; one rdzvd owns it.""")] = None
+    store: Annotated[Literal["sqlite", "memory", "etcd"], setting(reason="""
+        sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of which one
+        leads and any other takes over.""")] = "sqlite"
+    c10d: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
+        Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` shows its
+        jobs. They end with this rdzvd. Any address but loopback needs `insecure`.""")] = None
+    c10d_python: Annotated[Path | None, setting(default_words="the one that runs rdzvd", reason="""
+        The interpreter that serves torch's own store; it needs torch.""")] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], setting(
+        reload=True, reason="""
+        The lowest level that is logged, to stderr.""")] = "info"
+    log_format: Annotated[Literal["human", "json"], setting(reload=True, reason="""
+        Lines for people, or one JSON object a line.""")] = "human"
+    tls: Tls
+    etcd: Etcd
+    lease: Lease
+    forming: Forming
+    quarantine: Quarantine
+    progress: Progress
+    retention: Retention
+    limits: LimitSettings
+    timings: TimingSettings

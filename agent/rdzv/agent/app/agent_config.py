@@ -1,0 +1,212 @@
+"""rdzv-agent's configuration: the values that its settings make, checked against this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rdzv.agent.app.agent_settings import MEMORY_USED, AgentSettings, HealthCheck, why_not_here
+from rdzv.agent.cli.options import parse_launch
+from rdzv.agent.inventory.health import Check
+from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
+from rdzv.agent.inventory.preemption import Preemption
+from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
+from rdzv.agent.launch.launch import Launch, check_startable
+from rdzv.agent.server_link.placed_jobs import passed_on
+from rdzv.agent.system.accounts import Accounts, SubmitterRule, parse_limits, parse_umask
+from rdzv.core.placement import Resources
+from rdzv.errors import InvalidRequestError
+from rdzv.settings.toml_files import Loaded, load
+from rdzv.structs import struct
+from rdzv.transport.channels import PLAIN, Credentials
+from rdzv.transport.endpoints import Endpoint, parse_endpoints
+
+DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
+
+
+@struct(frozen=True)
+class Config:
+    """The configuration of one rdzv-agent."""
+
+    loaded: Loaded[AgentSettings]
+    endpoints: tuple[Endpoint, ...]
+    launches: tuple[Launch, ...] = ()
+    """The jobs that the file itself names; none: the agent takes submitted ones."""
+    credentials: Credentials = PLAIN
+    """The files and token for the connection to the server."""
+
+    @property
+    def settings(self) -> AgentSettings:
+        """The file, with defaults."""
+        return self.loaded.settings
+
+    @property
+    def preemption(self) -> Preemption:
+        """How the agent learns that this machine is about to be taken away."""
+        said = self.settings.preemption
+        return Preemption(said.file, said.command, round(said.deadline * 1000))
+
+    @property
+    def accounts(self) -> Accounts:
+        """What submitted jobs run as."""
+        return Accounts(
+            [
+                SubmitterRule(
+                    submitter=user.name,
+                    accounts=user.accounts,
+                    umask=parse_umask(user.umask),
+                    limits=parse_limits(user.limits),
+                )
+                for user in self.settings.user
+            ]
+        )
+
+    def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
+        """Return the checks that this node has to pass; commands get `own` environment."""
+        return [self._check(check, resources, own) for check in self.settings.health]
+
+    def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
+        name, timeout_s = check.name, check.timeout
+        match check.check:
+            case "command":
+                args = check.command or ()
+                return Command(name or f"command {Path(args[0]).name}", timeout_s, args, own)
+            case "disk":
+                assert check.path is not None, "a rule demands it"
+                least, percent = check.min_free or 0, check.min_free_percent or 0.0
+                return Disk(name or f"disk {check.path}", timeout_s, check.path, least, percent)
+            case "gpu":
+                uuids = [gpu.uuid for gpu in resources.gpus]
+                used = MEMORY_USED if check.memory_used is None else check.memory_used
+                return Gpus(name or "gpu", timeout_s, uuids, check.count or 0, used)
+            case "xid":
+                codes = CODES if check.codes is None else check.codes
+                lifted = Lifted(self.settings.state_dir / "xid-lifted.json")
+                return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
+
+    def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of every submitted job, made of `own` and the settings."""
+        settings = self.settings
+        given = passed_on(own, settings.pass_env)
+        environ = {**_account_environ(), **given, **settings.env}
+        if settings.python is not None:
+            environ.setdefault("PYTHON_EXEC", str(settings.python))
+        return environ
+
+
+def _account_environ() -> dict[str, str]:
+    """Return what a login sets, for services that start without one."""
+    environ = {"PATH": os.defpath}
+    try:
+        account = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return environ
+    names = {"USER": account.pw_name, "LOGNAME": account.pw_name}
+    return environ | names | {"HOME": account.pw_dir, "SHELL": account.pw_shell or "/bin/sh"}
+
+
+def check_state_dir(config: Config) -> None:
+    """Check that the folder of runs can be made and written, and make none.
+
+    The other folder is not checked: the service manager makes it at each start.
+
+    Raises:
+        InvalidRequestError: it cannot.
+
+    """
+    path = config.settings.state_dir
+    if config.settings.user:
+        for place in (path, config.settings.runtime_dir):
+            _check_passable(place)
+    above = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    try:
+        # Whatever stands in the way, permissions are only a part of it.
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        where = "" if above == path else f" in {above}"
+        done = "written" if above == path else "made"
+        raise InvalidRequestError(
+            f"`state_dir` = {str(path)!r} cannot be {done}{where}: {error.strerror}; give another"
+        ) from error
+
+
+def _check_passable(path: Path) -> None:
+    """Refuse a folder that the accounts of jobs cannot pass through to their own below it."""
+    for place in (path, *path.parents):
+        if os.path.lexists(place) and not place.stat().st_mode & stat.S_IXOTH:
+            raise InvalidRequestError(
+                f"jobs run as the accounts of [[user]], which cannot enter {str(place)!r} on "
+                f"their way to their own folders in {str(path)!r}; let others pass: chmod o+x "
+                f"{place} (in the unit: StateDirectoryMode=0711)"
+            )
+
+
+def read_config(path: Path, *, for_another: bool = False) -> Config:
+    """Read and check a configuration; `for_another`: of an agent that another account starts.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or has errors; all of them are listed.
+
+    """
+    loaded = load(AgentSettings, path)
+    settings = loaded.settings
+    if not for_another and (why := why_not_here(settings)):
+        raise InvalidRequestError(f"{path}: {why}")
+    endpoints = parse_endpoints(settings.server)
+    tls = settings.tls
+    files = {"ca": tls.ca, "cert": tls.cert, "key": tls.key, "token_file": settings.token_file}
+    try:
+        launches = _read_jobs(settings, endpoints)
+        credentials = Credentials.parse(files, os.environ)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{path}: {error}") from error
+    return Config(loaded, endpoints, launches, credentials)
+
+
+def _read_jobs(settings: AgentSettings, endpoints: tuple[Endpoint, ...]) -> tuple[Launch, ...]:
+    launches = tuple(_read_job(job.args, endpoints, settings.node_id) for job in settings.job)
+    names = [launch.job.rdzv_id for launch in launches]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(f"two [[job]] have the --rdzv-id {name}; rename one")
+    return launches
+
+
+def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: str) -> Launch:
+    servers = ",".join(map(str, endpoints))
+    given = list(args)
+    said = io.StringIO()
+    try:
+        # The reason is at the end of a usage message.
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            launch, meeting = parse_launch(
+                [
+                    *("--rdzv-backend=rdzv", f"--rdzv-endpoint={servers}"),
+                    *(f"--node-id={node_id}", *given),
+                ]
+            )
+    except SystemExit as error:
+        _, _, why = said.getvalue().rpartition("error: ") if error.code else ("", "", "")
+        raise InvalidRequestError(
+            f"args {given} are not rdzvrun's{': ' if why else ''}{why.strip()}; see rdzvrun --help "
+            "for what it takes"
+        ) from error
+    if any((meeting.files or {}).values()):
+        raise InvalidRequestError(
+            f"args {given} have credentials of their own, and a node has one connection; leave "
+            "--tls-* and --token-file to `tls` and `token_file`"
+        )
+    check_startable(launch)
+    if launch.job.node_id != node_id or meeting.endpoints != endpoints:
+        raise InvalidRequestError(
+            f"args {given} name a node or a server of their own; leave --node-id, "
+            "--rdzv-endpoint and --standalone to `node_id` and `server`"
+        )
+    return launch

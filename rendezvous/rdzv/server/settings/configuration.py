@@ -1,0 +1,161 @@
+"""The configuration of one rdzvd: the `Config` that its settings make, and its reloads.
+
+The file and the command line take the same settings; the command line wins. A reload changes the
+`Limits` and `Timings` that every part of the server already holds (`config.alter`), so no part of
+the server knows of reloads.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rdzv.errors import InvalidRequestError
+from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles, alter, default_data_dir
+from rdzv.server.settings.server_settings import PARTS, RdzvdSettings
+from rdzv.settings.declaration import Setting, settings_of
+from rdzv.settings.toml_files import compare, load
+
+if TYPE_CHECKING:
+    from rdzv.stores.etcd_config import EtcdConfig
+
+log = logging.getLogger("rdzv.server")
+
+DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
+"""Read if it exists and no other file is named."""
+
+
+def make_config(settings: RdzvdSettings) -> Config:
+    """Make the configuration that the server runs with, and check it as a whole.
+
+    Raises:
+        InvalidRequestError: a file that it names cannot be used, or settings do not go together.
+
+    """
+    auth, tls = settings.auth, settings.tls
+    parts: dict[str, Any] = {name: {} for name in PARTS}
+    for setting in settings_of(RdzvdSettings).values():
+        for part, name in (field.split(".") for field in setting.sets):
+            parts[part][name] = _field_value(setting, settings)
+    config = Config(
+        listen=settings.listen,
+        data_dir=settings.data_dir or default_data_dir(),
+        store=settings.store,
+        insecure=settings.insecure,
+        tls=_tls_files(settings),
+        advertise=settings.advertise,
+        # Where certificates can authenticate callers, they must.
+        auth=auth == "required" if auth else tls.client_ca is not None,
+        init_admin_token=settings.init_admin_token,
+        etcd=_etcd(settings),
+        http=settings.http,
+        otlp=settings.otlp,
+        c10d=settings.c10d,
+        c10d_python=str(settings.c10d_python or sys.executable),
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+        **{name: type(PARTS[name])(**parts[name]) for name in PARTS},
+    )
+    config.check()
+    return config
+
+
+def _field_value(setting: Setting, settings: RdzvdSettings) -> int:
+    value = setting.of(settings)
+    return round(value * 1000) if setting.unit == "seconds" else int(value)
+
+
+def _tls_files(settings: RdzvdSettings) -> TlsFiles | None:
+    tls = settings.tls
+    if tls.cert is None or tls.key is None:
+        return None
+    return TlsFiles(
+        tls.cert,
+        tls.key,
+        tls.client_ca,
+        http_requires=tls.http_client_auth == "require",
+        token_listen=tls.token_listen,
+    )
+
+
+def _etcd(settings: RdzvdSettings) -> EtcdConfig | None:
+    etcd = settings.etcd
+    if not etcd.endpoints:
+        return None
+    from rdzv.stores.etcd_config import EtcdConfig, first_line
+
+    return EtcdConfig.parse(
+        ",".join(etcd.endpoints),
+        prefix=etcd.prefix,
+        user=etcd.user or "",
+        password=first_line(etcd.password_file) if etcd.password_file else "",
+        ca=etcd.ca,
+        cert=etcd.cert,
+        key=etcd.key,
+        ttl_s=etcd.ttl,
+    )
+
+
+class Configuration:
+    """The configuration of one rdzvd, from its start and through its reloads."""
+
+    def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
+        """Read the file, and the values `given` on the command line, which win.
+
+        Raises:
+            InvalidRequestError: it has errors; all of them are listed.
+
+        """
+        self._file = file or _default_file()
+        self._given = given
+        self.loaded = load(RdzvdSettings, self._file, given)
+        self.config = make_config(self.loaded.settings)
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for people."""
+        given = any(value is not None for value in self._given.values())
+        parts = [str(self._file)] if self._file else []
+        parts += ["the command line"] if given else []
+        return " and ".join(parts) or "defaults"
+
+    def reload(self, set_up_logging: Callable[[str, str], None]) -> bool:
+        """Read the file again, apply what can be applied, and log the outcome.
+
+        If it has any error, nothing is changed. Return whether it was valid.
+        """
+        file = self._file or _default_file()
+        try:
+            wanted = load(RdzvdSettings, file, self._given)
+            # Files that it names may be wrong, too.
+            make_config(wanted.settings)
+            change = compare(self.loaded, wanted)
+        except InvalidRequestError as error:
+            log.error("the configuration is not reloaded, and nothing was changed: %s", error)
+            return False
+        self._file, self.loaded = file, change.loaded
+        for line in change.lines:
+            log.warning("configuration: %s", line)
+        self._apply(change.applied, set_up_logging)
+        log.info(
+            "the configuration is reloaded from %s: %d applied, %d wait for a restart",
+            *(self.source, len(change.applied), len(change.waiting)),
+        )
+        return True
+
+    def _apply(self, keys: tuple[str, ...], set_up_logging: Callable[[str, str], None]) -> None:
+        held: dict[str, Limits | Timings]
+        held = {"limits": self.config.limits, "timings": self.config.timings}
+        settings = self.loaded.settings
+        for setting in map(settings_of(RdzvdSettings).__getitem__, keys):
+            for part, name in (field.split(".") for field in setting.sets):
+                alter(held[part], name, _field_value(setting, settings))
+        if not {"log_level", "log_format"}.isdisjoint(keys):
+            set_up_logging(settings.log_level, settings.log_format)
+
+
+def _default_file() -> Path | None:
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None

@@ -1,0 +1,296 @@
+"""How a program declares its settings: one tree of `Table` classes.
+
+    class Lease(Table, frozen=True):
+        duration: Annotated[Duration, setting(ge=2, le=600, reason="How long ...")] = 5
+
+Each field is a setting, another table, or a list of tables (`tuple[Table, ...]`). Its annotation
+has the type and bounds, for msgspec, and the rest of a `Setting`, which `settings_of` returns. From
+it come the checks of a file, --print-config, the outcome of a reload, and the documentation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from msgspec import NODEFAULT, Meta, Struct
+
+Duration = Annotated[float, Meta(extra={"unit": "seconds"})]
+"""A number of seconds, or a text such as "250 ms", "5 min", "30 d"; down to a millisecond."""
+
+Size = Annotated[int, Meta(extra={"unit": "bytes"})]
+"""A whole number of bytes, or a text such as "64 MiB"."""
+
+DURATION_UNITS = {"d": 86_400, "h": 3_600, "min": 60, "s": 1, "ms": 0.001}
+SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+class Rule(Struct, frozen=True):
+    """A condition that several settings meet together."""
+
+    keys: tuple[str, ...]
+    """The rule is checked only if each of these is valid by itself."""
+    broken: Callable[[Any], str]
+    """Takes the table; returns the problem and its remedy, or an empty text."""
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """A table of a configuration; a whole configuration is one, too."""
+
+    program: ClassVar[str] = ""
+    """The program whose configuration this is."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Of a whole configuration, and of a table in a list."""
+
+
+def setting(
+    reason: str, *, ge: float | None = None, le: float | None = None, **more: object
+) -> Meta:
+    """Describe a field of a `Table`, in `Annotated`.
+
+    `reason` tells operators what the setting does and why they would change it, in one or two
+    sentences. `ge` and `le` are bounds, of a duration or size in seconds or bytes. `more` are other
+    fields of `Setting`.
+    """
+    return Meta(ge=ge, le=le, description=" ".join(reason.split()), extra=more)
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """One line of a configuration, as it is declared."""
+
+    key: str
+    """Its name with those of its tables: `tls.cert`."""
+    annotation: Any
+    """The type of its values, without None."""
+    metas: tuple[Meta, ...]
+    """Their bounds, for msgspec."""
+    kind: Any
+    """The class of its values: `int`, `tuple`, one with a classmethod `parse`, ..."""
+    reason: str
+    default: Any
+    """None: the setting has no value unless it is set."""
+    default_words: str = ""
+    """The default in words, if `default` does not tell it."""
+    unit: str = ""
+    """The unit of a number or the form of a text, such as HOST:PORT."""
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    """All values that a text may have."""
+    check: Callable[[str], object] | None = None
+    """Refuses a text, also one in a list or table, by an `InvalidRequestError`."""
+    each: type[Table] | None = None
+    """For a list of tables: the class of each."""
+    required: bool = False
+    reload: bool = False
+    """A reload applies a change; else it needs a restart."""
+    sets: tuple[str, ...] = ()
+    """For the program: the fields that get the value."""
+
+    @property
+    def type(self) -> Any:
+        """The type with its bounds, for msgspec."""
+        return Annotated[self.annotation, *self.metas]
+
+    @property
+    def name(self) -> str:
+        """Its name in its table."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def units(self) -> Mapping[str, float]:
+        """The units that a text may name, with the largest first; none for most kinds."""
+        if (self.kind, self.unit) == (float, "seconds"):
+            return DURATION_UNITS
+        return SIZE_UNITS if (self.kind, self.unit) == (int, "bytes") else {}
+
+    @property
+    def kind_words(self) -> str:
+        """The kind of its values, for people."""
+        return "a list of tables" if self.each else _KINDS.get(self.kind, "a text")
+
+    @property
+    def bounds(self) -> str:
+        """The values that it may have, for people; empty if its kind says all."""
+        if self.choices:
+            return ", ".join(map(quoted, self.choices))
+        if self.least is not None and self.most is not None:
+            return f"{self._bound(self.least)} to {self._bound(self.most)}"
+        if self.least is not None:
+            return f"at least {self._bound(self.least)}"
+        return f"at most {self._bound(self.most)}" if self.most is not None else ""
+
+    def _bound(self, bound: float) -> str:
+        if self.units:
+            return _with_unit(bound, self.units)
+        return f"{bound:g}" if abs(bound) < 1e6 else str(int(bound))
+
+    @property
+    def default_text(self) -> str:
+        """Its default, for people."""
+        if self.required:
+            return "none: it must be set"
+        return self.default_words or (self.spelled(self.default) if self.has_default else "not set")
+
+    @property
+    def has_default(self) -> bool:
+        """Whether it has a value that people would call one, unless it is set."""
+        return self.default is not None and self.default not in ((), {})
+
+    @property
+    def valid(self) -> str:
+        """A description of its valid values, for people."""
+        if self.choices:
+            return f"one of {self.bounds}"
+        words = f"{self.unit or 'a text'} in quotes"
+        if self.units:
+            example = "5 s" if self.units is DURATION_UNITS else "64 MiB"
+            units = ", ".join(self.units)
+            words = f'a number of {self.unit}, or a text such as "{example}" with one of {units}'
+        elif self.each:
+            words = f"{self.kind_words}; begin with [[{self.key}]]"
+        elif self.kind is Mapping:
+            words = f"{self.kind_words}; begin with [{self.key}]"
+        elif self.kind in _KINDS:
+            words = f"{self.kind_words}{_EXAMPLES.get(self.kind, '')}"
+        return f"{words}, {self.bounds}" if self.bounds else words
+
+    def of(self, settings: Table) -> Any:
+        """Return its value in a configuration."""
+        return attrgetter(self.key)(settings)
+
+    def spelled(self, value: Any) -> str:
+        """Spell a value as TOML."""
+        match value:
+            case None:
+                return "not set"
+            case bool():
+                return str(value).lower()
+            case int() | float():
+                return self._number_spelled(value)
+            case tuple():
+                return f"[{', '.join(quoted(str(item)) for item in value)}]"
+            case Mapping():
+                pairs = (f"{_bare(name)} = {quoted(text)}" for name, text in value.items())
+                return f"{{ {', '.join(pairs)} }}" if value else "{}"
+            case _:
+                return quoted(str(value))
+
+    def _number_spelled(self, number: float) -> str:
+        step, least = (60, 120) if self.units is DURATION_UNITS else (2**10, 2**10)
+        if self.units and number >= least and number % step == 0:
+            return quoted(_with_unit(number, self.units))
+        return str(int(number) if self.units and float(number).is_integer() else number)
+
+
+_KINDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    Path: "a path",
+    tuple: "a list of texts",
+    Mapping: "a table of texts",
+}
+_EXAMPLES: Mapping[Any, str] = {
+    bool: " without quotes",
+    int: " without quotes",
+    float: " without quotes",
+    Path: ' from / on, such as "/etc/rdzv/ca.pem"',
+    tuple: ', such as ["a", "b"]',
+}
+
+
+@cache
+def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
+    """Return the settings of a table and of the tables in it, by key."""
+    found: dict[str, Setting] = {}
+    for name, (annotation, default) in fields_of(table).items():
+        key = f"{prefix}{name}"
+        if is_table(annotation):
+            found |= settings_of(annotation, f"{key}.")
+        else:
+            found[key] = _setting(key, annotation, default)
+    assert all(key in found for rule in table.rules for key in rule.keys), "a rule's key is wrong"
+    return MappingProxyType(found)
+
+
+def fields_of(table: type[Table]) -> Mapping[str, tuple[Any, object]]:
+    """Return the annotation and the default of each field; annotations are not postponed ones."""
+    annotations: dict[str, Any] = {}
+    for base in reversed(table.__mro__):
+        annotations |= vars(base).get("__annotations__", {})
+    names, defaults = table.__struct_fields__, table.__struct_defaults__
+    padded = (NODEFAULT,) * (len(names) - len(defaults)) + defaults
+    return {name: (annotations[name], default) for name, default in zip(names, padded, strict=True)}
+
+
+def is_table(kind: Any) -> bool:
+    """Return whether a field with this annotation is a table."""
+    return isinstance(kind, type) and issubclass(kind, Table)
+
+
+def _setting(key: str, annotation: Any, default: object) -> Setting:
+    kind, metas = _unwrapped(annotation)
+    more: dict[str, Any] = {"annotation": kind, "metas": tuple(metas)}
+    for meta in metas:
+        more |= meta.extra or {}
+    about = metas[-1]
+    more |= {"reason": about.description, "least": about.ge, "most": about.le}
+    if "default" not in more:
+        more["required"] = default is NODEFAULT
+        more["default"] = None if default is NODEFAULT else default
+    items = get_args(kind)
+    if get_origin(kind) is Literal:
+        kind, more["choices"] = str, items
+    elif items:
+        kind, more["each"] = get_origin(kind), items[0] if is_table(items[0]) else None
+    return Setting(key=key, kind=kind, **more)
+
+
+def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
+    """Return a type without None, and its descriptions."""
+    if get_origin(annotation) is Annotated:
+        inner, *metas = get_args(annotation)
+        kind, others = _unwrapped(inner)
+        return kind, [*others, *metas]
+    if get_origin(annotation) in (Union, UnionType):
+        return _unwrapped(next(each for each in get_args(annotation) if each is not NoneType))
+    return annotation, []
+
+
+@cache
+def sections_of(table: type[Table]) -> frozenset[str]:
+    """Return the names of all tables in a table."""
+    parts = [key.split(".") for key in settings_of(table)]
+    return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
+
+
+def _with_unit(number: float, units: Mapping[str, float]) -> str:
+    """Write a number in the largest unit in which it is whole."""
+    for unit, worth in units.items():
+        count = number / worth
+        if number and math.isclose(count, round(count), abs_tol=1e-9) and round(count):
+            return f"{round(count)} {unit}"
+    return f"{number:g} {'s' if 's' in units else 'B'}"
+
+
+def quoted(text: str) -> str:
+    """Write a text as TOML; characters that a terminal would obey or cannot show are escaped."""
+    # JSON strings are TOML strings.
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else _escaped(char) for char in quoted)
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def _bare(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name, re.ASCII) else quoted(name)

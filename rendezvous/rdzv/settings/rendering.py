@@ -1,0 +1,107 @@
+"""Settings as people read them: a configuration as TOML with comments, and the documentation."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rdzv.settings.declaration import Setting, Table, settings_of
+from rdzv.settings.toml_files import Loaded
+
+
+def render(loaded: Loaded[Any]) -> str:
+    """Write a configuration as TOML, each setting with its description.
+
+    The text is a valid file, and holds the same configuration.
+    """
+    title = f"The configuration of {loaded.settings.program}, as it is in effect."
+    lines = [*_comment(title), "", *_rendered(loaded.settings, loaded.sources)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _rendered(
+    settings: Table, sources: Mapping[str, str], place: str = "", where: str = ""
+) -> Iterator[str]:
+    """Yield the lines of one table; `place` is before its tables, `where` before its keys."""
+    for section, of_section in _by_section(type(settings)).items():
+        plain = [each for each in of_section if each.each is None]
+        if section and plain:
+            yield from (f"[{place}{section}]", "")
+        for each in plain:
+            name, value = each.name, each.of(settings)
+            yield from _comment(_about(each, sources.get(f"{where}{each.key}", "")))
+            yield f"#{name} = (not set)" if value is None else f"{name} = {each.spelled(value)}"
+            yield ""
+    # Lists of tables are last: a key after one would be a part of it.
+    for each in settings_of(type(settings)).values():
+        if each.each is None:
+            continue
+        yield from (*_comment(_about(each, sources.get(f"{where}{each.key}", ""))), "")
+        for number, item in enumerate(each.of(settings), start=1):
+            yield f"[[{place}{each.key}]]"
+            yield from _rendered(
+                item, sources, f"{place}{each.key}.", f"{where}{each.key}[{number}]."
+            )
+
+
+def _by_section(table: type[Table]) -> dict[str, list[Setting]]:
+    """Return the settings by their table; those outside of any table are first."""
+    found: dict[str, list[Setting]] = {"": []}
+    for each in settings_of(table).values():
+        found.setdefault(each.key.rpartition(".")[0], []).append(each)
+    return found
+
+
+def _about(setting: Setting, source: str) -> str:
+    parts = [setting.reason]
+    if setting.unit:
+        parts.append(f"Unit: {setting.unit}.")
+    if setting.bounds:
+        parts.append(f"Allowed: {setting.bounds}.")
+    parts.append(f"Default: {setting.default_text}.")
+    if source:
+        parts.append(f"Set by {source}.")
+    parts.append("A reload applies it." if setting.reload else "A change needs a restart.")
+    return " ".join(parts)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=96,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def as_markdown(table: type[Table], heading: str = "##") -> str:
+    """Write the documentation of all settings: a Markdown table for each table of the file."""
+    lines: list[str] = []
+    for section, of_section in _by_section(table).items():
+        if plain := [each for each in of_section if each.each is None]:
+            title = f"`[{section}]`" if section else "Before any table"
+            lines += [f"{heading} {title}", "", *_markdown_table(plain), ""]
+    for each in settings_of(table).values():
+        if each.each is not None:
+            lines += [f"{heading} `[[{each.key}]]`", "", each.reason, ""]
+            lines += [*_markdown_table(settings_of(each.each).values()), ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _markdown_table(settings: Iterable[Setting]) -> Iterator[str]:
+    yield "| key | unit | default | allowed | reload | what it is |"
+    yield "|---|---|---|---|---|---|"
+    for each in settings:
+        literal = each.has_default and not each.default_words
+        cells = (
+            f"`{each.name}`",
+            each.unit or each.kind_words,
+            f"`{each.default_text}`" if literal else each.default_text,
+            each.bounds,
+            "yes" if each.reload else "no",
+            each.reason,
+        )
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,381 @@
+"""TOML files of settings: read, checked as a whole, and compared for a reload.
+
+msgspec decodes each value as its type. This module adds units, the list of everything that is
+wrong, and the nearest known key of one that is unknown. It only reads the one file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, ValidationError, convert
+
+from rdzv.errors import InvalidRequestError
+from rdzv.settings.declaration import (
+    DURATION_UNITS,
+    Setting,
+    Table,
+    fields_of,
+    is_table,
+    quoted,
+    sections_of,
+    settings_of,
+)
+
+FILE_BYTES = 1024 * 1024
+"""The largest file that is read: people write configurations."""
+
+LISTED_PROBLEMS = 50
+"""The number of problems that one refusal lists."""
+
+MAX_NUMBER = 1e300
+"""Numbers stay below it, so that none overflows when it is converted to another unit."""
+
+SHOWN_CHARS = 80
+"""A refused value is shown up to this length."""
+
+T = TypeVar("T", bound=Table)
+
+
+class Problem(Struct, frozen=True):
+    """One thing that is wrong with a configuration."""
+
+    source: str
+    text: str
+    """Key, value, and a valid one or the remedy."""
+
+
+class ConfigurationError(InvalidRequestError):
+    """A configuration cannot be used; the error lists everything that is wrong with it."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(_listed(self.problems))
+
+
+def _listed(problems: tuple[Problem, ...]) -> str:
+    lines = [f"{problem.source}: {problem.text}" for problem in problems[:LISTED_PROBLEMS]]
+    if len(problems) > LISTED_PROBLEMS:
+        lines.append(f"and {len(problems) - LISTED_PROBLEMS} more")
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  ".join((f"the configuration has {len(problems)} problems:", *lines))
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+class Loaded(Struct, Generic[T], frozen=True):
+    """A valid configuration, and where each of its values comes from."""
+
+    settings: T
+    sources: Mapping[str, str]
+    """By key: a file, or "the command line". A default has none."""
+
+
+def load(
+    table: type[T],
+    path: Path | None = None,
+    given: Mapping[str, object] | None = None,
+    given_by: str = "the command line",
+) -> Loaded[T]:
+    """Read a file, and take the values `given` beside it by key, which win unless they are None.
+
+    Everything else has its default; without `path` no file is read.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has errors, or `given` has: it lists them.
+
+    """
+    reading = _Reading(table, [], {})
+    if path is not None:
+        reading.take_table(_document(path), str(path))
+    for key, raw in (given or {}).items():
+        if raw is not None:
+            reading.take(settings_of(table)[key], raw, given_by, in_file=False)
+    # A missing value is one to add to the file.
+    settings = reading.completed(given_by if path is None else str(path))
+    if reading.problems:
+        raise ConfigurationError(reading.problems)
+    return Loaded(settings, MappingProxyType(reading.sources))
+
+
+def _document(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise _unusable(
+            path, f"it cannot be read: {error.strerror or error}; write it, or name another"
+        ) from error
+    if len(content) > FILE_BYTES:
+        raise _unusable(path, f"it is larger than {FILE_BYTES} bytes; name a configuration file")
+    try:
+        return tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _unusable(path, f"it is not TOML: {error}; correct it") from error
+    except (RecursionError, ValueError) as error:
+        # Nested too deeply, or a number of thousands of digits.
+        raise _unusable(path, f"it cannot be read: {error}; name a configuration file") from error
+
+
+def _unusable(path: Path, text: str) -> ConfigurationError:
+    return ConfigurationError([Problem(str(path), text)])
+
+
+class _Reading(Generic[T]):
+    """The values read so far of one configuration, or of one table in a list of tables."""
+
+    def __init__(
+        self, table: type[T], problems: list[Problem], sources: dict[str, str], where: str = ""
+    ) -> None:
+        self.problems = problems
+        self.sources = sources
+        self._table = table
+        self._known = settings_of(table)
+        self._where = where
+        """The prefix of its keys, for people: `job[2].`."""
+        self._values: dict[str, Any] = {}
+        self._bad: set[str] = set()
+
+    def take_table(self, table: Mapping[str, object], source: str, prefix: str = "") -> None:
+        """Take the settings of a table and of the tables in it; an unknown key is a problem."""
+        sections = sections_of(self._table)
+        for name, raw in table.items():
+            key = f"{prefix}{name}"
+            # A dot inside quotes is part of a name, and no known name has one.
+            if "." not in name and key in self._known:
+                self.take(self._known[key], raw, source, in_file=True)
+            elif "." in name or key not in sections:
+                # The search for the nearest is slow, and only listed problems need it.
+                listed = len(self.problems) < LISTED_PROBLEMS
+                nearest = _nearest(key, {*self._known, *sections}) if listed else ""
+                self._note(source, key[:SHOWN_CHARS], f"is unknown; {nearest}")
+            elif isinstance(raw, Mapping):
+                self.take_table(raw, source, f"{key}.")
+            else:
+                self._note(source, key, f"= {_shown(raw)} must be a table; begin with [{key}]")
+
+    def take(self, setting: Setting, raw: object, source: str, *, in_file: bool) -> None:
+        """Take one value, if it is valid."""
+        known = len(self.problems)
+        self.sources[f"{self._where}{setting.key}"] = source
+        try:
+            if setting.each is not None:
+                self._values[setting.key] = self._tables(setting, setting.each, raw, source)
+            else:
+                self._values[setting.key] = _converted(setting, raw, in_file=in_file)
+        except _RefusedError as refused:
+            self._note(source, setting.key, f"= {_shown(raw)} {refused}")
+        if len(self.problems) > known:
+            self._bad.add(setting.key)
+
+    def _tables(
+        self, setting: Setting, each: type[Table], raw: object, source: str
+    ) -> tuple[Table, ...]:
+        if not isinstance(raw, list) or not all(isinstance(item, Mapping) for item in raw):
+            raise _RefusedError(f"must be {setting.valid}")
+        found = []
+        for number, item in enumerate(raw, start=1):
+            where = f"{self._where}{setting.key}[{number}]."
+            reading = _Reading(each, self.problems, self.sources, where)
+            reading.take_table(item, source)
+            found.append(reading.completed(source))
+        return tuple(found)
+
+    def completed(self, place: str) -> T:
+        """Add the defaults and check the rules; what is missing is missing in `place`."""
+        for key, setting in self._known.items():
+            if setting.required and f"{self._where}{key}" not in self.sources:
+                self._bad.add(key)
+                self._note(place, key, f"is missing: {setting.reason}")
+        values = {
+            key: self._values.get(key, setting.default) for key, setting in self._known.items()
+        }
+        settings = _built(self._table, values)
+        self.problems += _broken_rules(settings, self.sources, place, self._bad, self._where)
+        return settings
+
+    def _note(self, source: str, key: str, text: str) -> None:
+        self.problems.append(Problem(source, f"`{self._where}{key}` {text}"))
+
+
+def _built(table: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """Make a table of values by key."""
+    found = {}
+    for name, (annotation, _) in fields_of(table).items():
+        key = f"{prefix}{name}"
+        found[name] = _built(annotation, values, f"{key}.") if is_table(annotation) else values[key]
+    return table(**found)
+
+
+def _broken_rules(
+    settings: Table,
+    sources: Mapping[str, str],
+    place: str,
+    bad: Iterable[str] = (),
+    where: str = "",
+) -> Iterator[Problem]:
+    for rule in settings.rules:
+        if not {*bad} & {*rule.keys} and (text := rule.broken(settings)):
+            setters = [sources[f"{where}{key}"] for key in rule.keys if f"{where}{key}" in sources]
+            yield Problem(setters[-1] if setters else place, text)
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """Name the known key that is most like an unknown one, also by its last part."""
+    import difflib
+
+    def likeness(known: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, known).ratio()
+        last = difflib.SequenceMatcher(None, _last(key), _last(known)).ratio()
+        return max(whole, 0.95 * last)
+
+    key = key[:SHOWN_CHARS]
+    return f"the nearest known key is `{max(sorted(known), key=likeness)}`"
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _shown(raw: object) -> str:
+    """Spell any TOML value, cut to `SHOWN_CHARS`."""
+    if isinstance(raw, Mapping):
+        return "(a table)"
+    if isinstance(raw, bool):
+        text = str(raw).lower()
+    else:
+        text = quoted(str(raw)) if isinstance(raw, str | Path) else str(raw)
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
+
+# ------------------------------------------------------------------------------------ one value
+
+
+class _RefusedError(ValueError):
+    """A value cannot be used."""
+
+
+def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
+    """Return a raw value as what the setting holds; else raise."""
+    if setting.kind is Path:
+        return _path(setting, raw, in_file=in_file)
+    has_parse = hasattr(setting.kind, "parse")
+    try:
+        value = convert(_number(setting, raw), str if has_parse else setting.type)
+    except ValidationError as error:
+        raise _RefusedError(f"must be {setting.valid}") from error
+    if has_parse:
+        return _checked(setting.kind.parse, value)
+    for text in _texts(value):
+        if not text:
+            raise _RefusedError("must not be empty; give it a value, or leave it out")
+        if setting.check is not None:
+            _checked(setting.check, text)
+    return MappingProxyType(value) if isinstance(value, dict) else value
+
+
+def _texts(value: object) -> Iterable[str]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, str | tuple):
+        return (value,) if isinstance(value, str) else value
+    return ()
+
+
+def _path(setting: Setting, raw: object, *, in_file: bool) -> Path:
+    # A service has no folder of its own that a relative path could start from.
+    if not isinstance(raw, str | Path) or (in_file and not Path(raw).is_absolute()):
+        raise _RefusedError(f"must be {setting.valid}")
+    if "\0" in str(raw) or not str(raw):
+        raise _RefusedError("must not be empty or have a NUL character; correct it")
+    return Path(raw)
+
+
+def _checked(check: Callable[[str], object], text: str) -> object:
+    try:
+        return check(text)
+    except InvalidRequestError as error:
+        raise _RefusedError(f"cannot be used: {error}") from error
+
+
+_MEASURED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+
+
+def _number(setting: Setting, raw: object) -> object:
+    """Return a number in its smallest unit, and any other value as it is."""
+    found = _MEASURED.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if found is not None and found[2] in setting.units:
+        number = float(found[1]) * setting.units[found[2]]
+        raw = int(number) if setting.kind is int and number.is_integer() else number
+    if setting.kind not in (int, float) or not isinstance(raw, int | float):
+        return raw
+    if not abs(raw) < MAX_NUMBER:
+        raise _RefusedError("must be a smaller number")
+    if setting.units is not DURATION_UNITS or isinstance(raw, bool):
+        return raw
+    if not math.isclose(round(raw * 1000), raw * 1000, rel_tol=1e-9, abs_tol=1e-6):
+        raise _RefusedError("must be a whole number of milliseconds")
+    return round(raw, 3)
+
+
+# ------------------------------------------------------------------------------------ comparing
+
+
+class Reload(Struct, Generic[T], frozen=True):
+    """The changes that a reload makes in a running program."""
+
+    loaded: Loaded[T]
+    """The configuration in effect from now on: new only where a reload applies a change."""
+    applied: tuple[str, ...]
+    """The keys that changed and are in effect at once."""
+    waiting: tuple[str, ...]
+    """The keys that changed and need a restart."""
+    lines: tuple[str, ...]
+    """The same in words, a line for each key."""
+
+
+def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:
+    """Return the outcome of a reload from a running configuration to the wanted one.
+
+    Raises:
+        ConfigurationError: what a reload applies is not valid together with what needs a restart.
+
+    """
+    table, sources = type(running.settings), dict(running.sources)
+    values: dict[str, Any] = {}
+    applied: list[str] = []
+    waiting: list[str] = []
+    lines = []
+    for key, setting in settings_of(table).items():
+        before, after = setting.of(running.settings), setting.of(wanted.settings)
+        values[key] = after if setting.reload else before
+        if before == after:
+            continue
+        (applied if setting.reload else waiting).append(key)
+        if setting.reload:
+            sources[key] = wanted.sources.get(key, "")
+        lines.append(_change(setting, before, after))
+    settings = _built(table, values)
+    if broken := tuple(_broken_rules(settings, sources, "a reload")):
+        until = f"while {', '.join(waiting)} still is as it was: restart instead of reloading"
+        raise ConfigurationError(Problem(each.source, f"{each.text}; {until}") for each in broken)
+    loaded = Loaded(settings, MappingProxyType(sources))
+    return Reload(loaded, tuple(applied), tuple(waiting), tuple(lines))
+
+
+def _change(setting: Setting, before: object, after: object) -> str:
+    if setting.each is not None:
+        done = "has changed" if setting.reload else "is to change: that needs a restart"
+        return f"{setting.key} {done}"
+    old, new = setting.spelled(before), setting.spelled(after)
+    if setting.reload:
+        return f"{setting.key} is now {new} (it was {old})"
+    return f"{setting.key} is to be {new} (it is {old}): that needs a restart"
