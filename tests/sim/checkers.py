@@ -55,7 +55,7 @@ from rdzv.core.quarantine import Record as QuarantineRecord
 from rdzv.core.rendezvous import Transition
 from rdzv.core.submissions import MAX_DECLINED
 from rdzv.errors import RendezvousError
-from rdzv.server.engine.jobs import News
+from rdzv.server.engine.job import News
 from rdzv.server.scheduling import placer
 from rdzv.server.scheduling.quarantined_nodes import QUARANTINE
 from rdzv.stores.base import Record

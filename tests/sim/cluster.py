@@ -26,7 +26,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.driver import Driver
-from rdzv.server.engine.jobs import Job, News
+from rdzv.server.engine.job import Job, News
 from rdzv.server.messages import Holdings, Hung, Refused
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config

@@ -980,7 +980,7 @@ MUTANTS = (
     # ---------------------------------------------------------- jobs and driver
     Mutant(
         "published before it is stored",
-        "Jobs._settle",
+        "Engine._settle",
         "        if stored:\n            await self._persist(job, steps)\n"
         "        self._publish(job, steps, stored=stored)",
         "        self._publish(job, steps, stored=stored)\n"

@@ -57,7 +57,7 @@ async def crashing(s: Scraped, rounds: int = 20) -> None:
         await s.fail(n1, number)
         await s.let_pass(500)
         await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=number))
-    await s.driver.jobs.submit("job-7", Stop("run-1", "stopped by ada at head: it only crashes"))
+    await s.driver.engine.submit("job-7", Stop("run-1", "stopped by ada at head: it only crashes"))
     await s.say(n1, join(n1, (1, 1), settings=settings, run="run-1", left_round=rounds))
     await settle()
 

@@ -1,7 +1,7 @@
 """The driver of one server that leads: its parts, how they start and stop, and who hears of a step.
 
 It holds what the pure cores cannot, and decides nothing. A command to a job goes through
-`Jobs.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
+`Engine.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
 enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
 `workers`, `operations` and `nodes`.
 """
@@ -23,7 +23,10 @@ from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.runtime.concurrency import single_error
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.jobs import Job, Jobs, News
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.forgetting import Forgetting
+from rdzv.server.engine.job import Job, News
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
 from rdzv.server.operations.job_views import JobViews
@@ -72,19 +75,23 @@ class Driver:
             settle_ms=timings.settle_ms,
             on_look=meter.loop_late,
         )
-        self.jobs = Jobs(
-            store,
+        self.store = StoreAccess(
+            store, clock, tasks, meter, timings.store_retry_ms, on_change=self._show_store
+        )
+        self.engine = Engine(
+            self.store,
             clock,
             self.loop_watch,
             config,
             tasks,
             new_uid,
+            meter,
+            judge=self._judge,
             publish=self.publish,
             on_load=self._on_load,
-            meter=meter,
-            judge=self._judge,
-            on_store_change=self._show_store,
         )
+        self.jobs, self.history = self.engine.jobs, self.engine.history
+        self.forgetting = Forgetting(self.jobs, self.store, clock, config, tasks)
         self.watchers = Watchers(clock, timings.show_progress_every_ms)
         self.streams = Streams(clock)
         self.leases = Leases(
@@ -94,13 +101,21 @@ class Driver:
             timings.hear_every_ms,
             on_event=self._on_node_event,
         )
-        self.presence = Presence(self.jobs, self.leases, self.streams, clock, tasks, retry_ms)
+        self.presence = Presence(self.engine, self.leases, self.streams, clock, tasks, retry_ms)
         self.tokens = Tokens(
-            self.jobs, clock, tasks, limits.tokens, self.streams.close_opened_with, auth=config.auth
+            self.store,
+            clock,
+            tasks,
+            limits.tokens,
+            self.streams.close_opened_with,
+            auth=config.auth,
         )
-        self.diagnosis = Diagnosis(self.jobs, clock, tasks, config, self.streams.send, self._note)
+        self.diagnosis = Diagnosis(
+            self.engine, self.store, clock, tasks, config, self.streams.send, self._note
+        )
         self.scheduling = Scheduling(
-            self.jobs,
+            self.engine,
+            self.store,
             clock,
             tasks,
             config,
@@ -128,7 +143,7 @@ class Driver:
             watchers=self.watchers,
         )
         self.commands = NodeCommands(
-            self.jobs,
+            self.engine,
             self.presence,
             clock,
             jobs_per_node=limits.beliefs,
@@ -154,7 +169,8 @@ class Driver:
             watchers=self.watchers,
         )
         self.views = JobViews(
-            self.jobs,
+            self.engine,
+            self.store.state,
             clock,
             scheduling=self.scheduling,
             diagnosis=self.diagnosis,
@@ -162,7 +178,8 @@ class Driver:
             most_watchers=limits.watchers,
         )
         self.operations = JobOperations(
-            self.jobs,
+            self.engine,
+            forgetting=self.forgetting,
             views=self.views,
             placer=self.scheduling.placer,
             stack_archive=self.diagnosis.stack_archive,
@@ -213,12 +230,12 @@ class Driver:
             RendezvousError: the store is away, or what is stored can not be read.
 
         """
-        self.leases.start(await self.jobs.take_over())
+        self.leases.start(await self.store.take_over())
         await self.scheduling.quarantine.load()
         await self.tokens.start(self._config.init_admin_token)
         await self.jobs.load_all()
         await self.scheduling.start()
-        self.jobs.start_pruning()
+        self.forgetting.start_pruning()
         self.loop_watch.start()
 
     async def stop(self) -> None:
@@ -230,12 +247,17 @@ class Driver:
         self.scheduling.stop()
         self.leases.stop()
         self.watchers.stop()
-        self.jobs.stop_timers()
+        self._stop_timers()
         await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
         # Once more, for what came to its end has armed its timer.
-        self.jobs.stop_timers()
-        await self.jobs.flush()
+        self._stop_timers()
+        await self.history.flush()
         self._meter.forget_jobs()
+
+    def _stop_timers(self) -> None:
+        self.forgetting.stop()
+        self.store.state.stop()
+        self.jobs.stop_timers()
 
     def close_streams(self, error: RendezvousError) -> None:
         """End every stream with this error; that moves no node and no job, and no other opens."""
@@ -275,7 +297,7 @@ class Driver:
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Tell log, history and watchers of events that no step has led to."""
-        self.jobs.note(rdzv_id, events)
+        self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 
     def _show_store(self, rdzv_id: str | None) -> None:
@@ -297,7 +319,7 @@ class Driver:
     @property
     def trouble(self) -> str:
         """Why nothing new can be decided at present; empty if it can."""
-        return self.jobs.store_state.trouble
+        return self.store.state.trouble
 
     def figures(self) -> Figures:
         """Return the numbers that metrics are made of, as they are now."""
@@ -310,7 +332,7 @@ class Driver:
             nodes_connected=connected,
             nodes_away=len(records) - connected,
             watchers=self.views.watching,
-            store_away_ms=self.jobs.store_state.away_ms,
+            store_away_ms=self.store.state.away_ms,
             states=self.jobs.states,
             progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
             straggling=lambda state: len(self.diagnosis.stragglers.shown(state.membership.rdzv_id)),
@@ -325,12 +347,3 @@ class Driver:
     def agents(self) -> Mapping[str, str]:
         """Return by node_id where agents answer /metrics; see `ScrapeTargets`."""
         return self.scrape_targets.listed(self._clock.now_ms())
-
-    def backup(self) -> AsyncIterator[bytes]:
-        """Yield all that is stored, as the lines of a file that `rdzvd --restore` reads.
-
-        Raises:
-            RendezvousError: it can not be read as a whole; what was yielded is worth nothing.
-
-        """
-        return self.jobs.backup(self.leadership)

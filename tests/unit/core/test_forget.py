@@ -35,7 +35,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.engine.jobs import _refuse_to_forget, outlived
+from rdzv.server.engine.forgetting import outlived, refuse_to_forget
 from rdzv.server.messages import Line
 from rdzv.server.settings.config import DAY_MS, Limits, Timings
 from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
@@ -118,7 +118,7 @@ async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Line]:
 
 async def finished(s: Server, rdzv_id: str = "job-7") -> Line:
     node_id, incarnation, line = await begun(s, rdzv_id)
-    await s.driver.jobs.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
+    await s.driver.engine.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
     await settle()
     return line
 
@@ -142,7 +142,7 @@ async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixtu
     await stored(store, "spoilt", None)
     store._jobs["spoilt"] = (b"{", 1)
     async with server(store) as s:
-        assert len(s.driver.jobs._ended) == 300
+        assert len(s.driver.jobs.ended) == 300
         assert store.reads == 1
         assert "job spoilt is left alone: job spoilt in memory can not be read" in caplog.text
         caplog.clear()
@@ -163,12 +163,12 @@ async def test_what_joins_by_a_forgotten_name_is_a_new_job(
         for run_number in (1, 2):
             await finished(s)
             assert (await s.driver.views.status("job-7")).run_number == run_number
-        await s.driver.jobs.forget("job-7")
+        await s.driver.forgetting.forget("job-7")
         with pytest.raises(UnknownJobError):
             await s.driver.views.status("job-7")
         assert (await store.list(), await store.history("job-7", 10)) == ((), ())
-        assert not s.driver.jobs._jobs
-        assert not s.driver.jobs._ended
+        assert not s.driver.jobs.in_memory
+        assert not s.driver.jobs.ended
         assert (await finished(s)).round == 0
         assert (await s.driver.views.status("job-7")).run_number == 1
     assert lines == ["INFO job job-7 is forgotten: an operator said so"]
@@ -179,15 +179,15 @@ async def test_history_that_waits_for_a_commit_is_forgotten_too(store: DeletingS
         await finished(s)
         async with s.driver.jobs.claim("job-7") as job:
             job.pending = (Record(0, "job-7", "run-1", "NodeLeft", "late"),)
-        await s.driver.jobs.forget("job-7")
+        await s.driver.forgetting.forget("job-7")
     assert await store.history("job-7", 10) == ()
 
 
 async def test_a_job_that_nobody_has_joined_is_not_known(store: DeletingStore) -> None:
     async with server(store) as s:
         with pytest.raises(UnknownJobError, match=r"no job job-7 .*`rdzvctl list`"):
-            await s.driver.jobs.forget("job-7")
-        assert not s.driver.jobs._jobs
+            await s.driver.forgetting.forget("job-7")
+        assert not s.driver.jobs.in_memory
     assert store.deleted == []
 
 
@@ -198,27 +198,27 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
             InvalidRequestError,
             match="job-7 is running and can not be forgotten; stop it first, with `rdzvctl stop ",
         ):
-            await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
         stream = await s.connect("n8")
         await s.driver.commands.hear(stream, "job-8", join(stream, (2, 2)))
         with pytest.raises(InvalidRequestError, match="job job-8 is joining"):
-            await s.driver.jobs.forget("job-8")
+            await s.driver.forgetting.forget("job-8")
         assert (await s.driver.views.status("job-7")).state == "running"
         leave = Leave(node_id, incarnation, line.run, LeaveCause.SIGNAL, "bye")
-        await s.driver.jobs.submit("job-7", leave)
+        await s.driver.engine.submit("job-7", leave)
         with pytest.raises(InvalidRequestError, match="job job-7 is stopping"):
-            await s.driver.jobs.forget("job-7")
-        await s.driver.jobs.submit("job-7", replace(leave, left_round=line.round))
-        await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
+        await s.driver.engine.submit("job-7", replace(leave, left_round=line.round))
+        await s.driver.forgetting.forget("job-7")
     assert store.deleted == ["job-7"]
 
 
 def test_a_job_that_somebody_is_in_is_not_forgotten() -> None:
     ended = Ended(Result.STOPPED, "an operator said so", NOW_MS)
     membership = Membership("job-7", "run", 1, Settings(1, 1), 0, ended=ended)
-    _refuse_to_forget(State(membership))
+    refuse_to_forget(State(membership))
     with pytest.raises(InvalidRequestError, match="it is stopped, and n1 is still in it; wait"):
-        _refuse_to_forget(State(membership, seats={"n1": Seat(1, NOW_MS)}))
+        refuse_to_forget(State(membership, seats={"n1": Seat(1, NOW_MS)}))
 
 
 async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
@@ -226,11 +226,11 @@ async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
         await finished(s)
         store.before = StoreRefusedError("full")
         with pytest.raises(StoreRefusedError, match="full"):
-            await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
         assert s.driver.trouble
         assert (await s.driver.views.status("job-7")).state == "succeeded"
         store.before = None
-        await s.driver.jobs.forget("job-7")
+        await s.driver.forgetting.forget("job-7")
         assert not s.driver.trouble
     assert await store.list() == ()
 
@@ -244,7 +244,7 @@ async def test_after_a_deletion_of_which_nobody_knows_the_store_tells(
         unknown = RendezvousConnectionError("no answer")
         store.before, store.after = (None, unknown) if happened else (unknown, None)
         with pytest.raises(RendezvousConnectionError, match="no answer"):
-            await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
         store.before = store.after = None
         assert [view.rdzv_id for view in await s.driver.views.list()] == (
             [] if happened else ["job-7"]
@@ -252,9 +252,9 @@ async def test_after_a_deletion_of_which_nobody_knows_the_store_tells(
         # Repeated, as whoever gets no answer does.
         if happened:
             with pytest.raises(UnknownJobError):
-                await s.driver.jobs.forget("job-7")
+                await s.driver.forgetting.forget("job-7")
         else:
-            await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
         assert (await finished(s)).round == 0
 
 
@@ -265,11 +265,11 @@ async def test_who_waits_for_a_deletion_of_which_nobody_knows_reads_the_job_anew
         await finished(s)
         stream = await s.connect("n1")
         store.gate, store.after = asyncio.Event(), RendezvousConnectionError("no answer")
-        caller = asyncio.ensure_future(s.driver.jobs.forget("job-7"))
+        caller = asyncio.ensure_future(s.driver.forgetting.forget("job-7"))
         await settle()
-        joining = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(stream, (1, 1))))
+        joining = asyncio.ensure_future(s.driver.engine.submit("job-7", join(stream, (1, 1))))
         await settle()
-        assert s.driver.jobs._jobs["job-7"].claims == 2
+        assert s.driver.jobs.in_memory["job-7"].claims == 2
         store.gate.set()
         with pytest.raises(RendezvousConnectionError, match="no answer"):
             await caller
@@ -281,9 +281,9 @@ async def test_a_job_that_was_written_by_somebody_else_is_read_anew(store: Delet
         await finished(s)
         store.before = RevisionConflictError("somebody else has written it")
         with pytest.raises(RendezvousConnectionError, match=r"somebody else .*; try again"):
-            await s.driver.jobs.forget("job-7")
+            await s.driver.forgetting.forget("job-7")
         store.before = None
-        await s.driver.jobs.forget("job-7")
+        await s.driver.forgetting.forget("job-7")
     assert store.deleted == ["job-7"]
 
 
@@ -294,14 +294,14 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_deletion_in_two(
         await finished(s)
         stream = await s.connect("n1")
         store.gate = asyncio.Event()
-        caller = asyncio.ensure_future(s.driver.jobs.forget("job-7"))
+        caller = asyncio.ensure_future(s.driver.forgetting.forget("job-7"))
         await settle()
         caller.cancel()
         await asyncio.wait([caller])
         # Whoever comes meanwhile waits, and finds a new job.
-        joining = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(stream, (1, 1))))
+        joining = asyncio.ensure_future(s.driver.engine.submit("job-7", join(stream, (1, 1))))
         await settle()
-        assert s.driver.jobs._jobs["job-7"].claims == 2
+        assert s.driver.jobs.in_memory["job-7"].claims == 2
         store.gate.set()
         membership = (await joining).membership
         assert (membership.rdzv_id, membership.run_number) == ("job-7", 1)

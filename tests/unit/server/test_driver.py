@@ -60,7 +60,7 @@ from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
-from rdzv.server.engine import jobs as jobs_module
+from rdzv.server.engine import engine as engine_module
 from rdzv.server.messages import (
     Belief,
     Closed,
@@ -327,10 +327,10 @@ async def test_a_refused_join_leaves_no_job_behind() -> None:
         n1 = await s.connect("n1")
         await s.driver.commands.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
         await s.driver.commands.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
-        assert "job-8" not in s.driver.jobs._jobs
+        assert "job-8" not in s.driver.jobs.in_memory
         with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
             await s.driver.views.status("job-8")
-        assert s.driver.jobs._jobs.keys() == {"job-7"}
+        assert s.driver.jobs.in_memory.keys() == {"job-7"}
 
 
 async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
@@ -343,7 +343,7 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
             closed = read(stream)[-1]
             assert isinstance(closed, Closed)
             assert closed.ended.result is Result.SUCCEEDED
-        assert not s.driver.jobs._jobs
+        assert not s.driver.jobs.in_memory
         assert not s.driver.presence.node_ids
         assert (await s.driver.views.status("job-7")).state == "succeeded"
         assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
@@ -354,7 +354,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
     async with server(store) as s:
         n1 = await s.connect("n1")
         store.gate = asyncio.Event()
-        caller = asyncio.ensure_future(s.driver.jobs.submit("job-7", join(n1, (1, 1))))
+        caller = asyncio.ensure_future(s.driver.engine.submit("job-7", join(n1, (1, 1))))
         await settle()
         caller.cancel()
         await asyncio.wait([caller])
@@ -449,7 +449,7 @@ async def test_jobs_are_bounded() -> None:
         n1 = await s.connect("n1")
         await s.join(n1)
         with pytest.raises(LimitExceededError, match="job-8 would be one too many"):
-            await s.driver.jobs.submit("job-8", join(n1))
+            await s.driver.engine.submit("job-8", join(n1))
 
 
 async def test_the_jobs_of_a_node_are_bounded() -> None:
@@ -504,7 +504,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         assert n2.open
         assert caplog.text.count("the store is away") == 1
         with pytest.raises(RendezvousConnectionError):
-            await s.driver.jobs.submit("job-7", join(n2))
+            await s.driver.engine.submit("job-7", join(n2))
 
         store.away = None
         await s.clock.advance(2_000)
@@ -518,7 +518,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
     async with server(store) as s:
         n1, n2 = await s.pair()
         # History that no step has led to rides on the next commit, which is the doubtful one.
-        s.driver.jobs.record("job-7", events.NodeStuck("n9", 0, (4711,)))
+        s.driver.history.note("job-7", (events.NodeStuck("n9", 0, (4711,)),))
         store.next_write = "lost after"
         report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
@@ -593,7 +593,7 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
             s.driver.connections.heard(n9)
             await s.clock.advance(1_000)
         assert "n9" not in s.driver.trouble
-        assert "job-9" not in s.driver.jobs.store_state._waiting
+        assert "job-9" not in s.driver.store.state._waiting
 
 
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
@@ -736,10 +736,10 @@ async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_h
 async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        monkeypatch.setattr(jobs_module, "violations", lambda *_: ["barrier: broken"])
+        monkeypatch.setattr(engine_module, "violations", lambda *_: ["barrier: broken"])
         with pytest.raises(InvariantError, match=r"a bug of rdzvd.*Leave.*barrier: broken"):
             leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
-            await s.driver.jobs.submit("job-7", leave)
+            await s.driver.engine.submit("job-7", leave)
         monkeypatch.undo()
         for _ in range(60):
             s.driver.connections.heard(n1)
@@ -761,7 +761,7 @@ async def test_a_bug_in_the_core_is_refused_and_changes_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(rendezvous, "step", broken)
             with pytest.raises(InvariantError, match="oops"):
-                await s.driver.jobs.submit("job-7", join(n1))
+                await s.driver.engine.submit("job-7", join(n1))
         assert "ZeroDivisionError" in caplog.text
         assert set((await s.states()).values()) == {NodeState.SEATED}
 
@@ -1232,7 +1232,7 @@ def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> Non
         return ["a promise"] if breaks and after is not before else []
 
     monkeypatch.setattr(rendezvous, "step", watched)
-    monkeypatch.setattr(jobs_module, "violations", violations)
+    monkeypatch.setattr(engine_module, "violations", violations)
 
 
 def asks_for(rdzv_id: str, stream: Stream) -> Belief:
@@ -1690,4 +1690,4 @@ async def test_a_timer_fires_once_at_its_last_time() -> None:
 async def test_a_tick_that_is_early_does_nothing() -> None:
     async with server() as s:
         await s.pair()
-        assert (await s.driver.jobs.submit("job-7", Tick())).membership.round is not None
+        assert (await s.driver.engine.submit("job-7", Tick())).membership.round is not None

@@ -198,7 +198,7 @@ async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
         hang(s, n1, 0)
         assert s.driver.views.hangs("job-7")
         leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
-        await s.driver.jobs.submit("job-7", leave)
+        await s.driver.engine.submit("job-7", leave)
         assert s.driver.views.hangs("job-7") == ""
 
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.memory import MemoryStore
 
@@ -40,7 +40,7 @@ def document(store: Store) -> Document[dict[str, int]]:
     def read(data: bytes) -> dict[str, int]:
         return msgspec.json.decode(data, type=dict[str, int])
 
-    return Document(cast(Jobs, store), "numbers", read)
+    return Document(cast(StoreAccess, store), "numbers", read)
 
 
 async def swap(of: Document[dict[str, int]], **value: int) -> None:

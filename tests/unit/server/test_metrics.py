@@ -35,7 +35,7 @@ from rdzv.server.telemetry.job_metrics import (
     why_not_running,
 )
 from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
-from rdzv.server.telemetry.metrics_hooks import Figures
+from rdzv.server.telemetry.metrics_hooks import Figures, Meter, Meters
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from tests.unit.core import test_small_scope as small_scope
@@ -95,8 +95,12 @@ def values(text: bytes) -> dict[str, float]:
 
 @asynccontextmanager
 async def scraped(
-    store: FlakyStore | None = None, config: Config = CONFIG, tuning: Tuning | None = None
+    store: FlakyStore | None = None,
+    config: Config = CONFIG,
+    tuning: Tuning | None = None,
+    also: Meter | None = None,
 ) -> AsyncIterator[Scraped]:
+    """Run a driver whose metrics can be scraped; `also` is told what they are told."""
     clock = FakeClock()
     held: list[Driver] = []
     metrics = Metrics(
@@ -113,7 +117,7 @@ async def scraped(
         clock,
         replace(config, tuning=tuning or config.tuning),
         new_uid=lambda: next(uids),
-        meter=metrics,
+        meter=metrics if also is None else Meters(metrics, also),
     ) as driver:
         held.append(driver)
         yield Scraped(driver, clock, metrics)
@@ -162,7 +166,7 @@ async def submitted_jobs(s: Scraped) -> None:
     await s.driver.nodes.cordon("g2", "its fan is loud")
     spec = JobSpec(("train.py",), local_world_size=3)
     for rdzv_id, nodes in (("eval", 1), ("later", 2)):
-        await s.driver.jobs.submit(
+        await s.driver.engine.submit(
             rdzv_id, Submit(f"{rdzv_id}-1", Settings(nodes, nodes), spec, "ada")
         )
     await s.let_pass(1_000)
@@ -381,7 +385,7 @@ async def test_a_job_that_has_ended_is_shown_for_a_while_and_no_longer() -> None
     async with scraped() as s:
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
-        await s.driver.jobs.submit("job-7", Stop("run-1", "an operator"))
+        await s.driver.engine.submit("job-7", Stop("run-1", "an operator"))
         await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
         found = await s.values()
         assert found["rdzv_job_state{rdzv_id=job-7}{state=stopped}"] == 1
@@ -396,7 +400,7 @@ async def test_a_job_that_begins_again_counts_from_zero() -> None:
     async with scraped() as s:
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
-        await s.driver.jobs.submit("job-7", Stop("run-1", "an operator"))
+        await s.driver.engine.submit("job-7", Stop("run-1", "an operator"))
         await s.say(n1, join(n1, (1, 1), run="run-1", left_round=0))
         await s.clock.advance(1_000)
         await s.say(n1, join(n1, (1, 1)))

@@ -565,7 +565,7 @@ async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else(
     async with server(store) as s:
         (n1,) = await daemons(s, "n1")
         s.driver.scheduling.placer.stopped = True
-        await s.driver.jobs.submit("job-7", submission(nodes=(1, 1)))
+        await s.driver.engine.submit("job-7", submission(nodes=(1, 1)))
         s.driver.scheduling.placer.stopped = False
         store.next_write = "lost after"
         await s.driver.scheduling.placer.place()

@@ -521,7 +521,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
 ) -> None:
     async with guarded(monkeypatch) as server:
         await control(server, "ada", "SubmitJob", submission("job-7", "r1"))
-        store = server.driver.jobs._store
+        store = server.driver.store._store
         swap, append = store.compare_and_swap, store.append
         reached, gate, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -551,7 +551,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
         ]
         # It was, for a change is not cut in two.
         gate.set()
-        assert (await server.driver.jobs.submit("job-7", Tick())).membership.ended is not None
+        assert (await server.driver.engine.submit("job-7", Tick())).membership.ended is not None
 
 
 async def test_the_history_of_a_job_names_who_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +602,7 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
             with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
-            rows = [row.data for row in await driver.jobs.past(access.AUDIT, 10)]
+            rows = [row.data for row in await driver.history.of(access.AUDIT, 10)]
             assert rows == [
                 "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
             ]

@@ -101,8 +101,7 @@ async def test_what_a_server_tells_of_itself_becomes_spans() -> None:
     """The driver's own calls, and not rows that are read afterwards."""
     found: list[TraceSpan] = []
     traces = Traces(unread, found.append)
-    async with scraped() as s:
-        s.driver.jobs._meter = Meters(s.metrics, traces)
+    async with scraped(also=traces) as s:
         await history(s)
     await traces.drain()
     assert {span.rdzv_id for span in found} == {"job-7", "done"}

@@ -15,7 +15,8 @@ from rdzv.server.diagnosis.progress_tracking import Board
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Told
 from rdzv.server.settings.config import Config
 
@@ -25,7 +26,8 @@ class Diagnosis:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
+        store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
         config: Config,
@@ -38,14 +40,14 @@ class Diagnosis:
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
         self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
-        self.stack_archive = StackArchive(jobs)
+        self.stack_archive = StackArchive(store)
         self.hangs = Hangs(
             clock,
             tasks,
             self.stacks,
             self.stack_archive,
-            peek=jobs.peek,
-            submit=jobs.submit,
+            peek=engine.jobs.peek,
+            submit=engine.submit,
             tell=note,
             gather_ms=timings.hang_gather_ms,
             retry_ms=timings.store_retry_ms,

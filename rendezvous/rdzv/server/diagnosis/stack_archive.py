@@ -14,8 +14,8 @@ import logging
 import msgspec
 
 from rdzv.core.stacks import Report
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
 
@@ -48,9 +48,9 @@ class _Place:
 class StackArchive:
     """The stacks that are kept by one server. Read when they are first asked for."""
 
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-        self._documents = {name: _document(jobs, name) for name in PLACES}
+    def __init__(self, store: StoreAccess) -> None:
+        self._store = store
+        self._documents = {name: _document(store, name) for name in PLACES}
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
@@ -86,7 +86,7 @@ class StackArchive:
         async with self._lock:
             for place in (await self._known()).values():
                 if (place.rdzv_id, place.run, place.round) == (rdzv_id, run, round_):
-                    stored = await self._jobs.load_document(place.name)
+                    stored = await self._store.load_document(place.name)
                     return None if stored is None else _decoded(place.name, stored[0])
         return None
 
@@ -111,8 +111,8 @@ class StackArchive:
         await document.swap(_described(place.name, report), _encoded(report))
 
 
-def _document(jobs: Jobs, name: str) -> Document[_Place]:
-    return Document(jobs, name, lambda data: _described(name, _decoded(name, data)))
+def _document(store: StoreAccess, name: str) -> Document[_Place]:
+    return Document(store, name, lambda data: _described(name, _decoded(name, data)))
 
 
 def _described(name: str, report: Report | None) -> _Place:

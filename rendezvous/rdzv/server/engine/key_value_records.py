@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 
 T = TypeVar("T")
@@ -28,9 +28,9 @@ class Document(Generic[T]):
     is there, and `known` reads it first.
     """
 
-    def __init__(self, jobs: Jobs, name: str, read: Callable[[bytes], T]) -> None:
+    def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
         """`read` makes a value of what is stored; one that was never written reads as `{}`."""
-        self._jobs = jobs
+        self._store = store
         self._name = name
         self._read = read
         self.value = read(b"{}")
@@ -46,7 +46,7 @@ class Document(Generic[T]):
 
         """
         self._sure = False
-        stored = await self._jobs.load_document(self._name)
+        stored = await self._store.load_document(self._name)
         data, revision = stored if stored is not None else (b"{}", 0)
         try:
             value = self._read(data)
@@ -70,7 +70,7 @@ class Document(Generic[T]):
 
         """
         try:
-            self.revision = await self._jobs.swap_document(self._name, data, self.revision)
+            self.revision = await self._store.swap_document(self._name, data, self.revision)
         except RevisionConflictError as error:
             await self.load()
             raise StoreRefusedError(f"{error}; try again") from error

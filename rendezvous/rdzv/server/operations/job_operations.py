@@ -9,7 +9,8 @@ from rdzv.core.explain import JobView
 from rdzv.core.model import State
 from rdzv.errors import RendezvousError
 from rdzv.server.diagnosis.stack_archive import StackArchive
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_views import JobViews
 from rdzv.server.scheduling.placer import Placer
@@ -25,14 +26,16 @@ class JobOperations:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
         *,
+        forgetting: Forgetting,
         views: JobViews,
         placer: Placer,
         stack_archive: StackArchive,
         watchers: Watchers,
     ) -> None:
-        self._jobs = jobs
+        self._engine = engine
+        self._forgetting = forgetting
         self._views = views
         self._placer = placer
         self._stack_archive = stack_archive
@@ -51,11 +54,11 @@ class JobOperations:
         def guard(state: State) -> None:
             roles.refuse_others_job(caller, state, "submit")
 
-        state = await self._jobs.look(rdzv_id)
+        state = await self._engine.jobs.look(rdzv_id)
         if command.run != state.membership.run:
             self._placer.check_placeable(command.spec)
         command = replace(command, spec=replace(command.spec, submitter=caller.name))
-        await self._jobs.submit(rdzv_id, command, guard)
+        await self._engine.submit(rdzv_id, command, guard)
         await self._placer.place()
         return await self._views.status(rdzv_id)
 
@@ -68,11 +71,11 @@ class JobOperations:
 
         """
         await self._views.state(rdzv_id)
-        return self._views.of(await self._jobs.submit(rdzv_id, command))
+        return self._views.of(await self._engine.submit(rdzv_id, command))
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, with its history; see `Jobs.forget`."""
-        await self._jobs.forget(rdzv_id)
+        """Delete a job that has ended, with its history; see `Forgetting.forget`."""
+        await self._forgetting.forget(rdzv_id)
         try:
             await self._stack_archive.forget(rdzv_id)
         except RendezvousError as error:

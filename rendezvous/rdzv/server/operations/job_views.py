@@ -11,7 +11,8 @@ from rdzv.core.stragglers import Straggler
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.store_state import StoreState
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import RankProgress
 from rdzv.server.scheduling.scheduling import Scheduling
@@ -24,7 +25,8 @@ class JobViews:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
+        store_state: StoreState,
         clock: Clock,
         *,
         scheduling: Scheduling,
@@ -32,7 +34,9 @@ class JobViews:
         watchers: Watchers,
         most_watchers: int,
     ) -> None:
-        self._jobs = jobs
+        self._jobs = engine.jobs
+        self._history = engine.history
+        self._store_state = store_state
         self._clock = clock
         self._scheduling = scheduling
         self._diagnosis = diagnosis
@@ -55,8 +59,8 @@ class JobViews:
         """
         state = await self._jobs.look(rdzv_id)
         if not state.membership.run:
-            if self._jobs.store_state.waiting(rdzv_id):
-                trouble = self._jobs.store_state.trouble_of(rdzv_id)
+            if self._store_state.waiting(rdzv_id):
+                trouble = self._store_state.trouble_of(rdzv_id)
                 raise RendezvousConnectionError(f"nothing is stored of job {rdzv_id}: {trouble}")
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
@@ -69,8 +73,8 @@ class JobViews:
         wait, drains = scheduling.placer.wait(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
         # What is shown is what is stored: that more has happened has to be said first.
-        if state.membership.ended is None or self._jobs.store_state.waiting(rdzv_id):
-            trouble = self._jobs.store_state.trouble_of(rdzv_id)
+        if state.membership.ended is None or self._store_state.waiting(rdzv_id):
+            trouble = self._store_state.trouble_of(rdzv_id)
             shown = replace(shown, reason=f"{trouble}; {shown.reason}") if trouble else shown
         return shown
 
@@ -127,7 +131,7 @@ class JobViews:
 
     def noted(self, rdzv_id: str) -> int:
         """Return a number that grows with what history tells of a job beside its steps."""
-        return self._jobs.noted(rdzv_id)
+        return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first.
@@ -137,4 +141,4 @@ class JobViews:
 
         """
         await self.state(rdzv_id)
-        return await self._jobs.history(rdzv_id, limit)
+        return await self._history.of(rdzv_id, limit)

@@ -572,7 +572,8 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> AsyncIterator[pb.BackupChunk]:
         """Send all that the store holds, piece by piece, as fast as it is taken."""
         try:
-            async for data in _in_chunks(self._replica.driver.backup()):
+            driver = self._replica.driver
+            async for data in _in_chunks(driver.store.backup(driver.leadership)):
                 yield pb.BackupChunk(data=data)
         except RendezvousError as error:
             await _abort(context, error)
@@ -635,7 +636,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Show who has changed what."""
         try:
             limit = inbound_operators.history_limit(request.limit, self._limits)
-            rows = await self._replica.driver.jobs.past(AUDIT, limit)
+            rows = await self._replica.driver.history.of(AUDIT, limit)
         except RendezvousError as error:
             await _abort(context, error)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])

@@ -12,8 +12,8 @@ from rdzv.core import nodes
 from rdzv.core.drains import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.store_access import StoreAccess
 
 log = logging.getLogger("rdzv.placer")
 
@@ -46,7 +46,7 @@ class Cordons:
 
     def __init__(
         self,
-        jobs: Jobs,
+        store: StoreAccess,
         clock: Clock,
         lock: asyncio.Lock,
         records: Callable[[], Mapping[str, nodes.NodeRecord]],
@@ -60,7 +60,7 @@ class Cordons:
         self._lock = lock
         self._records = records
         self._on_change = on_change
-        self._document = Document(jobs, CORDONS, _read_cordons)
+        self._document = Document(store, CORDONS, _read_cordons)
 
     async def load(self) -> None:
         """Learn what is stored.

@@ -17,7 +17,7 @@ from rdzv.core.model import State
 from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
 from rdzv.server.messages import Draining, DrainNode, Hello, Told, UndrainNode
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 
@@ -28,10 +28,10 @@ class Drains:
     """The drains of one server's nodes."""
 
     def __init__(
-        self, jobs: Jobs, clock: Clock, cordons: Cordons, send: Callable[[str, Told], object]
+        self, engine: Engine, clock: Clock, cordons: Cordons, send: Callable[[str, Told], object]
     ) -> None:
         """`send` tells a node that it is drained, or no longer."""
-        self._jobs = jobs
+        self._engine = engine
         self._clock = clock
         self._cordons = cordons
         self._send = send
@@ -141,9 +141,9 @@ class Drains:
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
         """Write it into the history of every job that the node takes part in."""
-        for state in self._jobs.states:
+        for state in self._engine.jobs.states:
             if state.membership.ended is None and takes_part(state, event.node_id):
-                self._jobs.record(state.membership.rdzv_id, event)
+                self._engine.history.note(state.membership.rdzv_id, (event,))
 
 
 def takes_part(state: State, node_id: str) -> bool:

@@ -22,7 +22,7 @@ from rdzv.core.words import counted
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
 from rdzv.server.scheduling.drains import Drains, takes_part
 from rdzv.server.scheduling.hosts import Hosts
 from rdzv.server.scheduling.known_nodes import KnownNodes
@@ -37,7 +37,7 @@ class Placer:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
         clock: Clock,
         tasks: Tasks,
         records: Callable[[], Mapping[str, nodes.NodeRecord]],
@@ -55,7 +55,8 @@ class Placer:
 
         `settle_ms`: how long after a start nodes may still be on their way back.
         """
-        self._jobs = jobs
+        self._engine = engine
+        self._jobs = engine.jobs
         self._clock = clock
         self._tasks = tasks
         self._records = records
@@ -107,7 +108,7 @@ class Placer:
                     return
                 for rdzv_id, command in commands:
                     try:
-                        await self._jobs.submit(rdzv_id, command)
+                        await self._engine.submit(rdzv_id, command)
                     except RendezvousError as error:
                         log.warning("job %s is placed later: %s", rdzv_id, error)
                         self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
@@ -123,7 +124,7 @@ class Placer:
             if membership.submission is None or membership.ended or state.barred == barred:
                 continue
             try:
-                await self._jobs.submit(membership.rdzv_id, bar)
+                await self._engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
                 log.warning("job %s lets go of nodes later: %s", membership.rdzv_id, error)
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)

@@ -30,8 +30,8 @@ from rdzv.core.quarantine import (
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.telemetry.event_lines import records
 from rdzv.stores.base import Record as Row
 from rdzv.view.sentences import sentence
@@ -51,7 +51,7 @@ class Quarantine:
 
     def __init__(
         self,
-        jobs: Jobs,
+        store: StoreAccess,
         clock: Clock,
         tuning: QuarantineTuning,
         daemons: Callable[[], Collection[str]],
@@ -65,7 +65,7 @@ class Quarantine:
         self._tuning = tuning
         self._daemons = daemons
         self._on_change = on_change
-        self._document = Document(jobs, QUARANTINE, _read)
+        self._document = Document(store, QUARANTINE, _read)
         self._lock = asyncio.Lock()
         self._timer = Timer(clock, self._expire)
 

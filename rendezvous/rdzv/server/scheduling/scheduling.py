@@ -9,7 +9,8 @@ from rdzv.core import nodes
 from rdzv.core.placement import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Draining, Hello, Holding, Told
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains
@@ -25,7 +26,8 @@ class Scheduling:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
+        store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
         config: Config,
@@ -38,17 +40,17 @@ class Scheduling:
         self._on_quarantine = on_quarantine
         self.known_nodes = KnownNodes(clock, on_change=self._wake)
         self.quarantine = Quarantine(
-            jobs,
+            store,
             clock,
             config.quarantine,
             lambda: self.known_nodes.daemons,
             on_change=self._quarantine_changed,
         )
-        self.cordons = Cordons(jobs, clock, lock, records, on_change=self._cordons_changed)
-        self.drains = Drains(jobs, clock, self.cordons, send)
+        self.cordons = Cordons(store, clock, lock, records, on_change=self._cordons_changed)
+        self.drains = Drains(engine, clock, self.cordons, send)
         self.hosts = Hosts(records, self.known_nodes, self.cordons, self.drains, self.quarantine)
         self.placer = Placer(
-            jobs,
+            engine,
             clock,
             tasks,
             records,

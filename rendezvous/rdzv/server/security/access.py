@@ -16,6 +16,7 @@ from typing import Protocol
 
 from rdzv.errors import InvalidRequestError, RendezvousError, UnauthenticatedError
 from rdzv.runtime.clock import Clock
+from rdzv.server.engine.history import History
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import ANYBODY, Caller
@@ -77,6 +78,7 @@ class Leader(Protocol):
 
     tokens: Tokens
     jobs: Jobs
+    history: History
 
 
 class Leadership(Protocol):
@@ -166,7 +168,7 @@ class Gate:
         log.info("%s", text, extra={"audit": True})
         row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
         try:
-            await self._leadership.driver.jobs.append((row,))
+            await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
             # It leads no more; the log has it.
             log.warning("not in the history, for %s: %s", error, text)

@@ -29,8 +29,8 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.key_value_records import Document, unreadable
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.security.callers import Caller, Role, implied
 from rdzv.server.settings.config import DAY_MS, MINUTE_MS
 from rdzv.structs import replace, struct
@@ -120,7 +120,7 @@ class Tokens:
 
     def __init__(
         self,
-        jobs: Jobs,
+        store: StoreAccess,
         clock: Clock,
         tasks: Tasks,
         most: int,
@@ -137,7 +137,7 @@ class Tokens:
         self._most = most
         self._on_revoke = on_revoke
         self._auth = auth
-        self._document = Document(jobs, TOKENS, lambda data: {t.id: t for t in decode(data)})
+        self._document = Document(store, TOKENS, lambda data: {t.id: t for t in decode(data)})
         self._lock = asyncio.Lock()
         self._storing_use = False
 

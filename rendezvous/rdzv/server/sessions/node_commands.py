@@ -22,7 +22,7 @@ from rdzv.errors import (
     UnknownNodeError,
 )
 from rdzv.runtime.clock import Clock, sleep_ms
-from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.engine import Engine
 from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.presence import Presence
@@ -36,9 +36,10 @@ class NodeCommands:
     """Submits the commands of nodes, and tells the nodes what was refused."""
 
     def __init__(
-        self, jobs: Jobs, presence: Presence, clock: Clock, *, jobs_per_node: int, retry_ms: int
+        self, engine: Engine, presence: Presence, clock: Clock, *, jobs_per_node: int, retry_ms: int
     ) -> None:
-        self._jobs = jobs
+        self._engine = engine
+        self._jobs = engine.jobs
         self._presence = presence
         self._clock = clock
         self._jobs_per_node = jobs_per_node
@@ -85,7 +86,7 @@ class NodeCommands:
         said = ""
         while True:
             try:
-                return await self._jobs.submit(rdzv_id, command, guard)
+                return await self._engine.submit(rdzv_id, command, guard)
             except RunStoppingError as error:
                 reason = str(error)
             except RendezvousConnectionError as error:

@@ -22,7 +22,8 @@ from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.jobs import Job, Jobs, News
+from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.job import Job, News
 from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.streams import Streams
 
@@ -38,14 +39,14 @@ class Presence:
 
     def __init__(
         self,
-        jobs: Jobs,
+        engine: Engine,
         leases: Leases,
         streams: Streams,
         clock: Clock,
         tasks: Tasks,
         retry_ms: int,
     ) -> None:
-        self._jobs = jobs
+        self._engine = engine
         self._leases = leases
         self._streams = streams
         self._clock = clock
@@ -145,12 +146,12 @@ class Presence:
         """
         names = listed(marked)
         try:
-            async with self._jobs.claim(rdzv_id) as job:
+            async with self._engine.jobs.claim(rdzv_id) as job:
                 choices = [
                     partial(self._mark_command, job, node_id, reason)
                     for node_id, reason in marked.items()
                 ]
-                for refused in await self._jobs.steps(job, choices):
+                for refused in await self._engine.steps(job, choices):
                     log.error("job %s could not be told about %s: %s", rdzv_id, names, refused)
         except RendezvousConnectionError:
             return False

@@ -17,7 +17,8 @@ from rdzv.core.rendezvous import ended_run, may_run_on, unheard, went_along
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements
-from rdzv.server.engine.jobs import Job, Jobs
+from rdzv.server.engine.job import Job
+from rdzv.server.engine.jobs import Jobs
 from rdzv.server.messages import Belief, Refused
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.leases import Leases

@@ -16,7 +16,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements
-from rdzv.server.engine.jobs import News
+from rdzv.server.engine.job import News
 from rdzv.server.messages import Closed, Joined, Line, Refused, RoundOver, Told, Waiting
 from rdzv.server.security.callers import ANYBODY, Caller
 

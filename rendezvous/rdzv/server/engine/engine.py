@@ -1,0 +1,302 @@
+"""Decide, persist, publish: in that order, one command after another for each job.
+
+Commands of one job that wait while it commits are decided one after another and share the next
+commit, which alone makes all of them true: a thousand nodes that speak at once cost a few commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rdzv.core import rendezvous
+from rdzv.core.commands import Command, Fail, Join, Tick
+from rdzv.core.invariants import violations
+from rdzv.core.model import State
+from rdzv.core.rendezvous import Transition
+from rdzv.errors import InvariantError, RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock, LoopWatch
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.history import History
+from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.settings.config import Config
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.jobs")
+
+AT_ONCE = 256
+"""The most commands that are decided at once, and share a commit."""
+AT_ONCE_MS = 100
+"""The longest time in which commands are decided at once: nobody else is heard meanwhile."""
+
+
+class Engine:
+    """Runs the commands to one server's jobs."""
+
+    def __init__(
+        self,
+        store: StoreAccess,
+        clock: Clock,
+        watch: LoopWatch,
+        config: Config,
+        tasks: Tasks,
+        new_uid: Callable[[], str],
+        meter: Meter,
+        *,
+        judge: Judge,
+        publish: Callable[[Job, News], None],
+        on_load: Callable[[Job], None],
+    ) -> None:
+        """`publish` hears of each step that is stored, `on_load` of each job that is loaded."""
+        self._store = store
+        self._clock = clock
+        self._watch = watch
+        self._tasks = tasks
+        self._new_uid = new_uid
+        self._meter = meter
+        self._judge = judge
+        self._on_step = publish
+        self._waiting: dict[str, deque[Asked]] = {}
+        """By rdzv_id: the commands that wait to be decided."""
+        self.jobs = Jobs(
+            store,
+            clock,
+            config,
+            meter,
+            publish=lambda job, steps: self._publish(job, steps, stored=True),
+            on_load=on_load,
+            on_due=self._on_due,
+            is_waiting=lambda rdzv_id: bool(self._waiting.get(rdzv_id)),
+        )
+        self.history = History(self.jobs, store, clock, tasks, meter, config.limits.pending_rows)
+
+    async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
+        """Run one command to its end: decide, persist, publish — in that order.
+
+        `guard` sees the job first, and nobody changes it in between. A caller that is cancelled
+        does not cut it short.
+
+        Raises:
+            RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
+                it may have, and is to be repeated.
+
+        """
+        outcome: asyncio.Future[State | RendezvousError] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._ask_for(rdzv_id, Asked(command, guard, outcome))
+        decided = await outcome
+        if isinstance(decided, RendezvousError):
+            raise decided
+        return decided
+
+    def _ask_for(self, rdzv_id: str, asked: Asked) -> None:
+        if (waiting := self._waiting.get(rdzv_id)) is not None:
+            waiting.append(asked)
+        else:
+            self._waiting[rdzv_id] = deque([asked])
+            self._tasks.start(self._decide_asked(rdzv_id))
+
+    async def _decide_asked(self, rdzv_id: str) -> None:
+        """Decide what waits, until nothing does; others may claim the job in between."""
+        waiting = self._waiting[rdzv_id]
+        try:
+            while waiting:
+                await self._decide_next(rdzv_id, waiting)
+                # Not between two commands: thousands wait, and each turn of the loop is long then.
+                await asyncio.sleep(0)
+        finally:
+            del self._waiting[rdzv_id]
+            for asked in waiting:
+                asked.outcome.cancel()
+
+    async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
+        """Decide the next of those that wait, with one commit, and answer them."""
+        batch: list[Asked] = []
+        try:
+            async with self.jobs.claim(rdzv_id) as job:
+                until_ms = self._clock.now_ms() + AT_ONCE_MS
+                steps: list[Step] = []
+                while waiting and len(batch) < AT_ONCE and self._clock.now_ms() < until_ms:
+                    batch.append(waiting.popleft())
+                    await self._add_step_if_sound(job, batch[-1], steps)
+                await self._settle(job, steps)
+        except RendezvousError as error:
+            # It is everybody's if the job could not be claimed.
+            for asked in batch or [waiting.popleft()]:
+                if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
+                    self._store.state.waits(rdzv_id, asked.command)
+                asked.answer(error)
+        finally:
+            for asked in batch:
+                asked.outcome.cancel()
+
+    async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
+        """Decide one more command; one that would break a guarantee is refused, and no other."""
+        try:
+            await self._add_step(job, asked, steps)
+        except InvariantError as error:
+            asked.answer(error)
+
+    async def _add_step(self, job: Job, asked: Asked, steps: list[Step]) -> None:
+        """Decide one more command, upon those that are decided and not stored yet.
+
+        What is refused is answered at once. What this raises concerns the whole job, except for a
+        broken guarantee.
+        """
+        state = steps[-1].transition.state if steps else job.state
+        command = asked.command
+        if isinstance(command, Join):
+            command = replace(command, new_run=self._new_uid())
+        try:
+            if asked.guard is not None:
+                asked.guard(state)
+            transition = self._decide(state, command)
+        except RendezvousError as error:
+            asked.answer(error)
+            return
+        first, rows = await self._judge(state, transition)
+        job.pending += rows
+        if first is not None:
+            barred = Step(first, self._decide(state, first))
+            await self._check(job, state, barred, steps)
+            steps.append(barred)
+            state = barred.transition.state
+            try:
+                transition = self._decide(state, command)
+            except RendezvousError as error:
+                asked.answer(error)
+                return
+        step = Step(command, transition, asked)
+        await self._check(job, state, step, steps)
+        steps.append(step)
+
+    async def steps(
+        self, job: Job, choices: Sequence[Callable[[State], Command | None]]
+    ) -> list[RendezvousError]:
+        """Do the work of `submit` for a job that the caller has claimed, with one commit.
+
+        Each command is chosen in view of what came of those before it; None: nothing is to be done.
+        Returns what was refused.
+
+        Raises:
+            RendezvousError: nothing was done, or it is not known whether it was.
+
+        """
+        steps: list[Step] = []
+        decided: list[Asked] = []
+        for choose in choices:
+            command = choose(steps[-1].transition.state if steps else job.state)
+            if command is not None:
+                asked = Asked(command, None, asyncio.get_running_loop().create_future())
+                decided.append(asked)
+                await self._add_step_if_sound(job, asked, steps)
+        await self._settle(job, steps)
+        outcomes = [asked.outcome.result() for asked in decided]
+        return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
+
+    async def _check(self, job: Job, before: State, step: Step, decided: list[Step]) -> None:
+        """Store what was decided before a step that breaks a guarantee, and refuse that one."""
+        broken = violations(before, step.transition.state, step.transition.events)
+        if broken:
+            earlier, decided[:] = tuple(decided), ()
+            await self._settle(job, earlier)
+            raise await self._reload_broken(job, step.command, broken)
+
+    async def _settle(self, job: Job, steps: Sequence[Step]) -> None:
+        """Persist what was decided, and publish it in its order."""
+        if not steps:
+            return
+        stored = steps[-1].transition.state.membership is not job.state.membership
+        if stored:
+            await self._persist(job, steps)
+        self._publish(job, steps, stored=stored)
+
+    def _decide(self, state: State, command: Command) -> Transition:
+        now_ms = self._watch.listened_until_ms()
+        command = _aged(command, self._clock.now_ms() - now_ms)
+        try:
+            return rendezvous.step(state, command, now_ms)
+        except RendezvousError:
+            raise
+        except Exception as error:
+            # Values are immutable: whatever went wrong inside, nothing was changed.
+            log.exception("job %s: %s failed", state.membership.rdzv_id, command)
+            raise _bug(state.membership.rdzv_id, command, f"failed: {error!r}") from error
+
+    async def _reload_broken(self, job: Job, command: Command, broken: list[str]) -> InvariantError:
+        what = f"would break {'; '.join(broken)}"
+        log.error("job %s: %s %s", job.rdzv_id, command, what)
+        await self.jobs.load(job)
+        # Not at once, or a tick that breaks something would spin.
+        job.timer.arm(self.jobs.retry_at_ms())
+        return _bug(job.rdzv_id, command, what)
+
+    async def _persist(self, job: Job, steps: Sequence[Step]) -> None:
+        membership = steps[-1].transition.state.membership
+        told = (row for step in steps for row in self.history.rows(step.transition))
+        rows = (*job.pending, *told)
+        try:
+            with self._meter.committing():
+                swapped = self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)
+                job.revision = await self.jobs.write(job, swapped)
+        except RendezvousConnectionError as error:
+            if not error.definite:
+                job.doubt = tuple(steps)
+            for step in steps:
+                # One that changes nothing, as most ticks, would be heard of at any time.
+                if step.transition.events:
+                    self._store.state.waits(job.rdzv_id, step.command)
+            raise
+        job.pending = ()
+
+    def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
+        """Make these steps the present, one after another, and tell everyone. Waits for nothing.
+
+        `stored`: they have been, so that none of their history waits for another commit.
+        """
+        for step in steps:
+            before, transition = job.state, step.transition
+            after = job.loaded = transition.state
+            self._store.state.decided(job.rdzv_id, step.command)
+            self.jobs.note_end(job)
+            job.timer.arm(transition.wake_at_ms)
+            rows = self.history.rows(transition)
+            if not stored:
+                self.history.postpone(job, rows)
+            self.history.publish(rows, transition.events)
+            self._meter.stepped(before, after, transition.events, self._clock.now_ms())
+            news = News(step.command, before, after, transition.events, last=step is steps[-1])
+            self._on_step(job, news)
+            if step.asked is not None:
+                step.asked.answer(after)
+
+    def _on_due(self, job: Job, due_ms: int) -> None:
+        if self._watch.late(due_ms):
+            job.timer.arm_by(self._watch.settled_ms)
+        else:
+            # Nobody waits for the outcome: if it is an error, `claim` has armed the timer again.
+            outcome: asyncio.Future[State | RendezvousError] = (
+                asyncio.get_running_loop().create_future()
+            )
+            self._ask_for(job.rdzv_id, Asked(Tick(), None, outcome))
+
+
+def _aged(command: Command, deaf_ms: int) -> Command:
+    """Count the ages in a command back from the time that its job is told, not from the present."""
+    if deaf_ms <= 0 or not isinstance(command, Fail | Join):
+        return command
+    failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)
+    return replace(command, failures=tuple(failures))
+
+
+def _bug(rdzv_id: str, command: Command, what: str) -> InvariantError:
+    return InvariantError(
+        f"a bug of rdzvd, please report it: {type(command).__name__} in job {rdzv_id} {what}; "
+        "nothing was changed"
+    )

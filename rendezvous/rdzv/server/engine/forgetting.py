@@ -1,0 +1,192 @@
+"""Forgetting jobs that have ended: by an operator's order, or when they are too many or too old."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from rdzv.core.explain import job_state
+from rdzv.core.model import State
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    UnknownJobError,
+)
+from rdzv.runtime.clock import Clock, Timer
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.clock_steps import TimeSeen
+from rdzv.server.engine.job import Job
+from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.settings.config import DAY_MS, Config
+
+log = logging.getLogger("rdzv.jobs")
+
+TIME_SEEN = "time-seen"
+"""The document that says when servers of this store were seen."""
+
+_time_seen_decoder = msgspec.json.Decoder(TimeSeen)
+
+
+class Forgetting:
+    """Deletes jobs of one server that have ended, with their history."""
+
+    def __init__(
+        self, jobs: Jobs, store: StoreAccess, clock: Clock, config: Config, tasks: Tasks
+    ) -> None:
+        self._jobs = jobs
+        self._store = store
+        self._clock = clock
+        self._tasks = tasks
+        self._most = config.limits.ended_jobs
+        self._kept_ms = config.timings.ended_kept_ms
+        self._every_ms = config.timings.prune_every_ms
+        self._time_noted = False
+        """This server has written down that it runs."""
+        self._timer = Timer(clock, lambda _: self.start_pruning())
+
+    def stop(self) -> None:
+        """Forget nothing more by itself."""
+        self._timer.cancel()
+
+    async def forget(self, rdzv_id: str) -> None:
+        """Delete a job that has ended, with its history: what joins by its name is a new job.
+
+        A caller that is cancelled does not cut it short.
+
+        Raises:
+            UnknownJobError: nobody has ever joined it.
+            InvalidRequestError: its run has not ended, or somebody is in it; nothing was deleted.
+            RendezvousConnectionError: it may have been deleted; to be repeated.
+
+        """
+        error = await asyncio.shield(self._tasks.start(self._forgotten(rdzv_id)))
+        if error is not None:
+            raise error
+
+    async def _forgotten(self, rdzv_id: str) -> RendezvousError | None:
+        try:
+            async with self._jobs.claim(rdzv_id) as job:
+                refuse_to_forget(job.state)
+                await self._delete(job, "an operator said so")
+        except RendezvousError as error:
+            return error
+        return None
+
+    async def _delete(self, job: Job, why: str) -> None:
+        """Delete a claimed job whose run has ended from the store, and from memory."""
+        try:
+            await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
+        except RendezvousConnectionError as error:
+            if not error.definite:
+                # Whoever claims it next finds out.
+                job.loaded = None
+            raise
+        log.info("job %s is forgotten: %s", job.rdzv_id, why)
+        self._jobs.vacate(job)
+
+    # ---------------------------------------------------------------- by themselves
+
+    def start_pruning(self) -> None:
+        """Forget ended jobs that are too many or too old, now and from time to time.
+
+        Nobody waits for it. A job that was never loaded, for it can not be read, is left alone.
+        """
+        self._timer.arm(self._clock.now_ms() + self._every_ms)
+        self._tasks.start(self._prune())
+
+    async def _prune(self) -> None:
+        most, kept_ms = self._most, self._kept_ms
+        now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
+        try:
+            seen = await self._note_time(now_ms)
+        except RendezvousError as error:
+            log.warning("ended jobs are forgotten later: %s", error)
+            return
+        counted = {
+            rdzv_id: now_ms - seen.counted_since(at_ms, now_ms)
+            for rdzv_id, at_ms in ended_at_ms.items()
+        }
+        for rdzv_id, why in outlived(counted, now_ms, most, kept_ms):
+            try:
+                async with self._jobs.claim(rdzv_id) as job:
+                    ended = job.state.membership.ended
+                    # Meanwhile it may have begun, and even ended, another run.
+                    same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
+                    if same and not job.state.anybody:
+                        await self._delete(job, why)
+            except (RendezvousConnectionError, LimitExceededError) as error:
+                log.warning("ended jobs are forgotten later: %s", error)
+                return
+            except RendezvousError as error:
+                log.error("job %s can not be forgotten: %s", rdzv_id, error)
+
+    async def _note_time(self, now_ms: int) -> TimeSeen:
+        """Write down that a server runs now; return that, with what was written before."""
+        data, revision = await self._store.load_document(TIME_SEEN) or (b"{}", 0)
+        try:
+            past = _time_seen_decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise RendezvousStateError(
+                f"the document {TIME_SEEN} can not be read: {error}; it was left untouched. "
+                "Restore it from a backup"
+            ) from error
+        seen = past.noted(now_ms, at_start=not self._time_noted)
+        await self._store.swap_document(TIME_SEEN, msgspec.json.encode(seen), revision)
+        self._time_noted = True
+        return seen
+
+
+def outlived(
+    ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
+) -> tuple[tuple[str, str], ...]:
+    """Say which ended jobs are to be forgotten, and why; what ended first goes first.
+
+    >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
+    (('b', '2 other jobs have ended since'),)
+    """
+    oldest_first = sorted(ended_at_ms, key=lambda rdzv_id: (ended_at_ms[rdzv_id], rdzv_id))
+    too_many = max(len(oldest_first) - most, 0)
+    too_old = sum(1 for at_ms in ended_at_ms.values() if now_ms - at_ms > kept_ms)
+    return tuple(
+        (
+            rdzv_id,
+            f"it ended more than {kept_ms / DAY_MS:g} days ago"
+            if place < too_old
+            else f"{most} other jobs have ended since",
+        )
+        for place, rdzv_id in enumerate(oldest_first[: max(too_many, too_old)])
+    )
+
+
+def refuse_to_forget(state: State) -> None:
+    """Refuse to forget a job whose run has not ended, or that somebody is in.
+
+    Raises:
+        UnknownJobError: nobody has ever joined it.
+        InvalidRequestError: its run has not ended, or somebody is in it.
+
+    """
+    membership = state.membership
+    rdzv_id = membership.rdzv_id
+    if not membership.run:
+        raise UnknownJobError(
+            f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
+        )
+    if membership.ended is None:
+        raise InvalidRequestError(
+            f"job {rdzv_id} is {job_state(state)} and can not be forgotten; stop it first, with "
+            f"`rdzvctl stop {rdzv_id}`, or wait for its end"
+        )
+    if state.anybody:
+        names = sorted({*state.seats, *state.waiting, *state.stuck})
+        raise InvalidRequestError(
+            f"job {rdzv_id} can not be forgotten: it is {job_state(state)}, and {names[0]} is "
+            "still in it; wait until nobody is"
+        )

@@ -1,0 +1,121 @@
+"""One server's way to its store: each call notes whether the store has answered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from rdzv.core.model import Membership
+from rdzv.errors import RendezvousConnectionError, RendezvousError
+from rdzv.runtime.clock import Clock
+from rdzv.runtime.tasks import Tasks
+from rdzv.server.engine.store_state import StoreState
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.stores.base import Read, Record, Store, Stored
+
+T = TypeVar("T")
+
+PROBE = "store-probe"
+"""The document that is written to find out whether the store takes writes again."""
+
+
+class StoreAccess:
+    """The store of one server. Its calls raise what those of `Store` raise."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        tasks: Tasks,
+        meter: Meter,
+        retry_ms: int,
+        on_change: Callable[[str | None], None],
+    ) -> None:
+        """`on_change`: see `StoreState`."""
+        self._store = store
+        self._clock = clock
+        self._meter = meter
+        self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
+
+    async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
+        """Await the store, and note whether it has answered."""
+        began_ms = self._clock.now_ms()
+        try:
+            result = await answer
+        except RendezvousConnectionError as error:
+            self._meter.store_failed(writes=writes)
+            self.state.failed(error, began_ms, writes=writes)
+            raise
+        self.state.answered(writes=writes)
+        return result
+
+    async def _probe(self) -> None:
+        """Find out whether the store is back, and takes writes if that was what it did not."""
+        with contextlib.suppress(RendezvousError):
+            found = await self._ask(self._store.load_document(PROBE))
+            if self.state.unwritable:
+                revision = found[1] if found is not None else 0
+                await self.swap_document(PROBE, b"", revision)
+
+    async def take_over(self) -> int:
+        """Return this server's leadership number."""
+        # Anchored to the clock, so that it does not go back with a store that was lost or restored.
+        at_least = self._clock.now_ms() // 1000
+        return await self._ask(self._store.take_over(at_least), writes=True)
+
+    # ---------------------------------------------------------------- jobs
+
+    async def load(self, rdzv_id: str) -> Stored | None:
+        """Return a job as it is stored; None if it is not."""
+        return await self._ask(self._store.load(rdzv_id))
+
+    async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
+        """Yield every stored job, or why it can not be read, by rdzv_id."""
+        async with aclosing(self._store.pages()) as pages:
+            while (page := await self._ask(anext(pages, None))) is not None:
+                for found in page:
+                    yield found
+
+    async def compare_and_swap(
+        self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
+    ) -> int:
+        """Store a job with its history, in place of this revision; return the new one."""
+        swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
+        return await self._ask(swapped, writes=True)
+
+    async def delete(self, rdzv_id: str, revision: int) -> None:
+        """Delete a job of this revision, with its history."""
+        await self._ask(self._store.delete(rdzv_id, revision), writes=True)
+
+    async def append(self, rows: Sequence[Record]) -> None:
+        """Store rows of history by themselves."""
+        await self._ask(self._store.append(rows), writes=True)
+
+    async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
+        """Return the newest stored rows of history under a name, oldest first."""
+        return await self._ask(self._store.history(rdzv_id, limit))
+
+    # ---------------------------------------------------------------- documents, and all of it
+
+    async def load_document(self, name: str) -> tuple[bytes, int] | None:
+        """Return a document as it was last written, and its revision; None if it never was."""
+        return await self._ask(self._store.load_document(name))
+
+    async def swap_document(self, name: str, data: bytes, revision: int) -> int:
+        """Write a document; return the new revision."""
+        return await self._ask(self._store.swap_document(name, data, revision), writes=True)
+
+    async def backup(self, leadership: int) -> AsyncIterator[bytes]:
+        """Yield all that the store holds, as the lines of a file that `rdzvd --restore` reads.
+
+        Raises:
+            RendezvousError: it can not be read as a whole; what was yielded is worth nothing.
+
+        """
+        from rdzv.stores import backup
+
+        header = backup.Header(self._store.place, leadership, self._clock.now_ms())
+        async for line in backup.lines(self._store, header):
+            yield line
