@@ -12,6 +12,10 @@ from typing import NoReturn
 
 import click
 
+# isort: off
+from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything imports gRPC
+
+# isort: on
 from rdzv.agent.app.agent_config import DEFAULT_FILE, Config, check_state_dir, read_config
 from rdzv.agent.app.agent_settings import why_not_here
 from rdzv.agent.core.machine import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
