@@ -63,7 +63,7 @@ POLL_S = 0.01
 ROLES = ("agent", "runner", "store host", "zygote", "worker", "other")
 LAUNCHING = ("agent", "runner")
 """What is there for as long as the job is, and is the launcher's own."""
-_SCRIPTS = {"runner.py": "runner", "store_host.py": "store host"}
+_SCRIPTS = {"__main__.py": "runner", "store_host.py": "store host"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def role_of(command: Sequence[str], *, leader: bool) -> str:
 
     A zygote's is its title.
 
-    >>> role_of(["python", "-I", "-S", "/x/runner.py", "7"], leader=False)
+    >>> role_of(["python", "-I", "-S", "/x/runner/__main__.py", "7"], leader=False)
     'runner'
     >>> role_of(["/x/torchrun", "/y/launch_worker.py"], leader=True)
     'agent'

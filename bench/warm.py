@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rdzv.agent.runner.runner import PARK_AFTER_S
+from rdzv.agent.runner.warm_forks import SPARE_FORKS_AFTER_S
 from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerLink,
@@ -37,7 +37,7 @@ from rdzv.agent.runner_link import (
     ZygoteSpec,
 )
 
-PARKED_WITHIN_S = 1.0
+SPARE_WITHIN_S = 1.0
 """How long forking ahead may take, once it begins."""
 
 SCRIPT = """
@@ -68,7 +68,7 @@ async def measure(workers: int, times: int, folder: Path) -> None:
     link = await RunnerLink.spawn(events.put_nowait)
     argv = (sys.executable, "-u", str(script))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    zygote = ZygoteSpec(argv, common, None, ("torch", "torch._dynamo"), parked=workers)
+    zygote = ZygoteSpec(argv, common, None, ("torch", "torch._dynamo"), spare_forks=workers)
     print(f"{workers} workers, {times} restarts of each kind, {os.cpu_count()} CPUs")
     try:
         for kind in ("cold", "warm"):
@@ -81,7 +81,7 @@ async def measure(workers: int, times: int, folder: Path) -> None:
             seen = []
             for number in range(times):
                 if kept is not None:
-                    await asyncio.sleep(PARK_AFTER_S + PARKED_WITHIN_S)
+                    await asyncio.sleep(SPARE_FORKS_AFTER_S + SPARE_WITHIN_S)
                 seen.append(
                     await restart(link, events, number, argv, common, workers, folder, kept)
                 )

@@ -428,13 +428,13 @@ def _two(victim: Victim) -> tuple[str, str]:
 def kill_runner(lane: Lane, victim: Victim) -> None:
     """SIGKILL the runner: its agent gives up, the others go on, and another agent comes."""
     (host,) = victim.hosts
-    os.kill(lane.below(host, "runner.py"), signal.SIGKILL)
+    os.kill(lane.below(host, "runner/__main__.py"), signal.SIGKILL)
     wait_exit(lane.agents[host].process, EXIT_S)
     lane.start_agent(host)
 
 
 def stop_runner(lane: Lane, victim: Victim) -> None:
-    with stopped(lane.below(victim.hosts[0], "runner.py")):
+    with stopped(lane.below(victim.hosts[0], "runner/__main__.py")):
         time.sleep(STOP_S)
 
 

@@ -15,15 +15,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover import handover_state
 from rdzv.agent.observers.progress_files import read_step
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.agent_link import AgentLink
+from rdzv.agent.runner.channel import Channel, MalformedFrameError
+from rdzv.agent.runner.children import Child, Children
+from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.requests import (
+    ZygoteSpec,
+    read_socket_path,
+    read_worker_specs,
+    read_zygote_spec,
+)
+from rdzv.agent.runner.runner import Runner
+from rdzv.agent.runner.warm_forks import WarmForks
+from rdzv.agent.runner.zygote_process import Zygote
+from rdzv.agent.runner_link import NotAdoptableError
+from rdzv.agent.runner_link.found_runner import read_hello
+from rdzv.agent.runner_link.runner_events import EVENTS, decode_event, number_of
 from rdzv.agent.system.error_files import read_error
 from rdzv.server.settings.configuration import Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
@@ -42,7 +55,7 @@ _REQUESTS = (
     *("start_workers", "stop_workers", "notify_workers", "stop_store_host", "renew_fence"),
     *("keep_zygote", "serve", "keep", "heard", "adopt", "no_such"),
 )
-_TOLD = tuple(runner_link._EVENTS)
+_TOLD = tuple(EVENTS)
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "start_workers": {
         "round": 1,
@@ -169,31 +182,28 @@ def _configuration(folder: Path, read: Callable[[Path], object], data: bytes) ->
 def _say(folder: Path, frames: bytes) -> None:
     """Have a runner read frames; what would start programs is read, and not obeyed."""
     ours, theirs = socket.socketpair()
-    made = runner.Runner(runner.Channel(theirs))
-    serve = made._requests["serve"]
+    made = Runner(Channel(theirs))
+    serve = made.requests["serve"]
 
     def listen(request: Mapping[str, object]) -> None:
         said = request.get("socket")
         if isinstance(said, str) and said.startswith("@socket"):
             serve({**request, "socket": f"{folder}/{said[1:]}"})
         else:
-            runner._read_socket_path(request)
+            read_socket_path(request)
 
-    made._requests |= {
+    made.requests |= {
         "serve": listen,
-        "start_workers": lambda request: [*map(_prepared, runner._read_worker_specs(request))],
-        "keep_zygote": lambda request: [_prepared(runner._read_zygote_spec(request))],
+        "start_workers": lambda request: [*map(_prepared, read_worker_specs(request))],
+        "keep_zygote": lambda request: [_prepared(read_zygote_spec(request))],
     }
     try:
-        made._watch(theirs.fileno(), made._serve_agent)
         with suppress(BlockingIOError, BrokenPipeError):
             ours.setblocking(False)
             ours.sendall(frames)
-        while made._agent is not None and made._agent.fileno() >= 0:
-            before = len(made._agent._received)
-            made._serve_agent()
-            if made._agent is None or len(made._agent._received) == before:
-                break
+        ours.shutdown(socket.SHUT_WR)
+        while made.agent.connected:
+            made.agent.read()
     finally:
         ours.close()
         made.close()
@@ -204,52 +214,50 @@ def _prepared(spec: Any) -> None:
     assert all(isinstance(word, str) for word in spec.argv)
 
 
+class _Unkillable(Child):
+    """A zygote that is not there."""
+
+    def kill(self) -> None:
+        pass
+
+
 def _hear_zygote(data: bytes) -> None:
-    """Have a runner hear what a zygote says."""
+    """Have a runner read what a zygote sends."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent, agents = socket.socketpair()
-    made = runner.Runner(runner.Channel(agents))
-    told = SimpleNamespace(pid=1, kill=lambda: None, poll=lambda: None)
-    zygote: Any = SimpleNamespace(
-        control=theirs,
-        process=told,
-        spec=SimpleNamespace(parked=1),
-        park_at=None,
-        asked={},
-        ready=False,
-        ready_until=1.0,
-        lost_because="",
-        final=False,
-    )
+    loop = Loop()
+    children = Children(loop)
+    agent = AgentLink(loop, lambda _request: None, lambda _was_in_charge: None)
+    keeper = WarmForks(loop, children, agent).zygote
+    keeper.spec = ZygoteSpec(("true",), {}, None, (), spare_forks=1)
+    zygote = Zygote(theirs, keeper.spec)
+    zygote.child = _Unkillable(1, lambda _child, _code: None, spared=True)
     try:
-        made._watch(agents.fileno(), made._serve_agent)
-        made._watch(theirs.fileno(), lambda: None)
-        made._zygote = zygote
+        keeper.attach(zygote)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with suppress(OSError):
             ours.send(data[:100_000])
-            made._read_zygote(zygote)
+            keeper.read(zygote)
     finally:
-        for fork in (*made._parked, *(each for forks in zygote.asked.values() for each in forks)):
-            made._close_link(fork)
-        for one in (ours, theirs, agent):
-            one.close()
-        made.close()
+        ours.close()
+        theirs.close()
+        keeper.give_up("its test is over")  # Closes the links of the forks that it asked for.
+        children.close()
+        loop.close()
 
 
 def _hello(data: bytes) -> None:
     said = _decoded(data)
     if said is not None:
-        with suppress(runner_link.NotAdoptableError):
-            runner_link._read_hello(said)
+        with suppress(NotAdoptableError):
+            read_hello(said)
 
 
 def _told(data: bytes) -> None:
     said = _decoded(data)
     if said is not None:
-        with suppress(runner.MalformedFrameError):
-            runner_link._decode(said)
-            runner_link._number_of(said)
+        with suppress(MalformedFrameError):
+            decode_event(said)
+            number_of(said)
 
 
 def _decoded(data: bytes) -> Mapping[str, object] | None:
@@ -257,14 +265,14 @@ def _decoded(data: bytes) -> Mapping[str, object] | None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
-            return runner.Channel(ours)._decode(data)
-        except runner.MalformedFrameError:
+            return Channel(ours)._decode(data)
+        except MalformedFrameError:
             return None
 
 
 def _kept(data: bytes) -> None:
     for decode in (handover_state.decode_placement, handover_state.decode_state):
-        with suppress(runner_link.NotAdoptableError):
+        with suppress(NotAdoptableError):
             decode(data.decode(errors="replace"))
 
 

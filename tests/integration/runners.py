@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rdzv.agent import job_programs, runner
 from rdzv.agent.runner_link import (
     RunnerEvent,
     RunnerLink,
@@ -19,6 +20,10 @@ from rdzv.agent.runner_link import (
     WorkerSpec,
     WorkerStarted,
 )
+
+RUNNER = Path(runner.__file__).with_name("__main__.py")
+"""The program."""
+STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
 
 PATIENCE_S = 90.0
 FOR_EVER_MS = 3_600_000

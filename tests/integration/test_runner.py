@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -21,9 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
+from runners import FOR_EVER_MS, PATIENCE_S, RUNNER, STORE_HOST, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.channel import MAX_FRAME_BYTES
+from rdzv.agent.runner.linux.boottime import boottime_ms
+from rdzv.agent.runner.linux.process_tree import SWEEP_INTERVAL_S, children_of
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -41,7 +44,6 @@ from rdzv.agent.runner_link import (
 )
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
-STORE_HOST = Path(runner.__file__).with_name("store_host.py")
 # ---------------------------------------------------------------------- tools
 
 
@@ -283,7 +285,7 @@ async def test_orphans_that_exit_are_reaped(node: Node) -> None:
     code = f"import os, time\nif os.fork() == 0:\n    {write}\n    os._exit(0)\ntime.sleep(0.05)"
     await node.start(0, node.python(code))
     await node.heard(WorkerExited)
-    await until(lambda: runner.children_of(node.link.pid) == [])
+    await until(lambda: children_of(node.link.pid) == [])
     assert state_of(int(orphan.read_text())) == ""
     await node.stop(0)
 
@@ -292,7 +294,7 @@ async def test_two_rounds_one_after_another(node: Node) -> None:
     await node.start(0, node.spec("sleep", "1000"))
     node.link.start_workers(1, [node.spec("sleep", "1000")])
     refused = await node.heard(RunnerRefused)
-    assert refused.reason == "round 1 can not start: 0 is not gone"
+    assert refused.reason == "round 1 cannot start: 0 is not gone"
     await node.stop(0)
     await node.start(1, node.spec("sleep", "1000"))
     node.events.clear()
@@ -309,7 +311,7 @@ async def test_what_can_not_be_reaped_is_reported_once_and_gone_when_it_can(node
             pytest.skip("ptrace is not permitted here")
         node.link.stop_workers(0, signal.SIGTERM, 0)
         assert await node.heard(WorkersStuck) == WorkersStuck(0, (pid,))
-        await asyncio.sleep(2 * runner.SWEEP_INTERVAL_S)  # Time to repeat itself, or to give up.
+        await asyncio.sleep(2 * SWEEP_INTERVAL_S)  # Time to repeat itself, or to give up.
         assert [type(event) for event in node.events] == [WorkerStarted, WorkersStuck]
     await node.heard(WorkersGone)
     assert (await node.heard(WorkerExited)).pid == pid
@@ -502,7 +504,7 @@ async def test_a_runner_that_hangs_is_killed_with_its_workers(node: Node) -> Non
 
 
 def fence_in(ms: int) -> int:
-    return runner.boottime_ms() + ms
+    return boottime_ms() + ms
 
 
 async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants(
@@ -529,7 +531,7 @@ async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
     node.link.renew_fence(fence_in(3_000))
     [pid] = await node.start(0, node.spec("sleep", "1000"))
     end_ms = fence_in(4_000)
-    while runner.boottime_ms() < end_ms:
+    while boottime_ms() < end_ms:
         node.link.renew_fence(fence_in(3_000))
         await asyncio.sleep(0.1)
     assert [type(event) for event in node.events] == [WorkerStarted]
@@ -599,12 +601,12 @@ def is_worker(pid: int) -> bool:
 
 
 @contextmanager
-def bare_runner(stderr: int | None = None) -> Iterator[socket.socket]:
+def bare_runner(stderr: int | None = None, program: Path = RUNNER) -> Iterator[socket.socket]:
     """A runner without a link, and the agent's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     with theirs:
-        command = [sys.executable, "-I", "-S", runner.__file__, str(theirs.fileno())]
+        command = [sys.executable, "-I", "-S", program, str(theirs.fileno())]
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], start_new_session=True, stderr=stderr
         )
@@ -622,6 +624,21 @@ def read_event(sock: socket.socket) -> dict[str, object]:
     (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
     event: dict[str, object] = json.loads(sock.recv(length, socket.MSG_WAITALL))
     return event
+
+
+def test_a_runner_whose_files_are_gone_does_not_run_the_script_for_a_zygote(tmp_path: Path) -> None:
+    """An upgrade may have moved them: without the hook an interpreter would run the script."""
+    shutil.copytree(RUNNER.parent, tmp_path / "runner")
+    ran = tmp_path / "ran"
+    argv = [sys.executable, "-c", f"open({str(ran)!r}, 'w')"]
+    request = {"type": "keep_zygote", "argv": argv, "env": {}, "modules": ["json"], "wait_s": 0.0}
+    with bare_runner(program=tmp_path / "runner" / "__main__.py") as agent:
+        agent.sendall(frame(request))
+        lost = read_event(agent)
+    assert lost["type"] == "zygote_lost"
+    hook = tmp_path / "job_programs" / "zygote_hook" / "sitecustomize.py"
+    assert str(lost["reason"]).endswith(f"file {str(hook)!r}: No such file or directory")
+    assert not ran.exists()
 
 
 WORKER = {"local_rank": 0, "argv": ["true"], "env": {}}
@@ -666,7 +683,7 @@ def test_a_malformed_request_is_refused_and_changes_nothing(request_: object, re
 
 def test_a_frame_that_is_too_large_is_skipped() -> None:
     with bare_runner() as sock:
-        length = runner.MAX_FRAME_BYTES + 1
+        length = MAX_FRAME_BYTES + 1
         sock.sendall(struct.pack(">I", length) + bytes(length) + frame({**STOP, "grace_s": 0}))
         assert read_event(sock)["reason"] == f"a frame of {length} bytes is too large"
         assert read_event(sock) == {"type": "gone", "round": 0}

@@ -20,9 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
+from runners import FOR_EVER_MS, PATIENCE_S, RUNNER, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.channel import Channel
+from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
@@ -159,11 +160,11 @@ def start_failing_runner(node: Strained, switch: Switch) -> None:
         script = SCRIPTS / "failing.py"
         fd = str(theirs.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, runner.__file__, fd, switch.path],
+            [sys.executable, "-I", "-S", script, RUNNER.parent, fd, switch.path],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    node.link = RunnerLink(process, runner.Channel(ours), node.hear)
+    node.link = RunnerLink(process, Channel(ours), node.hear)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -243,7 +244,7 @@ async def test_at_the_limit_of_descriptors_a_store_host_fails_to_start(node: Str
     with without_descriptors(node.link.pid):
         node.start_store_host(1)
         exited = await node.heard(StoreHostExited, round=1)
-        assert exited.exit_code == runner.NOT_STARTED
+        assert exited.exit_code == NOT_STARTED
     assert not any(isinstance(event, RunnerRefused) for event in node.events)
     node.start_store_host(2, "/bin/false")
     assert (await node.heard(StoreHostExited, round=2)).exit_code == 1

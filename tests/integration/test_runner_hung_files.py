@@ -14,9 +14,9 @@ from typing import IO
 
 import pytest
 from file_server import FileServer, serving
-from runners import PATIENCE_S, Node, marked, state_of, until
+from runners import PATIENCE_S, RUNNER, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner_link import (
     RunnerLink,
     WorkerExited,
@@ -145,14 +145,17 @@ def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
 
 
 @contextmanager
-def impatient_runner() -> Iterator[tuple[runner.Channel, IO[str]]]:
+def impatient_runner() -> Iterator[tuple[Channel, IO[str]]]:
     """A runner that soon finds a start slow, the agent's end of its socket, and its stderr."""
-    folder = str(Path(runner.__file__).parent)
-    code = f"import sys; sys.path.append({folder!r}); import runner; runner.START_SLOW_S = 0.1"
+    folder = str(RUNNER.parents[1])
+    code = (
+        f"import sys; sys.path.append({folder!r}); from runner import children, runner; "
+        "children.START_SLOW_S = 0.1; runner.main(int(sys.argv[1]))"
+    )
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", f"{code}; runner.main()", str(theirs.fileno())],
+            [sys.executable, "-I", "-S", "-c", code, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stderr=subprocess.PIPE,
@@ -160,5 +163,5 @@ def impatient_runner() -> Iterator[tuple[runner.Channel, IO[str]]]:
         )
     with process:
         assert process.stderr is not None
-        with closing(runner.Channel(ours)) as agent:
+        with closing(Channel(ours)) as agent:
             yield agent, process.stderr

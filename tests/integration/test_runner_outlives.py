@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.linux.descriptors import short_path
+from rdzv.agent.runner.spawn import be_spared_no_more
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
@@ -33,6 +34,7 @@ from rdzv.agent.runner_link import (
     WorkersGone,
     WorkerStarted,
     boottime_ms,
+    found_runner,
 )
 
 LONG_S = 600.0
@@ -169,11 +171,17 @@ async def test_a_store_host_lives_on_and_its_end_is_told(node: Orphanage) -> Non
     assert found.hello.store_hosts == {5}
     await node.lose_agent()
     node.events.clear()
-    (host,) = [pid for pid in marked(node.mark) if b"host.py" in _command(pid)]
+    await until(lambda: _with_host(node))  # Its interpreter may just be starting.
+    (host,) = _with_host(node)
     os.kill(host, signal.SIGKILL)
     await until(lambda: state_of(host) == "")
     await node.adopt()
     assert (await node.heard(StoreHostExited)).round == 5
+
+
+def _with_host(node: Orphanage) -> list[int]:
+    """List the store hosts of a node, by their command lines."""
+    return [pid for pid in marked(node.mark) if b"host.py" in _command(pid)]
 
 
 def _command(pid: int) -> bytes:
@@ -196,8 +204,8 @@ async def test_an_agent_that_does_not_know_its_version_leaves_it_and_its_time_ru
     await node.begin(orphan_timeout_s=3.0)
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()
-    monkeypatch.setattr(runner, "PROTOCOL_VERSION", 0)
-    with pytest.raises(NotAdoptableError, match="speaks version 1 of what runners say, and this"):
+    monkeypatch.setattr(found_runner, "PROTOCOL_VERSION", 0)
+    with pytest.raises(NotAdoptableError, match="speaks version 1 of the runner's protocol, and"):
         await node.find()
     await node.gone()
     assert state_of(pid) == ""
@@ -210,7 +218,7 @@ async def test_who_only_looks_does_not_stop_the_clock_and_commands_nothing(
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as looking:
-        with runner.short_path(node.path) as short:
+        with short_path(node.path) as short:
             looking.connect(short)
         request = json.dumps({"type": "stop_workers", "round": 0, "signal": 9, "grace_s": 0})
         looking.sendall(struct.pack(">I", len(request)) + request.encode())
@@ -317,5 +325,5 @@ def test_workers_are_not_spared_by_the_oom_killer_as_their_agent_is(
 ) -> None:
     score = tmp_path / "oom_score_adj"
     score.write_text(f"{before}\n")
-    runner.be_spared_no_more(score)
+    be_spared_no_more(score)
     assert score.read_text().strip() == after

@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -366,7 +367,7 @@ async def test_the_runner_is_the_parent_and_a_stop_ends_all(
 ) -> None:
     for number in range(2):
         pids = await start_pausing(node, number, zygote)
-        assert set(pids) <= set(runner.children_of(node.link.pid))
+        assert set(pids) <= set(children_of(node.link.pid))
         os.kill(pids[0], signal.SIGKILL)
         end = await node.heard(WorkerExited, round=number, local_rank=0)
         assert end == WorkerExited(number, 0, pids[0], None, signal.SIGKILL, 0)
@@ -412,7 +413,7 @@ async def test_many_workers_at_once(node: WarmNode) -> None:
     """More than descriptors fit into one message."""
     zygote = node.zygote(sys.executable, "-u", CASES, "exit_code")
     await node.keep(zygote)
-    count = runner.MAX_FORKS_AT_ONCE + 3
+    count = MAX_FORKS_AT_ONCE + 3
     argv = (sys.executable, "-u", CASES, "exit_code")
     workers = [replace(node.spec(*argv, local_rank=n), zygote=zygote) for n in range(count)]
     assert [end.exit_code for end in await node.end_of(0, workers)] == [7] * count
@@ -518,7 +519,7 @@ async def test_a_zygote_that_hangs_is_killed_and_its_workers_start_cold(
     os.kill((await node.heard(ZygoteReady)).pid, signal.SIGSTOP)
     await start_pausing(node, 0, zygote)
     cold = await node.heard(WorkersStartedCold)
-    assert cold.reason == f"it has not forked within {runner.FORK_TIMEOUT_S:g} s"
+    assert cold.reason == f"it has not forked within {FORK_TIMEOUT_S:g} s"
     assert (await node.heard(ZygoteLost)).reason == cold.reason
 
 
@@ -570,23 +571,23 @@ async def test_a_second_zygote_is_refused(node: WarmNode, zygote: ZygoteSpec) ->
     assert (await node.heard(RunnerRefused)).reason == "there is a zygote for this job"
 
 
-# ---------------------------------------------------------------------- parked forks
+# ---------------------------------------------------------------------- spare forks
 
 
-async def parked(node: WarmNode) -> tuple[ZygoteSpec, int, set[int]]:
+async def with_spare_forks(node: WarmNode) -> tuple[ZygoteSpec, int, set[int]]:
     """Keep a zygote with two forks ahead; return what it is and which they are."""
-    zygote = replace(node.zygote(sys.executable, "-u", CASES, "pause", "nothing"), parked=2)
+    zygote = replace(node.zygote(sys.executable, "-u", CASES, "pause", "nothing"), spare_forks=2)
     pid = (await node.keep(zygote)).pid
-    return zygote, pid, await two_parked(node, {pid})
+    return zygote, pid, await two_spare_forks(node, {pid})
 
 
-async def two_parked(node: WarmNode, others: set[int]) -> set[int]:
+async def two_spare_forks(node: WarmNode, others: set[int]) -> set[int]:
     """Wait until there are two forks besides; return them."""
     children: set[int] = set()
 
     def there() -> bool:
         nonlocal children
-        children = {*runner.children_of(node.link.pid)} - others
+        children = {*children_of(node.link.pid)} - others
         return len(children) == 2 and {*marked(node.mark)} == children | others
 
     await until(there)
@@ -594,25 +595,25 @@ async def two_parked(node: WarmNode, others: set[int]) -> set[int]:
 
 
 async def test_workers_are_forks_that_were_there_before(node: WarmNode) -> None:
-    zygote, pid, forks = await parked(node)
+    zygote, pid, forks = await with_spare_forks(node)
     for number in range(2):
         pids = await start_pausing(node, number, zygote)
         assert set(pids) == forks
-        forks = await two_parked(node, {pid, *pids})
+        forks = await two_spare_forks(node, {pid, *pids})
         await node.stop(number)
         assert {*marked(node.mark)} == {pid, *forks}
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
 
 
-async def test_more_workers_than_are_parked_are_forked_as_well(node: WarmNode) -> None:
-    zygote, _, forks = await parked(node)
+async def test_more_workers_than_spare_forks_are_forked_as_well(node: WarmNode) -> None:
+    zygote, _, forks = await with_spare_forks(node)
     pids = await node.start(0, *(pausing(node, zygote, rank) for rank in range(4)))
     assert set(pids) > forks
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
 
 
-async def test_parked_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
-    zygote, pid, forks = await parked(node)
+async def test_spare_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
+    zygote, pid, forks = await with_spare_forks(node)
     await until(lambda: state_of(pid) == "S")  # It has told which they are.
     os.kill(pid, signal.SIGSTOP)
     assert set(await start_pausing(node, 0, zygote)) == forks
@@ -620,14 +621,14 @@ async def test_parked_forks_need_no_zygote_to_become_workers(node: WarmNode) -> 
 
 
 @pytest.mark.parametrize("whose", ["the runner's", "the zygote's"])
-async def test_parked_forks_end_with_who_has_them(node: WarmNode, whose: str) -> None:
-    _, pid, forks = await parked(node)
+async def test_spare_forks_end_with_who_has_them(node: WarmNode, whose: str) -> None:
+    _, pid, forks = await with_spare_forks(node)
     os.kill(pid if whose == "the zygote's" else node.link.pid, signal.SIGKILL)
     await until(lambda: not any(map(state_of, forks)))
 
 
-async def test_a_parked_fork_that_dies_is_missed_by_nobody(node: WarmNode) -> None:
-    zygote, pid, forks = await parked(node)
+async def test_a_spare_fork_that_dies_is_missed_by_nobody(node: WarmNode) -> None:
+    zygote, pid, forks = await with_spare_forks(node)
     for fork in forks:
         os.kill(fork, signal.SIGKILL)
     await until(lambda: marked(node.mark) == [pid])
@@ -635,8 +636,8 @@ async def test_a_parked_fork_that_dies_is_missed_by_nobody(node: WarmNode) -> No
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
 
 
-async def test_a_parked_fork_that_hangs_is_replaced_by_a_cold_worker(node: WarmNode) -> None:
-    zygote, _, forks = await parked(node)
+async def test_a_spare_fork_that_hangs_is_replaced_by_a_cold_worker(node: WarmNode) -> None:
+    zygote, _, forks = await with_spare_forks(node)
     for fork in forks:
         os.kill(fork, signal.SIGSTOP)
     pids = await start_pausing(node, 0, zygote)
@@ -645,10 +646,10 @@ async def test_a_parked_fork_that_hangs_is_replaced_by_a_cold_worker(node: WarmN
     assert not any(map(state_of, forks))
 
 
-async def test_a_parked_fork_that_dies_when_it_is_needed_is_replaced_by_another(
+async def test_a_spare_fork_that_dies_when_it_is_needed_is_replaced_by_another(
     node: WarmNode,
 ) -> None:
-    zygote, _, forks = await parked(node)
+    zygote, _, forks = await with_spare_forks(node)
     for fork in forks:
         os.kill(fork, signal.SIGSTOP)
     node.link.start_workers(0, [pausing(node, zygote)])
@@ -679,9 +680,9 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     (node.folder / "held.py").write_text(HELD_BEFORE_IT_TELLS)
     script = shutil.copy(CASES, node.folder)
     zygote = node.zygote(sys.executable, "-u", script, "pause", "nothing", modules=["held"])
-    zygote = replace(zygote, parked=2)
+    zygote = replace(zygote, spare_forks=2)
     pid = (await node.keep(zygote)).pid
-    forks = await two_parked(node, {pid})  # The runner does not know yet which they are.
+    forks = await two_spare_forks(node, {pid})  # The runner does not know yet which they are.
     node.link.start_workers(0, [node.spec("true")])
     await node.heard(WorkerExited)
     await node.stop(0)
@@ -748,7 +749,7 @@ async def test_an_interpreter_that_is_not_there_is_told(node: WarmNode) -> None:
     zygote = node.zygote("/nonexistent/python", "-u", CASES)
     node.link.keep_zygote(zygote)
     lost = await node.heard(ZygoteLost)
-    assert lost.reason.startswith("can not start '/nonexistent/python': ")
+    assert lost.reason.startswith("cannot start '/nonexistent/python': ")
     await start_pausing(node, 0, zygote)
 
 
@@ -783,7 +784,7 @@ async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> 
     node.link.start_workers(0, [replace(node.spec(*zygote.argv), zygote=zygote)])
 
     def adopted() -> list[int]:
-        children = {*runner.children_of(node.link.pid)} - {ready.pid}
+        children = {*children_of(node.link.pid)} - {ready.pid}
         return [pid for pid in children if has_pidfd_of(node.link.pid, pid)]
 
     await until(adopted)

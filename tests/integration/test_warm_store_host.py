@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runners import PATIENCE_S, Node, marked, state_of, until
+from runners import PATIENCE_S, STORE_HOST, Node, marked, state_of, until
 
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.linux.process_tree import children_of
+from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
 from rdzv.agent.runner_link import (
     RunnerExited,
     RunnerLink,
@@ -31,7 +32,6 @@ from rdzv.agent.runner_link import (
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-STORE_HOST = Path(runner.__file__).with_name("store_host.py")
 
 LEAVE_A_TRACE = "trace = open(__file__)\n"
 """A preloaded module that forks have open, and nobody else."""
@@ -181,7 +181,7 @@ async def test_it_looks_like_a_cold_one(node: StoreNode) -> None:
     for number in range(2):
         host = await node.serving(number)
         assert node.is_warm(host) == (number > 0)
-        assert host in runner.children_of(node.link.pid)
+        assert host in children_of(node.link.pid)
         seen.append(looks(host))
         node.link.stop_store_host(number)
         await node.heard(StoreHostExited, round=number, signal=signal.SIGKILL)
@@ -252,7 +252,7 @@ async def test_a_zygote_that_hangs_is_killed_and_a_cold_one_serves(node: StoreNo
     zygote = await node.keep(node.zygote())
     os.kill(zygote, signal.SIGSTOP)
     assert not node.is_warm(await node.serving(7))
-    why = f"it has not forked within {runner.FORK_TIMEOUT_S:g} s"
+    why = f"it has not forked within {FORK_TIMEOUT_S:g} s"
     assert (await node.heard(ZygoteLost)).reason == why
     assert f"rdzv: round 7: its store host starts cold: {why}\n" in node.said.read_text()
 
@@ -268,7 +268,7 @@ BROKEN = {
     ),
     "hangs": (
         "import time\ndef refuse(*_, **__):\n    time.sleep(1000)\n",
-        f"its fork was not ready within {runner.FORK_TIMEOUT_S:g} s",
+        f"its fork was not ready within {FORK_TIMEOUT_S:g} s",
     ),
 }
 

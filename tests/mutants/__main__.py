@@ -59,12 +59,12 @@ TARGETS = (
     "rendezvous/rdzv/torchrun/sync_stream.py",
     "agent/rdzv/agent/job/job_driver.py",
     "agent/rdzv/agent/node/node.py",
-    "agent/rdzv/agent/runner/runner.py",
-    "agent/rdzv/agent/runner_link.py",
+    "agent/rdzv/agent/runner/**/*.py",
+    "agent/rdzv/agent/runner_link/*.py",
     "agent/rdzv/agent/server_link/link.py",
-    "agent/rdzv/agent/runner/store_host.py",
+    "agent/rdzv/agent/job_programs/store_host.py",
     "agent/rdzv/agent/workers/worker_group.py",
-    "agent/rdzv/agent/runner/zygote.py",
+    "agent/rdzv/agent/job_programs/zygote.py",
 )
 """What is changed."""
 JUDGES = (

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.linux.process_tree import sweep_descendants
 
 READY = Path(sys.argv[1], "ready")
 
@@ -40,7 +40,7 @@ async def main() -> None:
     os.kill(link.pid, signal.SIGKILL)
     while not isinstance(event := await events.get(), runner_link.RunnerExited):
         pass
-    print("swept", event.exit_code, runner.sweep_descendants(), flush=True)
+    print("swept", event.exit_code, sweep_descendants(), flush=True)
     await link.close(10)
 
 

@@ -1,5 +1,7 @@
 """The runner, with one of its calls failing at will: `failing.py RUNNER FD SWITCH`.
 
+RUNNER is the folder of its package.
+
 SWITCH is a file that is mapped: while it holds NAME:ERRNO, every call of NAME raises that error, in
 the runner itself and not in what it forks.
 """
@@ -12,10 +14,9 @@ import socket
 import sys
 from pathlib import Path
 
-runner_path, fd, switch_path = sys.argv[1:]
-sys.argv = [runner_path, fd]
-sys.path.insert(0, str(Path(runner_path).parent))
-import runner  # noqa: E402
+folder, fd, switch_path = sys.argv[1:]
+sys.path.insert(0, str(Path(folder).parent))
+from runner import runner  # noqa: E402
 
 with Path(switch_path).open("r+b") as file:
     switch = mmap.mmap(file.fileno(), 64)
@@ -45,4 +46,4 @@ OWNERS = {
 for name in Path(__file__).with_name("failing.txt").read_text().split():
     owner, _, attribute = name.rpartition(".")
     failing(OWNERS[owner], attribute, name)
-runner.main()
+runner.main(int(fd))

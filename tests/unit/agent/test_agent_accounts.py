@@ -23,7 +23,7 @@ from rdzv.agent.observers.snapshot import Snapshot
 from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import INDEX, RunFolders
-from rdzv.agent.runner import runner
+from rdzv.agent.runner.linux import identity
 from rdzv.agent.server_link.placed_jobs import (
     Placed,
     Share,
@@ -282,7 +282,7 @@ def in_a_thread_with_groups(groups: tuple[int, ...], work: Callable[[], None]) -
 
     def run() -> None:
         try:
-            runner._set_thread_groups(groups)
+            identity.set_thread_groups(groups)
             work()
         except BaseException as error:
             failures.append(error)
@@ -334,8 +334,11 @@ def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterward
 def test_where_it_is_not_known_how_nobody_acts_as_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "_SYS_SETGROUPS", {})
-    with pytest.raises(PermissionError, match="not known how to act as another"), acting_as(ADA):
+    monkeypatch.setattr(identity, "SYS_SETGROUPS", {})
+    with (
+        pytest.raises(PermissionError, match="another user is not supported"),
+        acting_as(ADA),
+    ):
         pass
 
 

@@ -69,7 +69,7 @@ FUNCTIONS = {"open_untrusted", "write_anew", "start_spared", "find_program"}
 
 REASONS: dict[str, tuple[str, ...]] = {
     "it is of the kernel's: /proc, /sys or /dev/null, by numbers and names that no job gives": (
-        "__main__._set_up: os.open",
+        "agent.__main__._set_up: os.open",
         "adoption._boot_id: _BOOT_ID.read_text",
         "previous_runners.Runners._started_at: "
         "(self._proc / 'sys' / 'kernel' / 'random' / 'boot_id').read_text",
@@ -82,14 +82,14 @@ REASONS: dict[str, tuple[str, ...]] = {
         "numa._text_or_nothing: path.read_text",
         "resources._cgroup_bytes: (top / 'cgroup.controllers').exists",
         "resources._read: path.read_text",
-        "runner.Runner._tell_host: os.open",
-        "runner._OwnChildren.__init__: os.open",
-        "runner._parent_of: Path(f'/proc/{pid}/stat').read_bytes",
-        "runner._prepare_child: os.listdir",
-        "runner.be_spared_no_more: score.read_bytes",
-        "runner.be_spared_no_more: score.write_bytes",
-        "runner.children_of: Path(f'/proc/{pid}/task/{task}/children').read_bytes",
-        "runner.children_of: os.listdir",
+        "store_hosts.WarmStoreHost.send_order: os.open",
+        "process_tree.OwnChildren.__init__: os.open",
+        "process_tree._parent_of: Path(f'/proc/{pid}/stat').read_bytes",
+        "spawn._prepare_child: os.listdir",
+        "spawn.be_spared_no_more: score.read_bytes",
+        "spawn.be_spared_no_more: score.write_bytes",
+        "process_tree.children_of: Path(f'/proc/{pid}/task/{task}/children').read_bytes",
+        "process_tree.children_of: os.listdir",
         "runner.main: Path(f'/proc/self/task/{os.getpid()}/children').exists",
         "stack_sampling._kernel: Path(f'/proc/{pid}/stack').read_text",
         "stack_sampling._kernel: Path(f'/proc/{pid}/wchan').read_text",
@@ -128,10 +128,10 @@ REASONS: dict[str, tuple[str, ...]] = {
         "run_folders.RunFolders.release: path.rmdir",
         "run_folders._folders_of: entry.is_dir",
         "run_folders._folders_of: os.scandir",
-        "runner.Runner._listen_no_more: self._served.path.unlink",
-        "runner.listen_at: listener.bind",
-        "runner.short_path: os.open",
-        "runner_link._connect: asyncio.get_running_loop().sock_connect",
+        "next_agent.NextAgent.close: self._path.unlink",
+        "descriptors.listen_at: listener.bind",
+        "descriptors.short_path: os.open",
+        "found_runner._connect: asyncio.get_running_loop().sock_connect",
         "folder_trees._Place.__enter__: os.open",
         "xid.Lifted.lift: temporary.replace",
         "xid.Lifted.lift: temporary.write_text",
@@ -171,12 +171,13 @@ REASONS: dict[str, tuple[str, ...]] = {
         "tee._Tail.copy_some: os.open",
     ),
     "it is in the child that becomes a program, which `_prepare_child` has made the account": (
-        "runner._become_program: os.chdir",
-        "runner._execute: Path(program.argv[0]).exists",
-        "runner._execute: os.execvpe",
-        "runner._open_log: Path(path).parent.mkdir",
-        "runner._open_log: os.open",
-        "runner._open_streams: os.open",
+        "spawn._become_program: os.chdir",
+        "spawn._become_program: os.stat",
+        "spawn._execute: Path(program.argv[0]).exists",
+        "spawn._execute: os.execvpe",
+        "spawn._open_log: Path(path).parent.mkdir",
+        "spawn._open_log: os.open",
+        "spawn._open_streams: os.open",
     ),
     "the runner stays root, so that no job can end or escape it": (
         "runner_link._start_runner: subprocess.Popen",
@@ -184,7 +185,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "its caller acts as the account": (
         "accounts.open_untrusted: os.open",
         "accounts.write_anew: open_untrusted",
-        "runner_link.start_spared: asyncio.create_subprocess_exec",
+        "agent_children.start_spared: asyncio.create_subprocess_exec",
         "side_thread.find_program: Path(name).exists",
         "side_thread.find_program: shutil.which",
         "snapshot.look: entry.stat",
@@ -377,10 +378,12 @@ def last_words(expression: ast.expr) -> Iterator[str]:
 
 
 def sources() -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(AGENT.rglob("*.py")):
-        name = path.stem if path.stem != "__init__" else path.parent.name
-        if name not in OF_THE_JOB:
+        of_package = path.stem.startswith("__")
+        name = f"{path.parent.name}.{path.stem}" if of_package else path.stem
+        if path.stem not in OF_THE_JOB:
+            assert name not in found, f"two files are called {name}"
             found[name] = path.read_text()
     return found
 

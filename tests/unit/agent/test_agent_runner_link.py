@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.runner import Channel
+from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner_link import (
     Hello,
     RunnerEvent,

@@ -18,7 +18,7 @@ from rdzv.agent.core import events
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
-from rdzv.agent.runner.runner import boottime_ms
+from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink

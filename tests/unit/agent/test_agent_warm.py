@@ -10,7 +10,7 @@ import pytest
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner.runner import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.workers import warm
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace

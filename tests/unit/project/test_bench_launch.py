@@ -30,7 +30,7 @@ def test_the_examples_hold() -> None:
 @pytest.mark.parametrize(
     ("command", "role"),
     [
-        (["python3", "-I", "-S", "-X", "utf8", "/a/runner.py", "15"], "runner"),
+        (["python3", "-I", "-S", "-X", "utf8", "/a/runner/__main__.py", "15"], "runner"),
         (["python3", "/a/store_host.py", "--fd", "6"], "store host"),
         (["rdzv zygote: torch, torch._dynamo"], "zygote"),
         (["python3", "-u", str(launch.WORKER)], "worker"),

@@ -99,14 +99,15 @@ RULES = (
         "**/*.py",
         never=of("torch"),
         but=of(
-            *("agent/runner/store_host.py", "agent/runner/torch_side.py", "agent/runner/zygote.py"),
+            "agent/job_programs/*.py",
             *("torchrun.py", "torchrun/*.py", "c10d/store_server.py"),
         ),
     ),
     Rule(
         "programs that are started by path start fast, and no environment can break them",
-        "agent/runner/runner.py",
-        only=of(),
+        "agent/runner/**/*.py",
+        only=of("rdzv.agent.runner"),
+        but=of("agent/runner/__main__.py"),
     ),
     Rule(
         "the CUDA driver is asked by a program that is started by path",
@@ -115,12 +116,12 @@ RULES = (
     ),
     Rule(
         "the zygote runs in the job's interpreter, which may have nothing of rdzv",
-        "agent/runner/zygote*/**/*.py",
+        "agent/job_programs/zygote*/**/*.py",
         only=of(),
     ),
     Rule(
         "the zygote imports by itself nothing but the standard library",
-        "agent/runner/zygote.py",
+        "agent/job_programs/zygote.py",
         only=of(),
     ),
     Rule(

@@ -43,7 +43,7 @@ from rdzv.agent.observers.progress_files import ProgressFiles, Report
 from rdzv.agent.observers.snapshot import Snapshot
 from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
 from rdzv.agent.output.run_files import Written
-from rdzv.agent.runner.runner import WorkerSpec
+from rdzv.agent.runner.requests import WorkerSpec
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.error_files import (

@@ -29,7 +29,7 @@ from rdzv.agent.agent_metrics_hooks import Meter
 from rdzv.agent.core import events
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.log_reading import LogReading, Piece
-from rdzv.agent.runner.runner import boottime_ms
+from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.draining import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Holding, Placed

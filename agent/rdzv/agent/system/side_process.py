@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 16 << 20
 REAP_TIMEOUT_S = 5.0
 """How long its interpreter may take to end, once it has nothing more to do."""
 
-_SCRIPT = Path(__file__).parents[1] / "runner" / "torch_side.py"
+_SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
 Message = dict[str, Any]
 

@@ -9,13 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner.runner import (
-    MAX_PARKED,
-    MAX_ZYGOTE_WAIT_S,
-    WorkerSpec,
-    ZygoteSpec,
-    zygote_environ,
-)
+from rdzv.agent.runner.requests import MAX_SPARE_FORKS, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.zygote_process import zygote_environ
 from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.agent.system.accounts import started_as
 from rdzv.errors import InvalidRequestError
@@ -75,7 +70,7 @@ def zygote_spec(
         wait_s=_wait_s(launch.environ),
         identity=launch.identity,
         # The workers, and the round's store host where this node has to serve it.
-        parked=min(launch.job.local_world_size + 1, MAX_PARKED),
+        spare_forks=min(launch.job.local_world_size + 1, MAX_SPARE_FORKS),
     )
 
 

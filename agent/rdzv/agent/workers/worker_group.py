@@ -22,7 +22,7 @@ from rdzv.agent.output.run_files import (
     usual_output,
 )
 from rdzv.agent.output.tee import Stream, Tee, line_prefix
-from rdzv.agent.runner.runner import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.workers import warm
 from rdzv.errors import InvalidRequestError

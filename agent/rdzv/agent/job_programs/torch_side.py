@@ -1,18 +1,18 @@
-"""What the agent needs torch for, in a process beside it: event handlers, and logs specs.
+"""torch's event handlers and logs specs, for the agent, in a process of their own.
 
     python torch_side.py FD
 
 Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and takes Pythons
-older than rdzv's own. It speaks JSON lines on the socket FD. The first one says what it is for:
+older than rdzv's own. It speaks JSON lines on the socket FD. The first one gives its role:
 
 * `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event, which torch's
   handler N gets.
 * `{"role": "logs_specs", "name": N, "log_dir": ..., "redirects": ..., "tee": ..., "ranks": ...}`:
   every further line is `{"envs": ...}` of a round's workers; the answer is where they write. Their
-  files are emptied here, where the rights are the job's.
+  files are emptied here, with the rights of the job.
 
 The first answer is `{"ready": true}` or `{"refused": "why"}`. It ends when the socket does; if the
-agent is killed, it has `LINGER_S` for what it still does.
+agent is killed, it has `LINGER_S` to finish.
 
 Source: `torch/distributed/elastic/events`, `_construct_event` in
 `torch/distributed/elastic/agent/server/api.py`, `_get_logs_specs_class` in
@@ -67,13 +67,13 @@ def say(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Say in one line what is wrong, and where if it is not said by us."""
+    """Return in one line what is wrong; with the kind of error unless it is a refusal."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 class Refusal(Exception):  # noqa: N818
-    """What is wrong with what was asked for, in words for the user."""
+    """A request cannot be carried out; says why, in words for the user."""
 
 
 # ---------------------------------------------------------------------- events
@@ -82,7 +82,7 @@ class Refusal(Exception):  # noqa: N818
 def record_events(
     asked: Iterator[dict[str, Any]], name: str, logs_specs: str
 ) -> Iterator[dict[str, Any] | None]:
-    """Record every event; one that the handler can not take is shown, and forgotten."""
+    """Record every event; one that the handler fails on is shown, and dropped."""
     events: Any = importlib.import_module("torch.distributed.elastic.events")
     handlers: Any = importlib.import_module("torch.distributed.elastic.events.handlers")
     # As in torchrun: this loads the entry points of `torchrun.handlers`, whose modules may
@@ -113,13 +113,13 @@ def record_events(
 
 
 def read_error(path: str, exit_code: int) -> Any:
-    """Return what a worker that failed has left, or what torch says of one that left nothing."""
+    """Return the error file of a failed worker, or torch's default if it left none."""
     if os.path.isfile(path):  # noqa: PTH113
         try:
             with open(path) as file:  # noqa: PTH123
                 return json.load(file)
         except (OSError, ValueError):
-            pass  # torchrun would end by it; the agent has told the user.
+            pass  # torchrun would end here; the agent has told the user.
     return NO_ERROR_DATA if exit_code < 0 else {**NO_ERROR_DATA, "errorTraits": NOT_TRACEABLE}
 
 
@@ -174,7 +174,7 @@ def every_entry_point(group: str) -> Any:
 
 
 def to_streams(by_rank: dict[str, int]) -> Any:
-    """Make of JSON what torch makes of --redirects and --tee: one for all, or by LOCAL_RANK."""
+    """Read --redirects and --tee from JSON as torch does: one for all, or by LOCAL_RANK."""
     module: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
     streams = {int(rank): module.Std(bits) for rank, bits in by_rank.items()}
     return streams.get(-1, streams)
@@ -196,12 +196,12 @@ def tell(made: Any) -> dict[str, Any]:
 
 
 def absolute(path: Any) -> str:
-    """Write a path that others can use; nothing for none."""
+    """Return an absolute path; an empty one stays empty."""
     return os.path.abspath(os.fspath(path)) if path else ""  # noqa: PTH100
 
 
 def empty(path: str) -> None:
-    """Begin a file anew, as torchrun does; where it can not be, the runner says why."""
+    """Empty a file, as torchrun does; if that fails, the runner reports why."""
     try:
         if os.path.isfile(path):  # noqa: PTH113
             os.truncate(path, 0)

@@ -2,40 +2,39 @@
 
 It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with
 a folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
-before it would run the script. There it preloads what it is told to, and waits for requests. A
-forked worker returns from `main`, and the interpreter goes on to its script as any other does: so
-`__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and what happens at exit are not imitated
-but the interpreter's own, and no frame of this file is below the script's.
+before it would run the script. There it preloads the modules of its order, and waits for requests.
+A forked worker returns from `main`, and the interpreter goes on to its script as usual. So
+`__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers are the interpreter's
+own, not imitated, and no frame of this file is below the script's.
 
 Standard library only, until it preloads; it runs under Pythons older than rdzv's own.
 
-RDZV_ZYGOTE in its environment is a JSON object that says what for:
+RDZV_ZYGOTE in its environment is a JSON object, its order:
 
-    {path, script, check}       Say in JSON which of these modules are missing, or why workers can
-                                not be forked here at all (refused), and exit
+    {path, script, check}       Print in JSON which of these modules are missing, or why workers
+                                cannot be forked here at all (refused), and exit
     {path, argv, fd, modules}   Preload, then serve; fd is a Unix seqpacket socket to the runner
 
 `path` is the PYTHONPATH that a worker would have, null for none; `argv` the command line that this
-was started by, and `script` that to be asked about, -m or -c. What is said on the socket:
+was started by, and `script` the one to be checked, -m or -c. Messages on the socket:
 
     {ready: {modules, threads, memory_kb, seconds}}   it can be asked to fork
-    {refused: reason}                    workers can not be forked from this; it exits
+    {refused: reason}                    workers cannot be forked from this; it exits
     {fork: batch, forks: n}              from the runner, with a stream socket for each: its link
     {forked: batch, pids, reason}        fewer pids than asked for: why
 
-What is forked is forked twice over, so that the runner, being a subreaper, becomes its parent. It
-does nothing until it has read from its link, as a frame (4 bytes of length, big endian, then JSON),
-what it is to be. If the link is closed before, it was given up, and exits.
+Each fork is forked twice, so that the runner, which is a subreaper, becomes its parent. It does
+nothing until it has read its order from its link, as a frame (4 bytes of length, big endian, then
+JSON). If the link is closed before, the fork was given up, and exits.
 
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
   that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
-  append to in place of these, null for none. The worker opens them: the runner must not, as it
-  would hang where their file system does. It answers {ready: true} and closes the link; or
-  {failed: reason}, if no worker could be started like this; or {refused: reason}, if one could, but
-  not from here.
+  append to in place of these, null for none. The worker opens them, not the runner, which would
+  hang if their file system does. It answers {ready: true} and closes the link; or {failed: reason},
+  if no worker could be started like this; or {refused: reason}, if a cold one could.
 * A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening
-  socket. It serves as store_host.py does, whose command line `argv` is, and answers {ready: true}
-  once it does; or {refused: reason}.
+  socket. It serves as store_host.py does, with the command line `argv`, and answers {ready: true}
+  once it serves; or {refused: reason}.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BARE = ("torch", "numpy")
-"""What is imported first; the threads that it leaves on import are known to survive a fork."""
+"""Modules that are imported first; the threads that they start on import survive a fork."""
 
 MAX_FDS = 253
 """The most descriptors that the kernel takes with one message."""
@@ -77,27 +76,27 @@ _PR_SET_MM_MAP = 14
 
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_GPU_DEVICES)
-"""Descriptors that several processes can not use as if each had opened its own."""
+"""Descriptors that several processes cannot use as if each had opened its own."""
 
 _torch_seed: dict[str, int] = {}
-"""What torch was seeded with on import, as `fresh`; a module that seeds it means that for all."""
+"""torch's seed after its import, as `fresh`; a module that seeds torch does so for all workers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RefusedError(Exception):
-    """Workers can not be forked from this process; says why."""
+    """Workers cannot be forked from this process; says why."""
 
 
 class StartError(Exception):
-    """A worker can not be started as asked, nor could it without a zygote; says why."""
+    """A worker cannot be started as asked, with or without a zygote; says why."""
 
 
 def main(hook: str) -> bool:
-    """Be what RDZV_ZYGOTE says; return in the workers alone.
+    """Carry out the order in RDZV_ZYGOTE; return in the workers alone.
 
-    `hook` is the folder that has led here. Returns whether the site has a `sitecustomize` of its
-    own, which has then been imported.
+    `hook` is the folder whose `sitecustomize` calls this. Returns whether the site has a
+    `sitecustomize` of its own, which has then been imported.
     """
     order = json.loads(os.environ.pop("RDZV_ZYGOTE"))
     _forget(hook, order["path"])
@@ -119,7 +118,7 @@ def main(hook: str) -> bool:
 
 
 def _forget(hook: str, path: str | None) -> None:
-    """Take back what has led the interpreter here, before anything else sees it."""
+    """Undo the changes to the environment that made the interpreter import the hook."""
     if path is None:
         os.environ.pop("PYTHONPATH", None)
     else:
@@ -129,7 +128,7 @@ def _forget(hook: str, path: str | None) -> None:
 
 
 def _customize() -> bool:
-    """Import the site's own `sitecustomize`; say whether there is one."""
+    """Import the site's own `sitecustomize`; return whether there is one."""
     del sys.modules["sitecustomize"]
     try:
         importlib.import_module("sitecustomize")
@@ -143,7 +142,7 @@ def _customize() -> bool:
 
 
 def _answer_check(names: Iterable[str], script: str) -> None:
-    """Say which modules can not be found, without importing any, and exit."""
+    """Print which modules cannot be found, without importing any, and exit."""
     answer: dict[str, object] = {}
     try:
         _customize()
@@ -155,7 +154,7 @@ def _answer_check(names: Iterable[str], script: str) -> None:
 
 
 def _missing(names: Iterable[str], script: str) -> dict[str, str]:
-    """Return those modules that can not be found, and why, in Python's words."""
+    """Return the modules that cannot be found, and why, in Python's words."""
     missing = {}
     with _ScriptFolder(script):
         for name in names:
@@ -171,7 +170,7 @@ def _missing(names: Iterable[str], script: str) -> dict[str, str]:
 
 
 class _ScriptFolder:
-    """Has imports find what they would find from the script, for a while."""
+    """Makes imports in its body find the same modules as in the script."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -203,10 +202,10 @@ def _first_of_path(script: str) -> str | None:
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, the bare ones first, and say what that has made of this process.
+    """Import modules, the bare ones first; return what this process is like afterwards.
 
     Raises:
-        RefusedError: one can not be imported, or has left what no fork survives.
+        RefusedError: one cannot be imported, or leaves this process unable to fork.
     """
     since = time.monotonic()
     fds = set(_open_fds())
@@ -224,7 +223,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
             if name in BARE:
                 threads = max(threads, len(_threads()))
             _check_forkable(name, threads, fds)
-    importlib.invalidate_caches()  # Whatever that imports, no worker needs to.
+    importlib.invalidate_caches()  # What this imports, no worker has to.
     gc.collect()
     # So that no worker's collector writes to, and thereby copies, every page that they share.
     gc.freeze()
@@ -237,7 +236,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
-    """Refuse what would be broken, or shared, in a fork, and that `name` has left on import."""
+    """Refuse if `name` has left something on import that would be broken, or shared, in a fork."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
@@ -274,7 +273,7 @@ def _children() -> list[str]:
 
 
 def _open_fds() -> dict[int, str]:
-    """Return what each descriptor is open on."""
+    """Return the open descriptors, and the file behind each."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -300,7 +299,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
         links = _descriptors(ancillary)
         lost = bool(flags & socket.MSG_CTRUNC)
         if not lost and len(links) != request.get("forks"):
-            # A runner that is older than this file, which was renewed below it.
+            # The runner is older than this file, which was replaced while it ran.
             _say(control, {"refused": "its runner is of another version"})
             os._exit(1)
         answer, mine = _fork_all(control, links, lost=lost)
@@ -323,9 +322,9 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _fork_all(
     control: socket.socket, links: Sequence[int], *, lost: bool
 ) -> tuple[dict[str, object] | None, int]:
-    """Fork once for each link; return what has come of it, once the process in between is gone.
+    """Fork once for each link; return the answer, once the process in between is gone.
 
-    In a fork, return None and which of them it is. Fork none if links were `lost`, for want of
+    In a fork, return None and the fork's place. Fork none if links were `lost`, for lack of
     descriptors.
     """
     if lost:
@@ -358,14 +357,14 @@ def _fork_all(
 
 
 def _describe(status: int) -> str:
-    """Say why the process in between has forked too few."""
+    """Return why the process in between has forked too few."""
     if os.WIFEXITED(status):
         return os.strerror(os.WEXITSTATUS(status))
     return f"the process in between was killed by signal {os.WTERMSIG(status)}"
 
 
 def _fork_each(count: int, write_end: int) -> int:
-    """Fork from the process in between, and exit; return in each fork which one it is."""
+    """Fork from the process in between, and exit; return its place in each fork."""
     code = 1
     try:
         for place in range(count):
@@ -397,14 +396,14 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
-    """Wait for what this fork is to be; return in a worker alone."""
+    """Wait for this fork's order; return in a worker alone."""
     os.setsid()
     for fd in {*links} - {links[mine]}:
         os.close(fd)
     with socket.socket(fileno=links[mine]) as link:
         link.setblocking(True)
         try:
-            # Ahead of the wait, for it may be long, and nobody waits for this fork yet.
+            # Before the wait: nothing waits for this fork yet.
             _renew_randomness()
             spec, fds = _read_frame(link)
             if spec is None:
@@ -428,7 +427,7 @@ def _give_up(link: socket.socket, why: Mapping[str, object]) -> None:
 
 
 def _take_streams(fds: Sequence[int]) -> None:
-    """Have the first three of these for standard streams."""
+    """Make the first three of these the standard streams."""
     for fd, stream in enumerate(fds[:3]):
         os.dup2(stream, fd)
         os.close(stream)
@@ -437,7 +436,7 @@ def _take_streams(fds: Sequence[int]) -> None:
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
     """Serve a store in place of a fresh interpreter that would run `argv`; never return.
 
-    What goes wrong before it serves is raised, and nobody has been served by then.
+    Errors before it serves are raised; no client has been served by then.
     """
     _leash(spec["parent"])
     os.sched_setaffinity(0, spec["cpus"])
@@ -462,7 +461,7 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
-    """Take on what the worker alone has, and renew what no two processes may share."""
+    """Apply what is this worker's own, and renew what no two processes may share."""
     _leash(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
         # A runner older than this file has opened them itself.
@@ -487,10 +486,10 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
 
 
 def _append_to(name: str, path: str, fd: int) -> None:
-    """Have a descriptor append to a log file, as runner.py opens those of a cold worker."""
+    """Make a descriptor append to a log file, as the runner's spawn.py does for a cold worker."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # O_NONBLOCK, because opening a FIFO that nobody reads would otherwise take for ever.
+        # O_NONBLOCK, because opening a FIFO without a reader would block.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
         log = os.open(path, flags, 0o666)
     except (OSError, ValueError) as error:
@@ -504,14 +503,14 @@ def _append_to(name: str, path: str, fd: int) -> None:
 
 
 def _leash(parent: int) -> None:
-    """Have this process killed when the runner dies."""
+    """Make the kernel kill this process when the runner dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)  # It has died before.
 
 
 def _take_arguments(argv: Sequence[bytes], zygote_argv: Sequence[bytes]) -> None:
-    """Set the arguments of the script; the script itself the interpreter has been told before."""
+    """Set the arguments of the script; the interpreter knows the script itself already."""
     count = len(sys.argv) - 1
     before = len(zygote_argv) - count
     if argv[:before] != zygote_argv[:before]:
@@ -527,10 +526,10 @@ def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
 
 
 def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
-    """Set a worker's environment, and repeat in it what has been changed in the zygote's.
+    """Set a worker's environment, and repeat the changes that were made to the zygote's.
 
-    The interpreter itself, a wrapper, or a module on import may have set a variable. They would
-    have done so in the worker, unless what it is given there is something else.
+    The interpreter, a wrapper, or a module on import may have set a variable. They would have done
+    so in the worker, too, unless it is given another value.
     """
     wanted = dict(env)
     now = dict(os.environb)
@@ -553,10 +552,9 @@ def _change_folder(cwd: str) -> None:
 
 
 def _renew_streams() -> None:
-    """Have the standard streams find out anew what they are open on.
+    """Reopen the standard streams on their descriptors.
 
-    Modules that were preloaded may hold them, so they stay the same objects; what is below them
-    remembers too much.
+    Preloaded modules may hold them, so they stay the same objects; the layers below are replaced.
     """
     streams: Any = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
     for fd, stream in enumerate(streams):
@@ -579,7 +577,7 @@ def _renew_streams() -> None:
 def _renew_randomness() -> None:
     """Give this process random numbers of its own, as a fresh interpreter has.
 
-    The generators of GPUs are not there yet, and begin with the same number in every process.
+    The generators of GPUs do not exist yet, and begin with the same number in every process.
     """
     random.seed()
     torch: Any = sys.modules.get("torch")
@@ -622,7 +620,7 @@ def _call_oneself(title: str) -> None:
 
 
 def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
-    """Let /proc show this command line and environment, where the kernel permits it."""
+    """Make /proc show this command line and environment, if the kernel permits it."""
     words = b"".join(word + b"\0" for word in argv)
     variables = b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -680,7 +678,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """Return the bytes that a string of the runner's, who is in UTF-8 mode, stands for."""
+    """Return the bytes that a string of the runner stands for; the runner is in UTF-8 mode."""
     return text.encode("utf-8", "surrogateescape")
 
 

@@ -1,7 +1,7 @@
-"""What an interpreter that is to be a zygote imports in place of its own `sitecustomize`.
+"""Turns an interpreter into a zygote; imported in place of its own `sitecustomize`.
 
-Found by PYTHONPATH, while the interpreter gets ready to run a worker's script (zygote.py says why).
-It never lets the zygote itself go on to that script: only what `main` returns in is a worker.
+Found by PYTHONPATH while the interpreter prepares to run a worker's script (zygote.py says why).
+The zygote itself never goes on to that script: `main` returns in workers alone.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ except BaseException as error:
     sys.stderr.write(f"rdzv zygote: {type(error).__name__}: {error}\n")
     os._exit(1)
 if not _there_is_another:
-    # As if this had not been found either, so nothing of it stays behind.
+    # As if this had not been found either, so that no trace of it is left.
     raise ImportError("there is no sitecustomize here", name="sitecustomize")

@@ -8,14 +8,14 @@ Where there is a zygote with torch, a fork of it runs `serve` and `keep_serving`
 
 The choices, tried with torch 2.13:
 
-* `master_listen_fd`: whoever connected before is served as soon as the store exists, so workers
-  need not wait for it. The store takes the descriptor over.
+* `master_listen_fd`: clients that connected before are served as soon as the store exists, so
+  workers need not wait for it. The store takes the descriptor over.
 * `wait_for_workers=False`: else the constructor would wait for all clients.
 * `use_libuv` as the workers decide it (USE_LIBUV, on by default), so that server and clients are
-  of one kind, as they are under torchrun. Both kinds take a listening socket.
+  of one kind, as under torchrun. Both kinds take a listening socket.
 * `multi_tenant=False`: it shares one server between the stores of one process that have the same
   port. There is one store here, and with it a second one by mistake would be silent.
-* The port is told in any case: libuv takes 0 for "whatever the socket has", the older does not.
+* The port is always given: libuv takes 0 for the port of the socket, the older server does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
-    """Serve the store until killed; exit with one line of explanation if that can not be done."""
+    """Serve the store until killed; exit with one line of explanation if that fails."""
     die_with_parent()
     options = parse_options()
     try:
@@ -112,7 +112,7 @@ def import_store_type(*, whole_torch: bool) -> Any:
         try:
             return import_extension_alone()._distributed_c10d.TCPStore
         except Exception:
-            # What was half imported goes with the process; descriptors and pid stay.
+            # Half-imported modules go with the process; descriptors and pid stay.
             command = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
             os.execv(sys.executable, [*command, "--whole-torch"])
     return importlib.import_module("torch.distributed").TCPStore
@@ -121,8 +121,8 @@ def import_store_type(*, whole_torch: bool) -> Any:
 def import_extension_alone() -> Any:
     """Import the C++ part of torch, which has the store, under empty packages.
 
-    Importing torch takes a second, five times as long, of the CPU that the first workers need,
-    and half as much memory again. This much knowledge of its insides is had nowhere else.
+    Importing all of torch takes a second of CPU, five times as long, while the first workers need
+    the CPU, and half as much memory again. Nothing else here knows so much of torch's internals.
     """
     finder = importlib.machinery.PathFinder
     found = finder.find_spec("torch", sys.path)
@@ -144,14 +144,14 @@ def import_extension_alone() -> Any:
 
 
 def stay_small() -> None:
-    """Keep torch off the GPUs, and from plug-ins and thread pools that serving needs none of."""
+    """Keep torch off the GPUs, and from plug-ins and thread pools, which serving does not need."""
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",
         HIP_VISIBLE_DEVICES="",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first: this one's modules are not for torch to import.
+    # Python puts a script's folder first; torch must not import the modules of this one.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 

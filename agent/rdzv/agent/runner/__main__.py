@@ -1,0 +1,16 @@
+"""Starts the runner by path, with the standard library alone: `python -I -S __main__.py FD`.
+
+FD is its end of a Unix stream socket to the agent.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # The package is found by its folder's own name: the path may have nothing of rdzv.
+    sys.path.append(__file__.rpartition("/runner/")[0])
+    from runner.runner import main  # type: ignore[import-not-found]
+
+    sys.path.pop()
+    main(int(sys.argv[1]))

@@ -1,0 +1,146 @@
+"""The socket to the agent: requests are read, events are sent, and kept until the agent has them.
+
+Both directions carry the frames of channel.py; requests.py lists the requests. Events:
+
+    started           {round, local_rank, pid}
+    start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
+    exited            {round, local_rank, pid, exit_code, signal, age_ms}
+    gone              {round}                         no process of it is left but its store host
+    stuck             {round, pids}                   these survive SIGKILL; `gone` may yet follow
+    fenced            {round, at_ms}                  the fence has come; the round is then killed
+    store_host_ready  {round}
+    store_host_exited {round, exit_code, signal}
+    zygote_ready      {pid, modules, threads, memory_kb, seconds}
+    zygote_lost       {reason, retry_s}               null: no other is tried
+    started_cold      {round, local_ranks, reason}    these were to be warm
+    serve_failed      {reason}                        it ends with its agent, as without `serve`
+    error             {reason}
+
+From the request `serve` on, events are numbered, and repeated to the next agent until one has said
+`heard` {number}: that counts for all events up to that number. An exit's `age_ms` grows meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from .channel import MalformedFrameError
+from .requests import RequestError, read_field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .channel import Channel
+    from .loop import Loop
+
+
+class AgentLink:
+    """The agent that is connected, if any, and the events that no agent has confirmed."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        obey: Callable[[Mapping[str, object]], None],
+        on_lost: Callable[[bool], None],
+    ) -> None:
+        """`obey` carries out a request. `on_lost` is told whether the lost agent was in charge."""
+        self._loop = loop
+        self._obey = obey
+        self._on_lost = on_lost
+        self._channel: Channel | None = None
+        self.in_charge = False
+        """Whether the agent that is connected gives orders, and receives events."""
+        self.numbers_events = False
+        """Whether events are remembered until an agent has confirmed them."""
+        self._events = 0
+        # Without an agent only a limited number of events can happen, so this is limited too.
+        self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is an agent, in charge or not."""
+        return self._channel is not None
+
+    def attach(self, channel: Channel) -> None:
+        """Have an agent at the other end of a channel; `OSError` if it cannot be watched."""
+        self._loop.watch(channel.fileno(), self.read)
+        self._channel = channel
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        if self._channel is None:
+            return
+        self._loop.unwatch(self._channel.fileno())
+        self._channel.close()
+        self._channel = None
+        was_in_charge, self.in_charge = self.in_charge, False
+        self._on_lost(was_in_charge)
+
+    def read(self) -> None:
+        """Carry out the requests that have arrived."""
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            if channel.has_unsent:
+                channel.flush()
+                self._loop.watch_channel(channel)
+            channel.receive()
+        except (EOFError, OSError):
+            self.disconnect()
+        while self._channel is channel:
+            try:
+                request = channel.next_message()
+                if request is None:
+                    return
+                self._obey(request)
+            except (MalformedFrameError, RequestError) as error:
+                self.send({"type": "error", "reason": str(error)})
+
+    def take_fd(self) -> int | None:
+        """Return the descriptor that came with a request, if any; the caller owns it."""
+        return None if self._channel is None else self._channel.take_fd()
+
+    @property
+    def lost_fds(self) -> bool:
+        """Whether a descriptor was lost, for this process has too many open."""
+        return self._channel is not None and self._channel.lost_fds
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Send an event to the agent in charge, now or once there is one."""
+        message = {"type": event, **fields}
+        if self.numbers_events:
+            self._events += 1
+            message["number"] = self._events
+            self._unconfirmed.append((time.monotonic(), message))
+        if self.in_charge:
+            self.send(message)
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Send a message to the agent that is connected, if there is one."""
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            channel.send(message)
+            self._loop.watch_channel(channel)
+        except (OSError, BufferError):
+            # An agent that does not read is as good as dead.
+            self.disconnect()
+
+    def repeat_unconfirmed(self) -> None:
+        """Send every event that no agent has confirmed."""
+        now = time.monotonic()
+        for at, message in tuple(self._unconfirmed):
+            if "age_ms" in message:
+                self.send({**message, "age_ms": round((now - at) * 1000)})
+            else:
+                self.send(message)
+
+    def forget_confirmed(self, request: Mapping[str, object]) -> None:
+        """Obey `heard`: forget all events up to that number."""
+        number = read_field(request, "number", int)
+        while self._unconfirmed and read_field(self._unconfirmed[0][1], "number", int) <= number:
+            self._unconfirmed.popleft()

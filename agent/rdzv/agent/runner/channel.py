@@ -1,0 +1,183 @@
+"""JSON frames, and descriptors with them, over a Unix socket."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import struct
+from collections import deque
+
+from .linux.descriptors import close_fd, close_fds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_FRAME_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+"""A peer that leaves this much unread is taken for dead."""
+
+RECEIVE_BYTES = 256 << 10
+_MAX_FDS = 16
+
+_FLEETING = (
+    errno.EINTR,
+    errno.ENOMEM,
+    errno.ENOBUFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ETOOMANYREFS,
+)
+"""Errors of a socket after which the call can be repeated: the peer is still there."""
+
+
+class MalformedFrameError(ValueError):
+    """A frame is too large or does not hold a JSON object; the frames after it can be read."""
+
+
+class Channel:
+    """JSON objects, and file descriptors with them, over a Unix stream socket; never blocks.
+
+    A frame is its length in 4 bytes, big endian, and that many bytes of JSON. A descriptor travels
+    with the first bytes of the frame that it belongs to.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, takes_fds: bool = True, max_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        """Take over a socket. Without `takes_fds` the kernel drops descriptors that come with it.
+
+        A frame of more than `max_bytes` is malformed. All that comes is held until a frame is
+        complete, so an untrusted peer may send no descriptors, and only short frames.
+        """
+        sock.setblocking(False)
+        self._socket = sock
+        self._max_fds = _MAX_FDS if takes_fds else 0
+        self._max_bytes = max_bytes
+        self._received = bytearray()
+        self._skip_bytes = 0
+        self._fds: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._unsent_bytes = 0
+        self.lost_fds = False
+        """Whether descriptors of a message were lost: this process has too many open."""
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` should be called once the socket takes more."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, object], *fds: int) -> None:
+        """Send a message as far as the socket takes it now, and keep the rest for `flush`.
+
+        The channel owns `fds` from here on, also when this raises: `ValueError` if the message is
+        too large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it
+        is gone.
+        """
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > MAX_FRAME_BYTES:
+            close_fds(fds)
+            raise ValueError(f"a message of {len(payload)} bytes is too large")
+        frame = memoryview(struct.pack(">I", len(payload)) + payload)
+        self._unsent.append((frame, fds))
+        self._unsent_bytes += len(frame)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            raise BufferError(f"the peer leaves {self._unsent_bytes} bytes unread")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as the socket takes it; `OSError` if the peer is gone."""
+        while self._unsent:
+            frame, fds = self._unsent[0]
+            try:
+                sent = socket.send_fds(self._socket, [frame], fds)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, *_FLEETING):
+                    return
+                raise
+            close_fds(fds)
+            self._unsent_bytes -= sent
+            if sent < len(frame):
+                self._unsent[0] = (frame[sent:], ())
+            else:
+                self._unsent.popleft()
+
+    def receive(self) -> bool:
+        """Read what has arrived, for `next_message`; False: nothing has; `EOFError` at the end."""
+        try:
+            data, fds, flags, _ = socket.recv_fds(
+                self._socket, RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _FLEETING:
+                return False  # Nothing is lost.
+            raise EOFError(str(error)) from error
+        self.lost_fds |= bool(flags & socket.MSG_CTRUNC)
+        self._fds.extend(fds)
+        if not data:
+            raise EOFError("the peer has closed the channel")
+        self._received += data
+        self._skip()
+        return True
+
+    def next_message(self) -> Mapping[str, object] | None:
+        """Return the next message that is complete, if any; `MalformedFrameError` may be raised.
+
+        Once everything is read, descriptors that were not taken are closed.
+        """
+        if not self._received:
+            self._close_fds()
+            self.lost_fds = False
+        if len(self._received) < 4:
+            return None
+        (length,) = struct.unpack_from(">I", self._received)
+        if length > self._max_bytes:
+            self._skip_bytes = 4 + length
+            self._skip()
+            raise self._malformed(f"a frame of {length} bytes is too large")
+        if len(self._received) < 4 + length:
+            return None
+        payload = bytes(self._received[4 : 4 + length])
+        del self._received[: 4 + length]
+        return self._decode(payload)
+
+    def take_fd(self) -> int | None:
+        """Return the descriptor that came with the message just returned; the caller owns it."""
+        return self._fds.popleft() if self._fds else None
+
+    def close(self) -> None:
+        """Close the socket, and every descriptor that was to be sent or taken."""
+        self._socket.close()
+        self._close_fds()
+        while self._unsent:
+            close_fds(self._unsent.popleft()[1])
+
+    def _decode(self, payload: bytes) -> Mapping[str, object]:
+        try:
+            message = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            raise self._malformed(f"a frame is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise self._malformed("a frame is not a JSON object")
+        return message
+
+    def _malformed(self, reason: str) -> MalformedFrameError:
+        # It is unknown how many descriptors came with it, and a later request must not get them.
+        self._close_fds()
+        return MalformedFrameError(reason)
+
+    def _skip(self) -> None:
+        skipped = min(self._skip_bytes, len(self._received))
+        del self._received[:skipped]
+        self._skip_bytes -= skipped
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            close_fd(self._fds.popleft())

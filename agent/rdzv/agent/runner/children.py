@@ -1,0 +1,301 @@
+"""How an exit is noticed: `Children` holds a pidfd of every child, and reaps it when it exits.
+
+Every child of the runner is here, from its fork to its end, whether it was forked by the runner
+itself or by the zygote.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from functools import partial
+
+from .channel import RECEIVE_BYTES
+from .linux.descriptors import close_fd, write_line
+from .linux.process_tree import OwnChildren, descendants_of, reap, signal_relative
+from .loop import PAUSE_S
+from .spawn import fork_into
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .loop import Loop
+    from .spawn import Program
+
+START_SLOW_S = 10.0
+"""After this time a child that does not run its program yet is named on stderr."""
+
+
+class Launch:
+    """A child from its fork until it runs its program, or exits without having run it."""
+
+    def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
+        self.name = name
+        """What it is to be, as a user knows it."""
+        self.fd = fd
+        """Where it writes what it does; at the end of file it runs or is gone."""
+        self.on_run = on_run
+        self.slow_at: float | None = time.monotonic() + START_SLOW_S
+        self._report = bytearray()
+
+    def read(self) -> bool:
+        """Read what the child has reported; say whether that was all."""
+        try:
+            while data := os.read(self.fd, RECEIVE_BYTES):
+                self._report += data
+        except BlockingIOError:
+            return False
+        return True
+
+    @property
+    def doing(self) -> str:
+        """The step that it has begun last."""
+        return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
+
+    @property
+    def failure(self) -> str:
+        """Why its program does not run, "" unless it has failed."""
+        return self._report.rpartition(b"\0")[2].decode(errors="replace")
+
+
+class Child:
+    """A child of the runner, until it is reaped. Made by `Children`."""
+
+    def __init__(
+        self,
+        pid: int,
+        on_exit: Callable[[Child, int], None],
+        *,
+        spared: bool,
+        launch: Launch | None = None,
+    ) -> None:
+        self.pid = pid
+        self.on_exit = on_exit
+        """Called with its exit code, which is less than 0 for a signal."""
+        self.spared = spared
+        """Whether the end of a round leaves it alone."""
+        self.launch = launch
+        self.pidfd: int | None = None
+        """None where SIGCHLD has to announce its exit."""
+        self._exit_code: int | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why its program never ran, "" if it did."""
+        return "" if self.launch is None else self.launch.failure
+
+    def poll(self) -> int | None:
+        """Reap it if it has exited; return its exit code then, or less than 0 for a signal."""
+        if self._exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+        return self._exit_code
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it was reaped."""
+        if self._exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Children:
+    """The runner's children: started here, watched, and reaped when they exit."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._own = OwnChildren()
+        self._children: dict[int, Child] = {}
+        self._launching: list[Child] = []
+        self._doorbell: socket.socket | None = None
+        self._reap_again_at: float | None = None
+
+    def listen(self) -> None:
+        """Notice SIGCHLD from now on."""
+        self._doorbell = _sigchld_doorbell()
+        self._loop.watch(self._doorbell.fileno(), self._answer_doorbell)
+
+    def close(self) -> None:
+        """Close what this has open from the start."""
+        self._own.close()
+        if self._doorbell is not None:
+            self._doorbell.close()
+
+    # ------------------------------------------------------------------ starting
+
+    def start(
+        self,
+        name: str,
+        program: Program,
+        on_exit: Callable[[Child, int], None],
+        *,
+        on_run: Callable[[Child], None] | None = None,
+        spared: bool = False,
+    ) -> Child:
+        """Fork a child that is to run a program; never wait for it.
+
+        `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if it
+        cannot be forked.
+        """
+        fd, reports = os.pipe2(os.O_CLOEXEC)
+        launch = Launch(name, fd, on_run)
+        try:
+            os.set_blocking(fd, False)
+            child = Child(0, on_exit, spared=spared, launch=launch)
+            self._loop.watch(fd, partial(self._read_launch, child))
+            child.pid = fork_into(program, reports)
+        except OSError:
+            self._loop.close_watched(fd)
+            raise
+        finally:
+            os.close(reports)
+        self._launching.append(child)
+        self._watch_exit(child)
+        return child
+
+    def take(self, pid: int, on_exit: Callable[[Child, int], None], *, spared: bool) -> Child:
+        """Watch a child that the zygote has forked; `ProcessLookupError` if there is none."""
+        if pid in self._children or pid not in self._own.pids():
+            raise ProcessLookupError("it died before it ran anything")
+        child = Child(pid, on_exit, spared=spared)
+        self._watch_exit(child)
+        return child
+
+    def launching(self) -> set[int]:
+        """Return the pids of the children that do not run their programs yet."""
+        return {child.pid for child in self._launching}
+
+    def _read_launch(self, child: Child) -> None:
+        launch = child.launch
+        assert launch is not None
+        if not launch.read():
+            return
+        self._launching.remove(child)
+        self._loop.close_watched(launch.fd)
+        if not launch.failure and launch.on_run is not None:
+            launch.on_run(child)
+
+    # ------------------------------------------------------------------ exits
+
+    def _watch_exit(self, child: Child) -> None:
+        self._children[child.pid] = child
+        # epoll returns pidfds in the order of the exits, so the first failure comes first. Without
+        # a pidfd only that order is lost.
+        with suppress(OSError):
+            child.pidfd = os.pidfd_open(child.pid)
+            try:
+                self._loop.watch(child.pidfd, partial(self._notice_exit, child))
+            except OSError:
+                close_fd(child.pidfd)
+                child.pidfd = None
+
+    def _notice_exit(self, child: Child) -> None:
+        assert child.pidfd is not None
+        self._loop.close_watched(child.pidfd)  # It would stay readable.
+        child.pidfd = None
+        self._reap_child(child)
+
+    def _reap_child(self, child: Child) -> None:
+        code = child.poll()
+        if code is None:
+            return  # A debugger sees it first; SIGCHLD comes when that lets go.
+        if child in self._launching:
+            self._read_launch(child)
+        del self._children[child.pid]
+        child.on_exit(child, code)
+
+    def _answer_doorbell(self) -> None:
+        assert self._doorbell is not None
+        with suppress(BlockingIOError):
+            self._doorbell.recv(4096)
+        self._reap_unwatched()
+
+    def _reap_unwatched(self) -> None:
+        """Reap the children that have exited and have no pidfd: only SIGCHLD announces those."""
+        self._reap_again_at = None
+        for child in [child for child in self._children.values() if child.pidfd is None]:
+            self._reap_child(child)
+        try:
+            reap(pid for pid in self._own.pids() if pid not in self._children)
+        except OSError:
+            self.reap_again()
+
+    def reap_again(self) -> None:
+        """Look for exits in a while: a call has failed, and it may have been an exit's."""
+        self._reap_again_at = time.monotonic() + PAUSE_S
+
+    # ------------------------------------------------------------------ time
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._reap_again_at
+        for child in self._launching:
+            assert child.launch is not None
+            yield child.launch.slow_at
+
+    def do_due(self, now: float) -> None:
+        """Look for exits again, and name the children that start slowly."""
+        if self._reap_again_at is not None and now >= self._reap_again_at:
+            self._reap_unwatched()
+        for child in self._launching:
+            launch = child.launch
+            if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
+                launch.slow_at = None
+                write_line(
+                    f"{launch.name}, pid {child.pid}, is not started after {START_SLOW_S:g} s, "
+                    f"and waits for this: {launch.doing or 'to run'}"
+                )
+
+    # ------------------------------------------------------------------ killing
+
+    def descendants(self) -> list[int]:
+        """List what descends from this process, except spared children and theirs; or `OSError`."""
+        return descendants_of(self._own.pids(), self._spared())
+
+    def known(self) -> list[int]:
+        """List the children that are not spared, as far as they are known without the kernel."""
+        return sorted(self._children.keys() - self._spared())
+
+    def kill(self) -> list[int]:
+        """Send SIGKILL to all that descends from this process, except spared children; list them.
+
+        The children alone decide whether anything is left: what descends from one becomes a child
+        as soon as its parents are dead. Raises `OSError` if the children cannot be listed, and so
+        may be there.
+        """
+        spared = self._spared()
+        left = [pid for pid in self._own.pids() if pid not in spared]
+        for pid in left:
+            # Not reaped, so the number is its own.
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        below = descendants_of(left)[len(left) :]
+        family = {*left, *below}
+        for pid in below:
+            signal_relative(pid, signal.SIGKILL, family)
+        return left + below
+
+    def _spared(self) -> set[int]:
+        if self._loop.shutting_down:
+            return set()
+        return {child.pid for child in self._children.values() if child.spared}
+
+
+def exit_fields(code: int) -> dict[str, int | None]:
+    """Split an exit code, which is less than 0 for a signal, into the two."""
+    if code < 0:
+        return {"exit_code": None, "signal": -code}
+    return {"exit_code": code, "signal": None}
+
+
+def _sigchld_doorbell() -> socket.socket:
+    """Return a socket that is readable after a child of this process has exited."""
+    doorbell, ringer = socket.socketpair()
+    doorbell.setblocking(False)
+    ringer.setblocking(False)
+    signal.set_wakeup_fd(ringer.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return doorbell

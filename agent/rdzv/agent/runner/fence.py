@@ -1,0 +1,55 @@
+"""The fence: a point in time by `boottime_ms` that no round outlives, whatever the agent does.
+
+The agent may be stopped, or hang. It renews the fence while there is proof that the server receives
+messages of this node. A round that is to start when the fence has come starts no worker. Without
+`renew_fence` there is no fence.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .linux.boottime import Alarm, boottime_ms
+from .requests import read_fence_at_ms
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .agent_link import AgentLink
+    from .workers import Round
+
+
+class Fence:
+    """The fence, and the alarm that goes off when it has come."""
+
+    def __init__(self, agent: AgentLink) -> None:
+        self._agent = agent
+        self._at_ms = 0
+        # Made now, so that no fence fails for want of a descriptor.
+        self._alarm = Alarm()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when `check` is to be called."""
+        return self._alarm.fileno()
+
+    def renew(self, request: Mapping[str, object]) -> None:
+        """Obey `renew_fence`: move the fence on; never back."""
+        self._at_ms = max(read_fence_at_ms(request), self._at_ms)
+
+    def check(self, held: Round | None) -> None:
+        """Have a round killed that has reached the fence; else set the alarm for it."""
+        if held is None or held.fenced or not self._at_ms:
+            self._alarm.set(None)
+        elif boottime_ms() < self._at_ms:
+            self._alarm.set(self._at_ms)
+        else:
+            self._alarm.set(None)
+            held.fenced = True
+            held.kill_at = time.monotonic()
+            # Before any worker's exit, so that no exit is taken for a failure.
+            self._agent.emit("fenced", round=held.number, at_ms=boottime_ms())
+
+    def close(self) -> None:
+        """Close the alarm."""
+        self._alarm.close()

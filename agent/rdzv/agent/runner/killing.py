@@ -1,0 +1,76 @@
+"""What kills a worker: `Killing.advance` sends SIGKILL to everything of a round that is to end.
+
+That is due when a stop's grace is over or no worker is left, when a worker could not be started,
+when the fence has come, and when the runner shuts down. It goes on until nothing is left. The
+runner is a child subreaper, so it inherits daemons, and no process escapes.
+"""
+
+from __future__ import annotations
+
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .agent_link import AgentLink
+    from .children import Children
+    from .loop import Loop
+    from .warm_forks import WarmForks
+    from .workers import Workers
+
+STUCK_AFTER_S = 5.0
+
+
+class Killing:
+    """Ends rounds, and everything in the end."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        children: Children,
+        agent: AgentLink,
+        workers: Workers,
+        forks: WarmForks,
+    ) -> None:
+        self._loop = loop
+        self._children = children
+        self._agent = agent
+        self._workers = workers
+        self._forks = forks
+        self._since: float | None = None
+        """Since when a kill goes on; None while none does."""
+        self._reported = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a kill is to be repeated, for not everything is gone."""
+        return self._since is not None
+
+    def advance(self) -> bool:
+        """Kill what is to be killed; return whether everything is over, and nothing left."""
+        if self._since is None:
+            held = self._workers.round
+            if not (self._loop.shutting_down or (held is not None and held.is_to_be_killed)):
+                return False
+            self._since, self._reported = time.monotonic(), False
+            self._workers.begin_kill()
+            if self._loop.shutting_down:
+                self._forks.drop(self._forks.wanted())
+        try:
+            left = self._children.kill()
+        except OSError:  # They are listed again, as after any other kill.
+            self._report_survivors(self._children.known())
+            return False
+        if left:
+            self._report_survivors(left)
+            return False
+        self._since = None
+        self._workers.end_round()
+        return self._loop.shutting_down
+
+    def _report_survivors(self, left: list[int]) -> None:
+        assert self._since is not None
+        if self._reported or time.monotonic() < self._since + STUCK_AFTER_S:
+            return
+        self._reported = True
+        if self._workers.round is not None:
+            self._agent.emit("stuck", round=self._workers.round.number, pids=left)

@@ -1,0 +1,1 @@
+"""Linux calls of runner and agent: descriptors, process trees, accounts, boot time."""

@@ -1,0 +1,59 @@
+"""Time since boot, which goes on while the machine is suspended, and an alarm by it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+from .libc import libc
+
+_TFD_TIMER_ABSTIME = 1
+
+
+def boottime_ms() -> int:
+    """Return the time since this machine booted, with the time for which it was suspended.
+
+    Fences are measured by it: the clocks of other machines go on meanwhile.
+    """
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
+class _TimerSpec(ctypes.Structure):
+    """The kernel's `struct itimerspec`."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class Alarm:
+    """A descriptor that is readable from a point of `boottime_ms` on.
+
+    Timeouts of `select` stand still while the machine is suspended; this is readable as soon as
+    the machine wakes up.
+    """
+
+    def __init__(self) -> None:
+        """Make one that is not set; `OSError` if that fails."""
+        self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def set(self, at_ms: int | None) -> None:
+        """Make it readable from then on, at once if that time has passed; with None, never."""
+        seconds, ms = divmod(at_ms or 0, 1000)
+        spec = _TimerSpec(0, 0, seconds, ms * 1_000_000)  # All zero: never.
+        if libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)

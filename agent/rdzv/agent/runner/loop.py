@@ -1,0 +1,57 @@
+"""The loop that calls a function when its descriptor can be read. The runner has one thread."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .channel import Channel
+
+PAUSE_S = 0.25
+"""How long to wait before a call is repeated that failed for lack of descriptors or memory."""
+
+
+class Loop:
+    """The descriptors that are watched, and what to call for each."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.shutting_down = False
+        """Whether everything ends: nothing new is started."""
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call when a descriptor can be read; `OSError` if it cannot be watched."""
+        self._selector.register(fd, selectors.EVENT_READ, call)
+
+    def watch_channel(self, channel: Channel) -> None:
+        """Watch a channel, which is watched already, for writing as long as it has unsent bytes."""
+        key = self._selector.get_key(channel.fileno())
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        if key.events != mask:
+            self._selector.modify(channel.fileno(), mask, key.data)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching a descriptor, before it is closed; do nothing if it is not watched."""
+        with suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def close_watched(self, fd: int) -> None:
+        """Stop watching a descriptor, and close it."""
+        self.unwatch(fd)
+        os.close(fd)
+
+    def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
+        """Wait for descriptors that can be read; yield what to call for each, in their order."""
+        for key, _ in self._selector.select(timeout_s):
+            # An earlier call of this batch may have ended the watch over this one.
+            if self._selector.get_map().get(key.fd) is key:
+                yield key.data
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._selector.close()

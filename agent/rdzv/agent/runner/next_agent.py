@@ -1,0 +1,176 @@
+"""How an agent is replaced: the runner outlives it, and the next one adopts it at a socket.
+
+When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
+the runner to *serve*. Then the runner listens on a socket, and a process of the same user may
+connect there and *adopt* it:
+
+    next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts,
+                                        zygote, kept}
+                ── adopt ──▶     every event that no agent has confirmed, and then new ones
+
+*Kept* are the values by name that an agent needs to go on where the one before it died; the runner
+does not look into them. They exactly outlive the workers, and a value that is kept before a request
+is sent is known whenever the request is. Only one agent is served at a time; another is sent
+`refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it stops its workers,
+with `grace_s`, and ends. The clock runs until `adopt`: an agent to which this runner is too old or
+too new just disconnects.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from contextlib import suppress
+
+from .channel import Channel
+from .linux.descriptors import closed_if_failing, listen_at, peer_of, write_line
+from .loop import PAUSE_S
+from .requests import (
+    MAX_GRACE_S,
+    MAX_ORPHAN_TIMEOUT_S,
+    read_field,
+    read_seconds,
+    read_socket_path,
+)
+from .spawn import reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from .agent_link import AgentLink
+    from .loop import Loop
+
+
+class NextAgent:
+    """The socket for the next agent, what is kept for it, and how long the runner waits for it."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        agent: AgentLink,
+        hello: Callable[[], Mapping[str, object]],
+        on_orphaned: Callable[[float], None],
+    ) -> None:
+        """`hello` describes the runner. `on_orphaned` is told the grace when no agent comes."""
+        self._loop = loop
+        self._agent = agent
+        self._hello = hello
+        self._on_orphaned = on_orphaned
+        self._path: Path | None = None
+        self._listener: socket.socket | None = None
+        """None: this runner ends with its agent."""
+        self._orphan_timeout_s = self._grace_s = 0.0
+        self._orphaned_until: float | None = None
+        """Without an agent in charge: when that ends everything."""
+        self._accept_again_at: float | None = None
+        """When it listens again: it had no descriptor for an agent."""
+        self.gave_up = False
+        """Whether no agent came in time: everything ends with the round."""
+        self._kept: dict[str, str] = {}
+
+    def serve(self, request: Mapping[str, object]) -> None:
+        """Obey `serve`: outlive the agent from now on. A second one changes the times only."""
+        path = read_socket_path(request)
+        orphan_timeout_s = read_seconds(request, "orphan_timeout_s", MAX_ORPHAN_TIMEOUT_S)
+        grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
+        if self._listener is None:
+            try:
+                listener = listen_at(path)
+                with closed_if_failing(listener):
+                    self._loop.watch(listener.fileno(), self._accept)
+            except OSError as error:
+                self._agent.emit("serve_failed", reason=f"{path}: {reason_of(error)}")
+                return
+            self._path, self._listener = path, listener
+            self._agent.numbers_events = True
+        self._orphan_timeout_s, self._grace_s = orphan_timeout_s, grace_s
+
+    def keep(self, request: Mapping[str, object]) -> None:
+        """Obey `keep`: hold a value for the next agent."""
+        self._kept[read_field(request, "name", str)] = read_field(request, "value", str)
+
+    def adopt(self) -> None:
+        """Obey `adopt`: take orders from the agent that is connected, and send it all events."""
+        self._agent.in_charge, self._orphaned_until = True, None
+        self._agent.repeat_unconfirmed()
+
+    def wait_for_one(self, *, was_in_charge: bool) -> None:
+        """Start the clock, or shut down: the agent is lost."""
+        if self._listener is None:
+            self._loop.shutting_down = True
+        elif was_in_charge and not self.gave_up:
+            self._orphaned_until = time.monotonic() + self._orphan_timeout_s
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._orphaned_until
+        yield self._accept_again_at
+
+    def do_due(self, now: float) -> None:
+        """Give up the wait for an agent, or listen again."""
+        if self._orphaned_until is not None and now >= self._orphaned_until:
+            self._end_orphaned()
+        if self._accept_again_at is not None and now >= self._accept_again_at:
+            self._listen_again(now)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._accept_again_at = None
+            self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
+            with suppress(OSError):
+                assert self._path is not None
+                self._path.unlink()
+
+    def _accept(self) -> None:
+        """Send hello to an agent that connects, unless there is one, or it is another user's."""
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # It has gone again.
+                self._loop.unwatch(self._listener.fileno())  # It would be readable all the time.
+                self._accept_again_at = time.monotonic() + PAUSE_S
+            return
+        pid, uid = peer_of(connection)
+        if uid not in (0, os.geteuid()):
+            connection.close()
+            return
+        self._agent.read()  # Its end may be waiting there, too.
+        channel = Channel(connection)
+        if self._agent.connected:
+            reason = f"this runner, pid {os.getpid()}, has an agent; pid {pid} is one too many"
+            with suppress(OSError):
+                channel.send({"type": "refused", "reason": reason})
+            channel.close()
+            return
+        try:
+            self._agent.attach(channel)
+        except OSError:
+            channel.close()  # It may try again.
+            return
+        self._agent.send({**self._hello(), "kept": self._kept})
+
+    def _listen_again(self, now: float) -> None:
+        assert self._listener is not None
+        try:
+            self._loop.watch(self._listener.fileno(), self._accept)
+            self._accept_again_at = None
+        except OSError:
+            self._accept_again_at = now + PAUSE_S
+
+    def _end_orphaned(self) -> None:
+        """Have the workers stopped, and then everything: no agent has come."""
+        write_line(
+            f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
+            "its workers are stopped"
+        )
+        self._orphaned_until, self.gave_up = None, True
+        self.close()
+        self._agent.disconnect()
+        self._on_orphaned(self._grace_s)

@@ -1,0 +1,244 @@
+"""What the agent may ask of the runner, read from JSON and checked.
+
+A request that is refused changes nothing, and is answered by `error` (agent_link.py lists the
+events):
+
+    start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus,
+                                         identity}], warm}
+    stop_workers      {round, signal, grace_s}
+    notify_workers    {round, signal}                 ends nothing by itself
+    start_store_host  {round, argv, env, identity}, and with it a listening socket
+    stop_store_host   {round}
+    renew_fence       {fence_at_ms}
+    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks}     once
+    serve             {socket, orphan_timeout_s, grace_s}         the path counts once
+    keep              {name, value}
+    heard             {number}
+    adopt             {}
+    shutdown          {}
+
+`env` is a whole environment. `cwd`, `stdout` and `stderr` are null where a process has those of
+the agent, `cpus` for all that the agent may use, `identity` for the agent's own account.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from .linux.identity import Identity
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+PROTOCOL_VERSION = 1
+"""Of requests and events. An agent adopts runners of its own version and of older ones."""
+
+MAX_GRACE_S = 7 * 24 * 3600.0
+MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
+MAX_FENCE_AT_MS = 1 << 53
+MAX_ZYGOTE_WAIT_S = 600.0
+MAX_SPARE_FORKS = 1024
+
+
+class RequestError(Exception):
+    """The agent has asked for something that cannot be done; nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """How to start one worker; `env` is its whole environment.
+
+    `stdout` and `stderr` are files to append to. Where they, `cwd` or `identity` are None, it has
+    those of the agent. `cpus` are those that it may run on, None for all that the agent may use.
+    With a `zygote` it is forked from that, if the zygote is ready by then.
+    """
+
+    local_rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None
+    stdout: str | None
+    stderr: str | None
+    cpus: tuple[int, ...] | None = None
+    zygote: ZygoteSpec | None = None
+    identity: Identity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteSpec:
+    """How to start a zygote: as a worker whose script never runs, with `modules` imported.
+
+    `argv` and `env` are those that all workers have in common: the command line without the
+    script's own arguments, and the environment without the variables in which workers differ.
+    `wait_s` is how long workers may wait while it imports; with 0 they start cold meanwhile.
+    `spare_forks` is the number of forks that are made before they are needed.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None
+    modules: tuple[str, ...]
+    cpus: tuple[int, ...] | None = None
+    wait_s: float = 0.0
+    identity: Identity | None = None
+    spare_forks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHostSpec:
+    """How to start a round's store host; cold, `argv` goes on with its descriptors."""
+
+    round: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    identity: Identity | None
+
+
+def read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
+    """Read how to start the workers of a round."""
+    specs = [_read_worker_spec(item) for item in read_field(request, "workers", list)]
+    if not specs:
+        raise RequestError("workers: there are none")
+    if len({spec.local_rank for spec in specs}) < len(specs):
+        raise RequestError("workers: a local_rank occurs twice")
+    return specs
+
+
+def _read_worker_spec(worker: object) -> WorkerSpec:
+    if not isinstance(worker, dict):
+        raise RequestError(f"workers: expected objects, got {worker!r:.80}")
+    return WorkerSpec(
+        local_rank=read_field(worker, "local_rank", int),
+        argv=tuple(_read_argv(worker)),
+        env=_read_env(worker),
+        cwd=_optional_text(worker, "cwd"),
+        stdout=_optional_text(worker, "stdout"),
+        stderr=_optional_text(worker, "stderr"),
+        cpus=_read_cpus(worker),
+        identity=_read_identity(worker),
+    )
+
+
+def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
+    """Read how to start the zygote."""
+    modules = read_field(request, "modules", list)
+    if not all(isinstance(name, str) for name in modules):
+        raise RequestError(f"modules: expected strings, got {modules!r:.80}")
+    return ZygoteSpec(
+        argv=tuple(_read_argv(request)),
+        env=_read_env(request),
+        cwd=_optional_text(request, "cwd"),
+        modules=tuple(modules),
+        cpus=_read_cpus(request),
+        wait_s=read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
+        identity=_read_identity(request),
+        spare_forks=_read_spare_forks(request),
+    )
+
+
+def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
+    """Read how to start a store host."""
+    return StoreHostSpec(
+        round=read_field(request, "round", int),
+        argv=tuple(_read_argv(request)),
+        env=_read_env(request),
+        identity=_read_identity(request),
+    )
+
+
+def read_seconds(request: Mapping[str, object], name: str, most: float) -> float:
+    """Read a number of seconds, at most `most`."""
+    seconds = request.get(name)
+    # Written so that NaN, which compares as False, is refused.
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= most:
+        raise RequestError(f"{name}: expected 0 to {most:.0f}, got {seconds!r:.80}")
+    return seconds
+
+
+def read_fence_at_ms(request: Mapping[str, object]) -> int:
+    """Read the time of a fence."""
+    at_ms = read_field(request, "fence_at_ms", int)
+    if not 0 < at_ms <= MAX_FENCE_AT_MS:
+        raise RequestError(f"fence_at_ms: expected 1 to {MAX_FENCE_AT_MS}, got {at_ms!r:.80}")
+    return at_ms
+
+
+def read_socket_path(request: Mapping[str, object]) -> Path:
+    """Read the path of a socket to listen at."""
+    path = Path(read_field(request, "socket", str))
+    if not path.is_absolute() or not path.name or "\0" in str(path):
+        raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
+    return path
+
+
+def read_signal(request: Mapping[str, object]) -> int:
+    """Read the number of a signal."""
+    signum = read_field(request, "signal", int)
+    if signum not in signal.valid_signals():
+        raise RequestError(f"signal: there is no signal {signum}")
+    return signum
+
+
+def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """Read a field that has to be there and of a type."""
+    value = request.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
+    return value
+
+
+def _read_identity(request: Mapping[str, object]) -> Identity | None:
+    if request.get("identity") is None:
+        return None
+    said = read_field(request, "identity", dict)
+    groups, limits = read_field(said, "groups", list), read_field(said, "limits", list)
+    try:
+        return Identity(
+            uid=read_field(said, "uid", int),
+            gid=read_field(said, "gid", int),
+            groups=tuple(int(group) for group in groups),
+            umask=read_field(said, "umask", int),
+            limits=tuple((str(name), int(soft), int(hard)) for name, soft, hard in limits),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"identity: {error}") from error
+
+
+def _read_cpus(worker: Mapping[str, object]) -> tuple[int, ...] | None:
+    cpus = worker.get("cpus")
+    if cpus is None:
+        return None
+    if not isinstance(cpus, list) or not all(isinstance(cpu, int) for cpu in cpus):
+        raise RequestError(f"cpus: expected numbers, got {cpus!r:.80}")
+    return tuple(cpus)
+
+
+def _read_argv(request: Mapping[str, object]) -> list[str]:
+    argv = read_field(request, "argv", list)
+    if not argv or not all(isinstance(word, str) for word in argv):
+        raise RequestError("argv: expected one string or more")
+    return argv
+
+
+def _read_env(request: Mapping[str, object]) -> dict[str, str]:
+    env = read_field(request, "env", dict)
+    if not all(isinstance(value, str) for value in env.values()):
+        raise RequestError("env: expected strings")
+    return env
+
+
+def _read_spare_forks(request: Mapping[str, object]) -> int:
+    count = read_field(request, "spare_forks", int) if "spare_forks" in request else 0
+    if not 0 <= count <= MAX_SPARE_FORKS:
+        raise RequestError(f"spare_forks: expected 0 to {MAX_SPARE_FORKS}, got {count!r:.80}")
+    return count
+
+
+def _optional_text(request: Mapping[str, object], name: str) -> str | None:
+    return None if request.get(name) is None else read_field(request, name, str)

@@ -1,0 +1,210 @@
+"""How a worker is spawned: `fork_into` forks a child, which prepares itself and runs its program.
+
+The child opens its own files as its own account, so that a file system that hangs holds up the
+child alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .linux.identity import Identity, become
+from .linux.libc import PR_SET_PDEATHSIG, prctl
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from typing import NoReturn
+
+NOT_STARTED = 127
+"""The exit code that a shell gives for a program that it cannot start."""
+
+# Schedulers, for instance, send these to a whole job step. They are meant for the workers, which
+# would all die with the runner. The faults (SIGSEGV and the like) stay fatal.
+SIGNALS_FOR_WORKERS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+
+
+class StartError(Exception):
+    """A program cannot be run; says which value is to blame, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that a child is to run.
+
+    A stream is a descriptor of the runner, or a path to append to; None is the stream of the
+    runner, but stdin is empty unless `shares_stdin`. `pass_fds` are its other descriptors.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    shares_stdin: bool = False
+    stdout: str | int | None = None
+    stderr: str | int | None = None
+    pass_fds: Collection[int] = ()
+    cpus: Collection[int] | None = None
+    blocked: Collection[int] = ()
+    identity: Identity | None = None
+    needs: Path | None = None
+    """A file without which it must not run: it would do something else."""
+
+
+def fork_into(program: Program, says: int) -> int:
+    """Fork a child that runs a program, as leader of its own session; return its pid.
+
+    It dies with this process, has no descriptors but those of the program, ignores no signal, and
+    blocks only those in `blocked`. It writes to `says` what it is about to do, each step with a
+    NUL; the exec closes `says`. Text without a NUL at the end is the reason why the program does
+    not run. Raises `OSError` if the child cannot be forked.
+    """
+    parent = os.getpid()
+    # This process ignores what is meant for its workers. A signal that came before the child has
+    # its own dispositions would be lost, so it stays pending until then.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become_program(program, parent, says)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _become_program(program: Program, parent: int, says: int) -> NoReturn:
+    try:
+        _prepare_child(program, parent, says)
+        _open_streams(program, says)
+        if program.cwd is not None:
+            with _step(f"cwd {program.cwd!r}", says):
+                os.chdir(program.cwd)
+        for fd in program.pass_fds:
+            os.set_inheritable(fd, True)
+        if program.needs is not None:
+            with _step(f"file {str(program.needs)!r}", says):
+                os.stat(program.needs)  # noqa: PTH116
+        with _step(f"argv[0] {program.argv[0]!r}", says):
+            _execute(program)
+    except StartError as error:
+        _write_all(says, str(error))
+    except BaseException as error:
+        _write_all(says, f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(NOT_STARTED)
+
+
+def _prepare_child(program: Program, parent: int, says: int) -> None:
+    """Give a child the session, descriptors, signals, CPUs, leash and account of its program."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    keep = {0, 1, 2, says, *program.pass_fds}
+    with suppress(OSError):  # The exec closes them, too; but until then it may hang.
+        for fd in {int(name) for name in os.listdir("/proc/self/fd")} - keep:  # noqa: PTH208
+            with suppress(OSError):
+                os.close(fd)
+    for signum in signal.valid_signals():
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _put_on_leash(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
+    if program.cpus is not None:
+        with _step(f"cpus {program.cpus!r:.80}", says):
+            os.sched_setaffinity(0, program.cpus)
+    be_spared_no_more()
+    if program.identity is not None:
+        with _step(f"user {program.identity.uid}, with its groups and limits", says):
+            become(program.identity)
+        # Becoming another user has removed it.
+        _put_on_leash(parent)
+
+
+def _open_streams(program: Program, says: int) -> None:
+    """Open the streams of the program as 0 to 2, with the rights of its account."""
+    if not program.shares_stdin:
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    for fd, name, stream in ((1, "stdout", program.stdout), (2, "stderr", program.stderr)):
+        if isinstance(stream, str):
+            with _step(f"{name} {stream!r}", says, path=stream):
+                log = _open_log(stream)
+            os.dup2(log, fd)
+            os.close(log)
+        elif stream is not None:
+            os.dup2(stream, fd)
+
+
+def _open_log(path: str) -> int:
+    """Open a log file to append to."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # O_NONBLOCK, because opening a FIFO without a reader would block.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o666)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _execute(program: Program) -> None:
+    try:
+        os.execvpe(program.argv[0], program.argv, program.env)
+    except FileNotFoundError as error:
+        text = os.strerror(errno.ENOENT)
+        if Path(program.argv[0]).exists():
+            text += (
+                "; the file is there, so it is the interpreter named in its first line that is not"
+            )
+        raise OSError(errno.ENOENT, text) from error
+
+
+@contextmanager
+def _step(what: str, says: int, *, path: str | None = None) -> Iterator[None]:
+    """Report what a child is about to do; `StartError` if it fails."""
+    _write_all(says, f"{what}\0")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        folder = getattr(error, "filename", None)
+        where = what if path is None or folder in (None, path) else f"{what}: its folder {folder!r}"
+        raise StartError(f"{where}: {reason_of(error)}") from error
+
+
+def _write_all(fd: int, text: str) -> None:
+    left = text.encode(errors="replace")
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _put_on_leash(parent: int) -> None:
+    """Make the kernel kill this process when its parent dies."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It died before the leash was on.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Undo the protection from the OOM killer that the agent has: workers must not inherit it."""
+    with suppress(OSError, ValueError):
+        if int(score.read_bytes()) < 0:
+            score.write_bytes(b"0")
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return the words of an error, without its number and file."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

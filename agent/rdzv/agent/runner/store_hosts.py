@@ -1,0 +1,190 @@
+"""The store hosts: one process for a round, which serves its c10d store on the agent's socket.
+
+A store host is forked from the zygote if that has imported torch, and else started cold; the
+program is store_host.py. The end of a round leaves it alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from functools import partial
+
+from .children import exit_fields
+from .linux.descriptors import dup_fds, write_line
+from .requests import RequestError, read_field, read_store_host_spec
+from .spawn import NOT_STARTED, Program, reason_of
+from .warm_forks import FORK_TIMEOUT_S, WarmStart
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .agent_link import AgentLink
+    from .children import Child, Children
+    from .loop import Loop
+    from .requests import StoreHostSpec
+    from .warm_forks import Fork, WarmForks
+
+
+class StoreHosts:
+    """The store hosts, by round."""
+
+    def __init__(self, loop: Loop, children: Children, agent: AgentLink, forks: WarmForks) -> None:
+        self._loop = loop
+        self._children = children
+        self._agent = agent
+        self._forks = forks
+        self._hosts: dict[int, Child] = {}
+
+    def rounds(self) -> list[int]:
+        """List the rounds whose store host is there, or about to be."""
+        return sorted({*self._hosts, *self._warm()})
+
+    def start(self, request: Mapping[str, object]) -> None:
+        """Obey `start_store_host`."""
+        listen_fd = self._agent.take_fd()
+        if listen_fd is None and self._agent.lost_fds:
+            number = read_field(request, "round", int)
+            self._report_failure(number, f"its socket was lost: {os.strerror(errno.EMFILE)}")
+            return
+        if listen_fd is None:
+            raise RequestError("start_store_host came without a listening socket")
+        try:
+            spec = read_store_host_spec(request)
+            if spec.round in self._hosts or spec.round in self._warm():
+                raise RequestError(f"round {spec.round} has a store host")
+            if self._forks.has_imported("torch", spec.argv[0], spec.identity):
+                [copy] = dup_fds(listen_fd)
+                self._forks.want([WarmStoreHost(self, spec, copy)])
+            else:
+                self._start_cold(spec, listen_fd)
+        except OSError as error:
+            self._report_failure(read_field(request, "round", int), reason_of(error))
+        finally:
+            # The host alone may hold it: when it dies, its clients must notice.
+            os.close(listen_fd)
+
+    def stop(self, request: Mapping[str, object]) -> None:
+        """Obey `stop_store_host`."""
+        number = read_field(request, "round", int)
+        host = self._hosts.get(number)
+        if host is not None:
+            host.kill()
+        elif (start := self._warm().get(number)) is not None:
+            self._forks.drop([start])
+            killed = exit_fields(-signal.SIGKILL)
+            self._agent.emit("store_host_exited", round=number, **killed)
+
+    def take_running(self, number: int, child: Child) -> None:
+        """Take note that a round's warm store host serves."""
+        self._hosts[number] = child
+        self._agent.emit("store_host_ready", round=number)
+
+    def report_exit(self, number: int, code: int) -> None:
+        """Take note that a round's store host has exited."""
+        del self._hosts[number]
+        self._agent.emit("store_host_exited", round=number, **exit_fields(code))
+
+    def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
+        """Start these store hosts cold."""
+        for start in starts:
+            if isinstance(start, WarmStoreHost):
+                write_line(f"round {start.spec.round}: its store host starts cold: {reason}")
+                try:
+                    if not self._loop.shutting_down:
+                        self._start_cold(start.spec, start.listen_fd)
+                finally:
+                    start.close()
+
+    def _warm(self) -> dict[int, WarmStoreHost]:
+        """Return the store hosts that are being forked, by round."""
+        starts = [start for start in self._forks.wanted() if isinstance(start, WarmStoreHost)]
+        return {start.spec.round: start for start in starts}
+
+    def _start_cold(self, spec: StoreHostSpec, listen_fd: int) -> None:
+        try:
+            ready_fd, ready_end = os.pipe2(os.O_CLOEXEC)
+            try:
+                self._loop.watch(ready_fd, partial(self._read_ready, spec.round, ready_fd))
+                child = self._children.start(
+                    f"the store host of round {spec.round}",
+                    _program_of(spec, listen_fd, ready_end),
+                    partial(self._end, spec),
+                    spared=True,
+                )
+            except OSError:
+                self._loop.close_watched(ready_fd)
+                raise
+            finally:
+                os.close(ready_end)
+        except OSError as error:
+            self._report_failure(spec.round, reason_of(error))
+            return
+        self._hosts[spec.round] = child
+
+    def _read_ready(self, number: int, ready_fd: int) -> None:
+        said = os.read(ready_fd, 64)
+        self._loop.close_watched(ready_fd)
+        if said == b"ready\n" and number in self._hosts:
+            self._agent.emit("store_host_ready", round=number)
+
+    def _end(self, spec: StoreHostSpec, child: Child, code: int) -> None:
+        if child.failure:
+            write_line(f"cannot start the store host {spec.argv[0]!r}: {child.failure}")
+        self.report_exit(spec.round, code)
+
+    def _report_failure(self, number: int, reason: str) -> None:
+        write_line(f"cannot start the store host of round {number}: {reason}")
+        self._agent.emit("store_host_exited", round=number, exit_code=NOT_STARTED, signal=None)
+
+
+class WarmStoreHost(WarmStart):
+    """A warm store host; it runs once it serves."""
+
+    outlives_rounds = True
+    replaced_after_exit = True  # A fork that is given up may hold the socket.
+
+    def __init__(self, owner: StoreHosts, spec: StoreHostSpec, listen_fd: int) -> None:
+        """Take over its socket, which is kept in case that a cold one has to serve."""
+        super().__init__(owner, FORK_TIMEOUT_S)
+        self._hosts = owner
+        self.spec = spec
+        self.listen_fd = listen_fd
+
+    def send_order(self, fork: Fork, child: Child) -> None:
+        """Tell its fork to be this store host."""
+        order = {
+            "argv": self.spec.argv,
+            "env": self.spec.env,
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "parent": os.getpid(),
+        }
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fork.send_order({"store_host": order}, (stdin, 1, 2, self.listen_fd))
+        finally:
+            os.close(stdin)
+
+    def take_running(self, child: Child) -> None:
+        """Report that it serves."""
+        self.close()
+        self._hosts.take_running(self.spec.round, child)
+
+    def take_exit(self, child: Child, code: int) -> None:
+        """Report its exit."""
+        self._hosts.report_exit(self.spec.round, code)
+
+    def close(self) -> None:
+        """Close the socket here."""
+        os.close(self.listen_fd)
+
+
+def _program_of(spec: StoreHostSpec, listen_fd: int, ready_fd: int) -> Program:
+    return Program(
+        argv=(*spec.argv, "--fd", str(listen_fd), "--ready-fd", str(ready_fd)),
+        env=spec.env,
+        pass_fds=(listen_fd, ready_fd),
+        identity=spec.identity,
+    )

@@ -1,0 +1,408 @@
+"""Workers and store hosts that are forked from the zygote instead of being started cold.
+
+A fork is a child of the runner like any other. Whatever goes wrong with it, its process is started
+cold instead: while the zygote imports, once it has died, and when it does not fork in time. Forking
+takes a while, so there are *spare forks*: made ahead, they wait for their order.
+
+A `WarmStart` is a process that is wanted; a `Fork` is a process that the zygote makes, and that
+becomes what its order says. workers.py and store_hosts.py have the two kinds of `WarmStart`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from contextlib import ExitStack, suppress
+from functools import partial
+
+from .channel import Channel, MalformedFrameError
+from .linux.descriptors import dup_fds
+from .zygote_process import ZygoteProcess
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Protocol
+
+    from .agent_link import AgentLink
+    from .children import Child, Children
+    from .linux.identity import Identity
+    from .loop import Loop
+
+    class ColdStarter(Protocol):
+        """The owner of warm starts: workers or store hosts."""
+
+        def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
+            """Start these cold, of which no fork is there any more."""
+
+
+FORK_TIMEOUT_S = 5.0
+"""How long the zygote may take to fork, and a fork to get ready; then it is taken for hung."""
+
+SPARE_FORKS_AFTER_S = 1.0
+"""For this time after a start the CPUs are left to it; then spare forks are made again."""
+
+MAX_ANSWER_BYTES = 64 << 10
+"""The most that a fork may answer to its order."""
+
+MAX_FORKS_AT_ONCE = 64
+"""As many descriptors must fit into one message, and pids into a pipe."""
+
+
+class Fork:
+    """A process that the zygote was asked to fork, until it is reaped or never comes."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        link: socket.socket,
+        start: WarmStart | None,
+        on_answer: Callable[[Fork, Mapping[str, object]], None],
+    ) -> None:
+        """`link` is a socket to it, also before it is there; without it, the fork exits."""
+        self._loop = loop
+        # A fork is the job's own process, and answers with a few words.
+        self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
+        self._on_answer = on_answer
+        self.start = start
+        """What it is to become; None: it is a spare fork."""
+        self.child: Child | None = None
+        self.made_ahead = start is None
+        """Whether it was asked for as a spare fork, whatever it has become since."""
+        self.has_order = False
+        """Whether it was told what to become, and its link is watched."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be given an order, or answer."""
+        return self._link.fileno() >= 0
+
+    def send_order(self, order: Mapping[str, object], fds: Iterable[int]) -> None:
+        """Tell it what to become; if it is gone already, its exit says so."""
+        self.has_order = True
+        self._loop.watch(self._link.fileno(), self.read)
+        with suppress(ConnectionError):
+            self._link.send(order, *dup_fds(*fds))
+            self._loop.watch_channel(self._link)
+
+    def read(self) -> None:
+        """Receive its answer: whether it runs."""
+        try:
+            self._link.flush()
+            self._loop.watch_channel(self._link)
+            self._link.receive()
+            answer = self._link.next_message()
+        except (EOFError, OSError, MalformedFrameError):
+            self.close()  # Its exit tells.
+            return
+        if answer is not None:
+            self._on_answer(self, answer)
+
+    def close(self) -> None:
+        """Close the link: a fork without an order exits."""
+        if self.is_open:
+            self._loop.unwatch(self._link.fileno())
+            self._link.close()
+
+
+class WarmStart(ABC):
+    """A process that is to be forked, until it runs or is given up."""
+
+    outlives_rounds = False
+    """Whether the end of a round leaves it alone."""
+    replaced_after_exit = False
+    """Whether a cold start has to wait until the fork is gone."""
+
+    def __init__(self, owner: ColdStarter, within_s: float) -> None:
+        self.owner = owner
+        self.give_up_at = time.monotonic() + within_s
+        self.fork: Fork | None = None
+        """None while it waits for a zygote that imports."""
+        self.runs = False
+        self.given_up_because = ""
+        """Why it starts cold as soon as its fork is gone."""
+
+    @property
+    def child(self) -> Child | None:
+        """The fork's process, once it is there."""
+        return None if self.fork is None else self.fork.child
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is still to be started."""
+        return True
+
+    @abstractmethod
+    def send_order(self, fork: Fork, child: Child) -> None:
+        """Tell its fork, which is there, what to become; may raise `OSError` or `ValueError`."""
+
+    @abstractmethod
+    def take_running(self, child: Child) -> None:
+        """Take note that it runs."""
+
+    def take_failure(self, reason: str) -> bool:
+        """Take note that it cannot be started like this; False if a cold start may do better."""
+        return False
+
+    @abstractmethod
+    def take_exit(self, child: Child, code: int) -> None:
+        """Take note that it has exited after it ran."""
+
+    def forget(self, child: Child) -> None:
+        """Take note that its fork has exited before it ran."""
+        return
+
+    def close(self) -> None:
+        """Release what it holds: it will not be started."""
+        return
+
+
+class WarmForks:
+    """The starts that are wanted warm, the forks for them, and the spare forks."""
+
+    def __init__(self, loop: Loop, children: Children, agent: AgentLink) -> None:
+        self._loop = loop
+        self._children = children
+        self.zygote = ZygoteProcess(loop, children, agent, self)
+        self._wanted: list[WarmStart] = []
+        self._spares: deque[Fork] = deque()
+        self._asked: dict[int, list[Fork]] = {}
+        """The forks that are not there yet, by the number of the request."""
+        self._batches = 0
+        self._make_spares_at: float | None = None
+
+    # ------------------------------------------------------------------ what is wanted
+
+    def within_s(self) -> float | None:
+        """Return how long a start may take that is wanted now; None if it should be cold."""
+        if self.zygote.is_ready:
+            return FORK_TIMEOUT_S
+        spec = self.zygote.spec
+        if spec is None or not self.zygote.imports:
+            return None
+        return spec.wait_s or None
+
+    def has_imported(self, module: str, python: str, identity: Identity | None) -> bool:
+        """Whether forks have a module, in this interpreter and as this account."""
+        spec = self.zygote.spec
+        if spec is None or not self.zygote.is_ready:
+            return False
+        return (spec.argv[0], spec.identity) == (python, identity) and module in spec.modules
+
+    def wanted(self) -> list[WarmStart]:
+        """List the starts that do not run yet."""
+        return list(self._wanted)
+
+    def want(self, starts: Iterable[WarmStart]) -> None:
+        """Have these forked, at the end of this turn of the loop or once the zygote is ready."""
+        self._wanted += starts
+
+    def drop(self, starts: Iterable[WarmStart]) -> None:
+        """Never start these."""
+        for start in starts:
+            self._wanted.remove(start)
+            self._end_fork_of(start)
+            start.close()
+
+    def fork_wanted(self) -> None:
+        """Give a fork to every start that waits for one, if the zygote is ready."""
+        if not self.zygote.is_ready:
+            return
+        starts = deque(start for start in self._wanted if start.fork is None)
+        coming = self._coming()
+        while starts and (self._spares or coming):
+            start = starts.popleft()
+            fork = self._spares.popleft() if self._spares else coming.popleft()
+            start.fork, start.give_up_at = fork, time.monotonic() + FORK_TIMEOUT_S
+            fork.start = start
+            if fork.child is not None:
+                self._send_order(start, fork, fork.child)
+        if starts:
+            try:
+                self._ask_for(starts)
+            except OSError as error:
+                self._give_up(starts, f"the zygote cannot be asked: {error}")
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._make_spares_at
+        for start in self._wanted:
+            yield start.give_up_at
+
+    def do_due(self, now: float) -> None:
+        """Make spare forks, and give up the starts that take too long."""
+        if self._make_spares_at is not None and now >= self._make_spares_at:
+            self._make_spares()
+        late = [start for start in self._wanted if now >= start.give_up_at]
+        if any(start.fork is not None and start.child is None for start in late):
+            # Nothing else may be asked of such a zygote.
+            self.zygote.give_up(f"it has not forked within {FORK_TIMEOUT_S:g} s")
+        waiting = [start for start in late if start.fork is None]
+        self._give_up(waiting, "the zygote still imports")
+        self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
+
+    def _give_up(self, starts: Iterable[WarmStart], reason: str) -> None:
+        """Start these cold: they have not run anything of the user's."""
+        cold = []
+        for start in [start for start in starts if start in self._wanted]:
+            child = start.child
+            if child is None or not start.replaced_after_exit:
+                self._wanted.remove(start)
+                self._end_fork_of(start)
+                cold.append(start)
+            else:
+                start.given_up_because = reason
+                start.give_up_at = time.monotonic() + FORK_TIMEOUT_S
+                if start.fork is not None:
+                    start.fork.close()
+                child.kill()
+        for owner in dict.fromkeys(start.owner for start in cold):
+            owner.start_cold_instead([start for start in cold if start.owner is owner], reason)
+
+    def _end_fork_of(self, start: WarmStart) -> None:
+        """End the fork of a start, as far as there is one: without a link it exits."""
+        if start.fork is not None:
+            start.fork.close()
+        if start.child is not None:
+            start.child.spared = False
+            start.child.kill()
+
+    # ------------------------------------------------------------------ forks that are asked for
+
+    def _ask_for(self, starts: Iterable[WarmStart | None]) -> None:
+        """Ask for one fork for each of these, None for a spare fork."""
+        waiting = deque(starts)
+        while waiting:
+            forks: list[Fork] = []
+            with ExitStack() as stack:
+                fds = []
+                while waiting and len(forks) < MAX_FORKS_AT_ONCE:
+                    ours, theirs = socket.socketpair()
+                    stack.enter_context(theirs)
+                    fds.append(theirs.fileno())
+                    start = waiting.popleft()
+                    fork = Fork(self._loop, ours, start, self._take_answer)
+                    forks.append(fork)
+                    if start is not None:
+                        start.fork, start.give_up_at = fork, time.monotonic() + FORK_TIMEOUT_S
+                self._batches += 1
+                self.zygote.ask(self._batches, fds)
+            self._asked[self._batches] = forks
+
+    def _coming(self) -> deque[Fork]:
+        """Return the spare forks that are asked for and not there yet."""
+        return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
+
+    def _make_spares(self) -> None:
+        """Ask for the spare forks that are missing."""
+        self._make_spares_at = None
+        spec = self.zygote.spec
+        if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
+            return
+        missing = spec.spare_forks - len(self._spares) - len(self._coming())
+        # If this fails, it is tried again when a process was forked without one.
+        with suppress(OSError):
+            self._ask_for([None] * missing)
+
+    # ------------------------------------------------------------------ what the zygote reports
+
+    def zygote_ready(self) -> None:
+        """Make spare forks."""
+        self._make_spares()
+
+    def zygote_lost(self, reason: str) -> None:
+        """Let go of forks that are not there or have no order, and start cold what waits."""
+        self._make_spares_at = None
+        for fork in (*self._spares, *self._coming()):
+            fork.close()
+            if fork.child is not None:
+                fork.child.spared = False
+        self._spares.clear()
+        self._asked.clear()
+        if not self._loop.shutting_down:
+            self._give_up([start for start in self._wanted if start.child is None], reason)
+
+    def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
+        """Take the forks that are there; replace those that are not."""
+        forks = self._asked.pop(batch)
+        for fork, pid in zip(forks, pids, strict=False):
+            if fork.start is None or fork.start in self._wanted:  # Else it was given up, and exits.
+                try:
+                    self._take_fork(fork, pid)
+                except OSError as error:
+                    reason = reason or str(error)
+        if not reason:
+            self.zygote.has_forked()
+        for fork in forks:
+            if fork.child is None:
+                fork.close()
+        starts = [fork.start for fork in forks if fork.start is not None and fork.child is None]
+        self._replace_forks(starts, reason)
+
+    def _take_fork(self, fork: Fork, pid: int) -> None:
+        fork.child = self._children.take(pid, partial(self._end_fork, fork), spared=True)
+        if fork.start is None:
+            self._spares.append(fork)
+        else:
+            self._send_order(fork.start, fork, fork.child)
+
+    def _replace_forks(self, starts: Sequence[WarmStart], reason: str) -> None:
+        """Have these forked anew whose fork was made ahead, and died; give up the others.
+
+        The end of a round kills every process that is not known, as a fork is before the zygote
+        has reported its pid; and a process that waits for long may be killed by anybody.
+        """
+        given_up = []
+        for start in starts:
+            may_ask = self.zygote.is_ready and start.is_wanted and start in self._wanted
+            if may_ask and start.fork is not None and start.fork.made_ahead:
+                start.fork, start.give_up_at = None, time.monotonic() + FORK_TIMEOUT_S
+            else:
+                given_up.append(start)
+        self._give_up(given_up, reason)
+
+    # ------------------------------------------------------------------ forks that are there
+
+    def _send_order(self, start: WarmStart, fork: Fork, child: Child) -> None:
+        child.spared = start.outlives_rounds
+        try:
+            start.send_order(fork, child)
+        except (OSError, ValueError, BufferError) as error:
+            self._give_up([start], str(error))
+
+    def _take_answer(self, fork: Fork, answer: Mapping[str, object]) -> None:
+        start, child = fork.start, fork.child
+        assert start is not None
+        assert child is not None
+        if "ready" in answer:
+            self._wanted.remove(start)
+            fork.close()
+            start.runs = True
+            spec = self.zygote.spec
+            if spec is not None and spec.spare_forks:
+                self._make_spares_at = time.monotonic() + SPARE_FORKS_AFTER_S
+            start.take_running(child)
+        elif not ("failed" in answer and start.take_failure(str(answer["failed"]))):
+            self._give_up([start], str(answer.get("refused")))
+
+    def _end_fork(self, fork: Fork, child: Child, code: int) -> None:
+        """Take note that a fork has exited, at whatever point."""
+        start = fork.start
+        if start in self._wanted and fork.has_order and fork.is_open:
+            fork.read()  # It may have been ready, and its script short.
+        fork.close()
+        if start is None:
+            if fork in self._spares:
+                self._spares.remove(fork)
+        elif start.runs:
+            start.take_exit(child, code)
+        else:
+            fork.child = None
+            start.forget(child)
+            if start.given_up_because and start in self._wanted:
+                self._wanted.remove(start)
+                start.owner.start_cold_instead([start], start.given_up_because)
+            else:
+                self._replace_forks([start], "its fork died before it ran anything")

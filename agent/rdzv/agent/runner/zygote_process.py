@@ -1,0 +1,267 @@
+"""The job's zygote, from which workers and store hosts are forked: started, read, and replaced.
+
+zygote.py is the program, and lists the messages. A zygote that has died is replaced, after a while;
+one that refuses is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+from .channel import RECEIVE_BYTES
+from .requests import RequestError, read_zygote_spec
+from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any, Protocol
+
+    from .agent_link import AgentLink
+    from .children import Child, Children
+    from .loop import Loop
+    from .requests import ZygoteSpec
+
+    class ForkReceiver(Protocol):
+        """Receives what a zygote reports."""
+
+        def zygote_ready(self) -> None:
+            """It can be asked to fork."""
+
+        def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
+            """It has forked these of a batch; `reason` says why no more. `KeyError`: no batch."""
+
+        def zygote_lost(self, reason: str) -> None:
+            """It forks nothing any more."""
+
+
+PRELOAD_TIMEOUT_S = 600.0
+MAX_ZYGOTE_RETRY_S = 60.0
+
+ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
+"""A folder whose `sitecustomize` makes an interpreter a zygote."""
+
+
+def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
+    """Return an environment in which an interpreter carries out an order of zygote.py."""
+    path = env.get("PYTHONPATH")
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([str(ZYGOTE_HOOK), *([path] if path else [])]),
+        "RDZV_ZYGOTE": json.dumps({**order, "path": path}),
+    }
+
+
+class Zygote:
+    """A zygote, until it is reaped."""
+
+    child: Child
+
+    def __init__(self, control: socket.socket, spec: ZygoteSpec) -> None:
+        self.control = control
+        self.spec = spec
+        self.ready = False
+        self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
+        """When it is given up; None once it is ready, or has been."""
+        self.lost_because = ""
+        """Why it ends, where its exit status does not say it."""
+        self.final = False
+        """Whether another one would do no better."""
+
+
+class ZygoteProcess:
+    """Keeps a zygote, once the agent has asked for one."""
+
+    def __init__(
+        self, loop: Loop, children: Children, agent: AgentLink, receiver: ForkReceiver
+    ) -> None:
+        self._loop = loop
+        self._children = children
+        self._agent = agent
+        self._receiver = receiver
+        self.spec: ZygoteSpec | None = None
+        self._zygote: Zygote | None = None
+        self._lost = 0
+        """How many were lost since one has forked."""
+        self._retry_at: float | None = None
+        self._none_because = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be asked to fork."""
+        return self._zygote is not None and self._zygote.ready
+
+    @property
+    def imports(self) -> bool:
+        """Whether there is one that may get ready."""
+        return self._zygote is not None and not self._zygote.ready
+
+    @property
+    def not_ready_because(self) -> str:
+        """Why nothing can be forked now."""
+        if self._zygote is None:
+            return self._none_because
+        return self._zygote.lost_because or "the zygote still imports"
+
+    def keep(self, request: Mapping[str, object]) -> None:
+        """Obey `keep_zygote`."""
+        spec = read_zygote_spec(request)
+        if self.spec is not None:
+            raise RequestError("there is a zygote for this job")
+        self.spec = spec
+        self._start()
+
+    def ask(self, batch: int, links: Sequence[int]) -> None:
+        """Ask it, which is ready, for a fork for each link; `OSError` if that fails."""
+        assert self._zygote is not None
+        request = json.dumps({"fork": batch, "forks": len(links)})
+        socket.send_fds(self._zygote.control, [request.encode()], links)
+
+    def give_up(self, reason: str) -> None:
+        """Kill the zygote: it does not do what it is asked for."""
+        zygote = self._zygote
+        if zygote is None:
+            return
+        zygote.ready, zygote.ready_until = False, None
+        zygote.lost_because = zygote.lost_because or reason
+        self._close_control(zygote)
+        zygote.child.kill()
+        self._receiver.zygote_lost(reason)
+
+    def has_forked(self) -> None:
+        """Take note that it works: the next one that is lost is replaced soon."""
+        self._lost = 0
+
+    def attach(self, zygote: Zygote) -> None:
+        """Have this zygote from now on; `OSError` if its socket cannot be watched."""
+        zygote.control.setblocking(False)
+        self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
+        self._zygote = zygote
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._retry_at
+        if self._zygote is not None:
+            yield self._zygote.ready_until
+
+    def do_due(self, now: float) -> None:
+        """Start another zygote, or give up one that imports for too long."""
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            if not self._loop.shutting_down:
+                self._start()
+        until = None if self._zygote is None else self._zygote.ready_until
+        if until is not None and now >= until:
+            self.give_up(f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
+
+    def _start(self) -> None:
+        spec = self.spec
+        assert spec is not None
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            zygote = Zygote(ours, spec)
+            with theirs:
+                try:
+                    self.attach(zygote)
+                    zygote.child = self._children.start(
+                        "the zygote",
+                        _program_of(spec, theirs.fileno()),
+                        partial(self._end, zygote),
+                        spared=True,
+                    )
+                except OSError:
+                    self._close_control(zygote)
+                    self._zygote = None
+                    raise
+        except OSError as error:
+            self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
+
+    def read(self, zygote: Zygote) -> bool:
+        """Read a message of a zygote; False if there is none, now or any more."""
+        try:
+            data = zygote.control.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._close_control(zygote)
+            return False
+        try:
+            self._take_message(zygote, json.loads(data))
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            self.give_up(f"it says {data!r:.200}: {error!r}")
+        return True
+
+    def _take_message(self, zygote: Zygote, message: Mapping[str, Any]) -> None:
+        if not isinstance(message, dict):
+            raise TypeError("it is no JSON object")
+        if "ready" in message:
+            readiness = _read_readiness(message["ready"])
+            zygote.ready, zygote.ready_until = True, None
+            self._receiver.zygote_ready()
+            self._agent.emit("zygote_ready", pid=zygote.child.pid, **readiness)
+        elif "refused" in message:
+            zygote.lost_because, zygote.final = str(message["refused"]), True
+        else:
+            # It is the user's own process, and may send anything.
+            pids = [pid for pid in message["pids"] if type(pid) is int]
+            self._receiver.forked(message["forked"], pids, str(message["reason"]))
+
+    def _close_control(self, zygote: Zygote) -> None:
+        if zygote.control.fileno() >= 0:
+            self._loop.unwatch(zygote.control.fileno())
+            zygote.control.close()
+
+    def _end(self, zygote: Zygote, child: Child, code: int) -> None:
+        while zygote.control.fileno() >= 0 and self.read(zygote):
+            pass
+        self._close_control(zygote)
+        self._zygote = None
+        if not self._loop.shutting_down:
+            ended = f"it was killed by signal {-code}" if code < 0 else f"it exited with {code}"
+            if child.failure:
+                ended = f"cannot start {zygote.spec.argv[0]!r}: {child.failure}"
+            self._report_lost(zygote.lost_because or ended, final=zygote.final)
+        self._receiver.zygote_lost(self._none_because)
+
+    def _report_lost(self, reason: str, *, final: bool) -> None:
+        self._none_because = f"there is no zygote: {reason}"
+        retry_s = None
+        if not final:
+            retry_s = min(2.0**self._lost, MAX_ZYGOTE_RETRY_S)
+            self._retry_at = time.monotonic() + retry_s
+            self._lost += 1
+        self._agent.emit("zygote_lost", reason=reason, retry_s=retry_s)
+
+
+def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
+    order = {"argv": spec.argv, "fd": control_fd, "modules": spec.modules}
+    return Program(
+        argv=spec.argv,
+        env=zygote_environ(spec.env, order),
+        cwd=spec.cwd,
+        stdout=2,  # Modules may print on import; that is for the log.
+        pass_fds=(control_fd,),
+        cpus=spec.cpus,
+        # Workers are to find all dispositions as a fresh interpreter has them.
+        blocked=SIGNALS_FOR_WORKERS,
+        identity=spec.identity,
+        # It is gone if rdzv was removed or moved by an upgrade. The script would run instead.
+        needs=ZYGOTE_HOOK / "sitecustomize.py",
+    )
+
+
+def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a zygote reports of itself, without anything else that it may send."""
+    return {
+        "modules": [str(name) for name in said["modules"]],
+        "threads": int(said["threads"]),
+        "memory_kb": int(said["memory_kb"]),
+        "seconds": float(said["seconds"]),
+    }

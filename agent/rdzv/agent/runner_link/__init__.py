@@ -1,0 +1,71 @@
+"""The agent's end of a runner's socket: requests are calls, what happens are typed events.
+
+`RunnerLink` is one runner; `FoundRunner` is one that an agent before this one has left. Nothing
+here decides what a runner is to do. `agent_children` knows the agent's other children.
+"""
+
+from __future__ import annotations
+
+from rdzv.agent.runner.linux.boottime import boottime_ms
+from rdzv.agent.runner.linux.process_tree import become_subreaper
+from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner_link.agent_children import (
+    aside,
+    end_spared,
+    spare,
+    spare_no_more,
+    start_spared,
+    sweep_orphans,
+)
+from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError
+from rdzv.agent.runner_link.runner_events import (
+    RunnerEvent,
+    RunnerExited,
+    RunnerRefused,
+    ServeFailed,
+    StoreHostExited,
+    StoreHostReady,
+    WorkerExited,
+    WorkersFenced,
+    WorkersGone,
+    WorkersStartedCold,
+    WorkersStartFailed,
+    WorkersStuck,
+    WorkerStarted,
+    ZygoteLost,
+    ZygoteReady,
+)
+from rdzv.agent.runner_link.runner_link import Hello, RunnerLink, StartedRunner
+
+__all__ = [
+    "FoundRunner",
+    "Hello",
+    "NotAdoptableError",
+    "RunnerEvent",
+    "RunnerExited",
+    "RunnerLink",
+    "RunnerRefused",
+    "ServeFailed",
+    "StartedRunner",
+    "StoreHostExited",
+    "StoreHostReady",
+    "WorkerExited",
+    "WorkerSpec",
+    "WorkerStarted",
+    "WorkersFenced",
+    "WorkersGone",
+    "WorkersStartFailed",
+    "WorkersStartedCold",
+    "WorkersStuck",
+    "ZygoteLost",
+    "ZygoteReady",
+    "ZygoteSpec",
+    "aside",
+    "become_subreaper",
+    "boottime_ms",
+    "end_spared",
+    "spare",
+    "spare_no_more",
+    "start_spared",
+    "sweep_orphans",
+]

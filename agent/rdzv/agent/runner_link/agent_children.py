@@ -1,0 +1,149 @@
+"""The agent's own children: runners, other programs, and what a dead runner has left behind.
+
+The agent is a subreaper, so the descendants of a runner that has died become its children.
+`sweep_orphans` kills those, and nothing else: every other child is noted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent.runner.linux.process_tree import (
+    SWEEP_INTERVAL_S,
+    children_of,
+    kill_descendants,
+    reap,
+)
+
+log = logging.getLogger("rdzv.agent.runner")
+
+SWEEP_TIMEOUT_S = 2.0
+"""How long the processes of a dead runner may take to be gone."""
+_KILL_TIMEOUT_S = 1.0
+_STARTING_RETRY_S = 0.05
+
+_runner_pids: set[int] = set()
+"""The runners of this process that have not exited."""
+
+_spared_pids: set[int] = set()
+"""Other children of this process, which have nothing to do with runners."""
+
+_starting: set[object] = set()
+"""Other children that are being started, whose pids are not known yet."""
+
+
+def note_runner(pid: int) -> None:
+    """Have `sweep_orphans` leave a runner alone."""
+    _runner_pids.add(pid)
+
+
+def forget_runner(pid: int) -> None:
+    """Take back `note_runner`: the runner has exited."""
+    _runner_pids.discard(pid)
+
+
+async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
+    """Kill what dead runners have left behind, in a subreaper; the other runners go on.
+
+    Waits until all are gone, at most for `timeout_s`: one may be stuck in the kernel.
+
+    Raises:
+        OSError: the children cannot be listed, so some may be there.
+
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        late = time.monotonic() > deadline_s
+        others = _runner_pids | _spared_pids
+        try:
+            # A child that is just being started is not noted yet.
+            left = [] if _starting else kill_descendants(others)
+            reap(pid for pid in left if pid in children_of(os.getpid()))
+        except OSError:
+            if late:
+                raise
+            left = []
+        else:
+            if not left and not _starting:
+                return
+        if late and left:
+            pids = ", ".join(map(str, left))
+            log.error("SIGKILL does not end what a dead runner has left: pid %s", pids)
+            return
+        await (_exited(left[0], SWEEP_INTERVAL_S) if left else asyncio.sleep(_STARTING_RETRY_S))
+
+
+async def _exited(pid: int, within_s: float) -> None:
+    """Wait for the end of a process, at most for `within_s`."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, exited.set)
+    try:
+        async with asyncio.timeout(within_s):
+            await exited.wait()
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def start_spared(
+    *args: str, chdir: Path | None = None, **how: Any
+) -> asyncio.subprocess.Process:
+    """Start a program that `sweep_orphans` leaves alone; to be ended by `end_spared`.
+
+    The program and the folder `chdir` may be on a file system that hangs: the new process waits for
+    that, not the event loop. So a program that cannot be started says so on its stderr, and exits
+    with 125 (the folder), 126 or 127.
+    """
+    this = object()
+    _starting.add(this)
+    try:
+        process = await asyncio.create_subprocess_exec(*aside(args, chdir), **how)
+        spare(process.pid)
+    finally:
+        _starting.remove(this)
+    return process
+
+
+async def end_spared(process: asyncio.subprocess.Process) -> None:
+    """Kill a process, unless it has ended; one that hangs in the kernel is not waited for."""
+    if process.returncode is None:
+        process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await process.wait()
+    spare_no_more(process.pid)
+
+
+def aside(command: Sequence[str], chdir: Path | None = None) -> list[str]:
+    """Return a command line that starts a program from env(1), in a folder.
+
+    Starting a process blocks until its program was opened, and so until a file server answers;
+    env(1) is on this machine.
+    """
+    if "=" in command[0]:
+        # env(1) would take it for a variable.
+        command = ["/bin/sh", "-c", 'exec "$0" "$@"', *command]
+    return ["/usr/bin/env", *([] if chdir is None else ["-C", str(chdir)]), *command]
+
+
+def spare(pid: int) -> None:
+    """Have `sweep_orphans` leave a child alone, until `spare_no_more`."""
+    _spared_pids.add(pid)
+
+
+def spare_no_more(pid: int) -> None:
+    """Take back `spare`."""
+    _spared_pids.discard(pid)

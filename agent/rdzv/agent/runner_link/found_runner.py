@@ -1,0 +1,148 @@
+"""A runner that another agent has left: found at its socket, adopted, left alone or ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent.runner.channel import Channel, MalformedFrameError
+from rdzv.agent.runner.linux.descriptors import peer_of, short_path
+from rdzv.agent.runner.requests import PROTOCOL_VERSION
+from rdzv.agent.runner_link.runner_events import OnEvent
+from rdzv.agent.runner_link.runner_link import Hello, RunnerLink
+
+MEET_TIMEOUT_S = 3.0
+"""How long a runner may take to send its hello; one that is stopped, or hangs, sends none."""
+_BUSY_RETRY_S = 0.05
+
+
+class NotAdoptableError(Exception):
+    """A runner cannot be taken over; it is left to its end. Says why."""
+
+
+class FoundRunner:
+    """A runner whose agent is gone. It is not adopted yet: use `adopt`, or `leave` it."""
+
+    def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
+        """Meet it by `meet`."""
+        self.path = path
+        self.hello = hello
+        self._channel = channel
+
+    @classmethod
+    async def meet(cls, path: Path, timeout_s: float = MEET_TIMEOUT_S) -> FoundRunner | None:
+        """Connect to the runner that listens at a path; None if there is none.
+
+        Raises:
+            NotAdoptableError: it has another agent, is of a newer version, or does not answer.
+
+        """
+        refused = f"it does not answer within {timeout_s:g} s"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if (channel := await _connect(path)) is None:
+                        return None
+                    try:
+                        if (said := await _first_message(channel)) is not None:
+                            if said.get("type") != "refused":
+                                return cls(path, channel, read_hello(said))
+                            # Its agent may have died just now.
+                            refused = str(said.get("reason"))
+                    except BaseException:
+                        channel.close()
+                        raise
+                    channel.close()
+                    await asyncio.sleep(_BUSY_RETRY_S)
+        except TimeoutError:
+            raise NotAdoptableError(refused) from None
+        except OSError as error:
+            raise NotAdoptableError(str(error)) from error
+
+    def adopt(self) -> None:
+        """Take charge. Its events wait until there is a `RunnerLink` to receive them."""
+        with suppress(OSError):  # It has ended, and the link will notice.
+            self._channel.send({"type": "adopt"})
+
+    def link(self, on_event: OnEvent) -> RunnerLink:
+        """Return the link to a runner that was adopted."""
+        return RunnerLink(None, self._channel, on_event, self.hello)
+
+    def leave(self) -> None:
+        """Disconnect: it goes on waiting for an agent, for the rest of its time."""
+        self._channel.close()
+
+    def end(self) -> None:
+        """Have it kill everything now, and disconnect."""
+        for request in ("adopt", "shutdown"):
+            try:
+                self._channel.send({"type": request})
+            except OSError:
+                break
+        self._channel.close()
+
+
+async def _connect(path: Path) -> Channel | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        try:
+            with short_path(path) as short:
+                await asyncio.get_running_loop().sock_connect(connection, short)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        if peer_of(connection)[1] not in (0, os.geteuid()):
+            raise NotAdoptableError(f"another user listens at {path}")
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection)
+
+
+async def _first_message(channel: Channel) -> Mapping[str, object] | None:
+    """Wait for the first message of a channel; None if it ends before."""
+    loop, fd = asyncio.get_running_loop(), channel.fileno()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        while True:
+            try:
+                if (message := channel.next_message()) is not None:
+                    return message
+                await readable.wait()
+                readable.clear()
+                channel.receive()
+            except EOFError:
+                return channel.next_message()
+            except MalformedFrameError as error:
+                raise NotAdoptableError(str(error)) from error
+    finally:
+        loop.remove_reader(fd)
+
+
+def read_hello(said: Mapping[str, Any]) -> Hello:
+    """Read what a runner says of itself; `NotAdoptableError` if this agent cannot take it over."""
+    try:
+        version, pid = int(said["version"]), int(said["pid"])
+        if not 1 <= version <= PROTOCOL_VERSION:
+            raise NotAdoptableError(
+                f"pid {pid} speaks version {version} of the runner's protocol, and this agent "
+                f"speaks {PROTOCOL_VERSION}"
+            )
+        return Hello(
+            pid=pid,
+            round=said["round"],
+            last_round=said["last_round"],
+            workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
+            store_hosts=frozenset(said["store_hosts"]),
+            zygote=bool(said["zygote"]),
+            kept={str(name): str(value) for name, value in said["kept"].items()},
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise NotAdoptableError(f"it says {said!r:.200}: {error!r}") from error

@@ -1,0 +1,194 @@
+"""The events of a runner, typed: what happens to workers, store hosts and zygote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rdzv.agent.runner.channel import MalformedFrameError
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class WorkerStarted:
+    """A worker of the round runs."""
+
+    round: int
+    local_rank: int
+    pid: int
+
+
+@struct(frozen=True)
+class WorkersStartFailed:
+    """A worker could not be started. The round's others are being killed; `WorkersGone` follows."""
+
+    round: int
+    local_rank: int
+    reason: str
+
+
+@struct(frozen=True)
+class WorkerExited:
+    """A worker has exited: with an exit code, or by a signal."""
+
+    round: int
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    age_ms: int
+
+
+@struct(frozen=True)
+class WorkersGone:
+    """After a stop or a failed start: no process of the round is left but its store host."""
+
+    round: int
+
+
+@struct(frozen=True)
+class WorkersStuck:
+    """These have been sent SIGKILL and are still there. If they go, `WorkersGone` follows."""
+
+    round: int
+    pids: tuple[int, ...]
+
+
+@struct(frozen=True)
+class WorkersFenced:
+    """The fence came at `at_ms` of `boottime_ms`: the round is being killed; `WorkersGone` follows.
+
+    The exits of workers that it causes are reported after this.
+    """
+
+    round: int
+    at_ms: int
+
+
+@struct(frozen=True)
+class WorkersStartedCold:
+    """These were to be forked from the zygote, and are started cold, for this reason."""
+
+    round: int
+    local_ranks: tuple[int, ...]
+    reason: str
+
+
+@struct(frozen=True)
+class ZygoteReady:
+    """Workers can be forked from now on."""
+
+    pid: int
+    modules: tuple[str, ...]
+    threads: int
+    memory_kb: int
+    seconds: float
+
+
+@struct(frozen=True)
+class ZygoteLost:
+    """There is no zygote now; another is started after `retry_s`, or none if that is None."""
+
+    reason: str
+    retry_s: float | None
+
+
+@struct(frozen=True)
+class StoreHostReady:
+    """The round's store serves."""
+
+    round: int
+
+
+@struct(frozen=True)
+class StoreHostExited:
+    """The round's store host has exited; with 127 if it could not be started."""
+
+    round: int
+    exit_code: int | None
+    signal: int | None
+
+
+@struct(frozen=True)
+class ServeFailed:
+    """The runner cannot outlive this process, and ends with it."""
+
+    reason: str
+
+
+@struct(frozen=True)
+class RunnerRefused:
+    """The runner was asked for something that it cannot do, and has done nothing."""
+
+    reason: str
+
+
+@struct(frozen=True)
+class RunnerExited:
+    """The runner is gone, and with it its workers; the last event. Negative: killed by a signal.
+
+    Of one that was adopted the exit code is unknown: 0 if it was asked to end, else None. Unless it
+    was asked to, descendants of its workers may still be there: in a subreaper, `sweep_orphans`
+    kills them.
+    """
+
+    exit_code: int | None
+
+
+RunnerEvent = (
+    WorkerStarted
+    | WorkersStartFailed
+    | WorkerExited
+    | WorkersGone
+    | WorkersStuck
+    | WorkersFenced
+    | WorkersStartedCold
+    | ZygoteReady
+    | ZygoteLost
+    | StoreHostReady
+    | StoreHostExited
+    | ServeFailed
+    | RunnerRefused
+    | RunnerExited
+)
+
+OnEvent = Callable[[RunnerEvent], asyncio.Future[None] | None]
+"""Handles an event, and must not raise. Returns a future that is done once the event was handled;
+None: it was. Only then comes the next event, and only then may the runner forget this one."""
+
+EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
+    "started": WorkerStarted,
+    "start_failed": WorkersStartFailed,
+    "exited": WorkerExited,
+    "gone": WorkersGone,
+    "stuck": lambda round, pids: WorkersStuck(round, tuple(pids)),
+    "fenced": WorkersFenced,
+    "started_cold": lambda local_ranks, **fields: WorkersStartedCold(
+        local_ranks=tuple(local_ranks), **fields
+    ),
+    "zygote_ready": lambda modules, **fields: ZygoteReady(modules=tuple(modules), **fields),
+    "zygote_lost": ZygoteLost,
+    "store_host_ready": StoreHostReady,
+    "store_host_exited": StoreHostExited,
+    "serve_failed": ServeFailed,
+    "error": RunnerRefused,
+}
+
+
+def number_of(message: Mapping[str, Any]) -> int:
+    """Return the number of an event; 0 if it has none."""
+    number = message.get("number", 0)
+    if type(number) is not int:
+        raise MalformedFrameError(f"the runner numbers an event {number!r:.200}")
+    return number
+
+
+def decode_event(message: Mapping[str, Any]) -> RunnerEvent:
+    """Read an event; `MalformedFrameError` if it is none."""
+    fields = dict(message)
+    fields.pop("number", None)
+    try:
+        return EVENTS[fields.pop("type")](**fields)
+    except (KeyError, TypeError) as error:
+        raise MalformedFrameError(f"the runner says {message!r:.200}") from error

@@ -1,0 +1,425 @@
+"""The agent's link to one runner: requests to it are calls, what happens are typed events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rdzv.agent import job_programs, runner
+from rdzv.agent.runner.channel import Channel, MalformedFrameError
+from rdzv.agent.runner.linux.descriptors import close_fds
+from rdzv.agent.runner.linux.identity import Identity
+from rdzv.agent.runner.requests import (
+    MAX_GRACE_S,
+    MAX_ORPHAN_TIMEOUT_S,
+    WorkerSpec,
+    ZygoteSpec,
+)
+from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner_link import agent_children
+from rdzv.agent.runner_link.runner_events import (
+    OnEvent,
+    RunnerExited,
+    StoreHostExited,
+    WorkersGone,
+    WorkersStartFailed,
+    decode_event,
+    number_of,
+)
+from rdzv.agent.runner_link.runner_log import RunnerLog
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent.runner")
+
+_PROGRAM = Path(runner.__file__).with_name("__main__.py")
+_STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
+_KILL_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 10.0
+"""How long a runner that has started nothing may take to end."""
+
+
+@struct(frozen=True)
+class Hello:
+    """A runner's description of itself for the agent that would adopt it."""
+
+    pid: int
+    round: int | None
+    """The round whose processes are there."""
+    last_round: int | None
+    """The round whose workers were to be started last."""
+    workers: Mapping[int, int]
+    """The workers of the round that were started, exited or not: pids by LOCAL_RANK."""
+    store_hosts: frozenset[int]
+    """The rounds whose store host is there."""
+    zygote: bool
+    """Whether a zygote is kept."""
+    kept: Mapping[str, str]
+    """The values that an agent before this one had it keep."""
+
+
+class StartedRunner:
+    """A runner that was started and has no requests yet; it gets ready by itself.
+
+    It ends when this process ends, or when it is closed.
+    """
+
+    def __init__(self) -> None:
+        """Start it.
+
+        Raises:
+            OSError: it cannot be started.
+
+        """
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = _start_runner(theirs.fileno())
+            except OSError:
+                self._socket.close()
+                raise
+        self._linked = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def link(self, on_event: OnEvent) -> RunnerLink:
+        """Return the link to it; from now on the link is to be closed instead."""
+        self._linked = True
+        return RunnerLink(self._process, Channel(self._socket), on_event)
+
+    def close(self) -> None:
+        """End it, unless there is a link to it."""
+        if not self._linked:
+            self._linked = True
+            self._socket.close()
+            self._process.wait(CLOSE_TIMEOUT_S)
+
+
+class RunnerLink:
+    """One runner, and through it the processes of one job on this node.
+
+    Requests return at once and are carried out in order; their results are events. Events are
+    delivered one after another from the event loop, never from within a request; see `OnEvent`.
+    Requests to a runner that has exited do nothing.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | None,
+        channel: Channel,
+        on_event: OnEvent,
+        adopted: Hello | None = None,
+    ) -> None:
+        """Take over a runner: one that was just started, by `spawn`, or that was adopted."""
+        if process is None:
+            assert adopted is not None
+            self._pid = adopted.pid
+        else:
+            self._pid = process.pid
+            agent_children.note_runner(process.pid)
+        self._process = process
+        self._channel = channel
+        self._on_event = on_event
+        self._exited = asyncio.Event()
+        self._exit: RunnerExited | None = None
+        """How it has ended, once it has."""
+        self._handling: asyncio.Future[None] | None = None
+        """The event that is being handled; the others wait."""
+        self._keeps_zygote = adopted is not None and adopted.zygote
+        self._log = RunnerLog(self._pid)
+        self._asked_to_end = False
+        self._last_event = self._heard = 0
+        """The numbers of the last event that was handled, and of the last that the runner may
+        forget."""
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd: int | None = None
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except OSError:
+            self._loop.call_soon(self._notice_exit)
+        else:
+            self._loop.add_reader(self._pidfd, self._notice_exit)
+        self._loop.add_reader(channel.fileno(), self._read)
+
+    @classmethod
+    async def spawn(cls, on_event: OnEvent) -> RunnerLink:
+        """Start a runner. When this process dies, it kills everything that it has started."""
+        return StartedRunner().link(on_event)
+
+    @property
+    def pid(self) -> int:
+        """The runner's process id."""
+        return self._pid
+
+    def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
+        """Have it outlive this process, and listen at `path` for the agent that adopts it.
+
+        Without one for `orphan_timeout_s` it stops its workers, with `grace_s` before SIGKILL, and
+        ends. Called again, only the times count, from the next loss of an agent on.
+        """
+        orphan_timeout_s = min(max(orphan_timeout_s, 0.0), MAX_ORPHAN_TIMEOUT_S)
+        grace_s = min(max(grace_s, 0.0), MAX_GRACE_S)
+        where = {"socket": str(path), "orphan_timeout_s": orphan_timeout_s, "grace_s": grace_s}
+        self._send({"type": "serve", **where})
+
+    def keep(self, name: str, value: str) -> None:
+        """Have it keep a value for the agent that adopts it; this precedes every later request."""
+        self._send({"type": "keep", "name": name, "value": value})
+
+    async def let_go(self, timeout_s: float) -> None:
+        """Leave it to the next agent: send what is unsent, and receive nothing any more."""
+        self._loop.remove_reader(self._channel.fileno())
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_sent.wait()
+        except TimeoutError:
+            log.warning("the runner, pid %d, has not read all requests", self.pid)
+        if not self._exited.is_set():
+            self._loop.remove_writer(self._channel.fileno())
+            self._channel.close()
+            self._exited.set()
+
+    def keep_zygote(self, zygote: ZygoteSpec) -> None:
+        """Start the zygote that the workers of this job will be forked from, ahead of them.
+
+        Only the first call counts. Workers start cold while no zygote is ready, unless its
+        `wait_s` lets them wait. Its fate is logged.
+        """
+        if not self._keeps_zygote:
+            self._keeps_zygote = True
+            fields = _portable(_fields(zygote))
+            self._send({"type": "keep_zygote", **fields})
+
+    def start_workers(self, round: int, workers: Sequence[WorkerSpec]) -> None:
+        """Start all workers of a round; refused until those of the round before are gone."""
+        specs = [_portable(_fields(worker)) for worker in workers]
+        warm = []
+        for worker in workers:
+            if worker.zygote is not None:
+                self.keep_zygote(worker.zygote)
+                warm.append(worker.local_rank)
+        try:
+            message = {"round": round, "workers": specs, "warm": warm}
+            self._send({"type": "start_workers", **message})
+        except ValueError as error:
+            self._loop.call_soon(self._fail_start, round, workers[0].local_rank, str(error))
+
+    def start_store_host(
+        self,
+        round: int,
+        listen_socket: socket.socket,
+        python: str,
+        env: Mapping[str, str],
+        identity: Identity | None = None,
+    ) -> None:
+        """Serve the round's store on a bound, listening socket, with the job's interpreter.
+
+        The caller should close its copy afterwards: clients of a dead store must notice its end.
+        """
+        whose = None if identity is None else asdict(identity)
+        command = _portable({"argv": [python, str(_STORE_HOST)], "env": env, "identity": whose})
+        fd = os.dup(listen_socket.fileno())
+        try:
+            self._send({"type": "start_store_host", "round": round, **command}, fd)
+        except ValueError as error:
+            log.error("cannot start the store host of round %d: %s", round, error)
+            not_started = StoreHostExited(round, NOT_STARTED, None)
+            self._loop.call_soon(self._on_event, not_started)
+
+    def stop_workers(self, round: int, signum: int, grace_ms: int) -> None:
+        """Signal the round's workers, kill them after the grace, and all their descendants.
+
+        A second call may shorten the grace, never lengthen it. `WorkersGone` follows, at once if
+        nothing of the round is here.
+        """
+        grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
+        message = {"round": round, "signal": int(signum), "grace_s": grace_s}
+        self._send({"type": "stop_workers", **message})
+
+    def notify_workers(self, round: int, signum: int) -> None:
+        """Signal the round's workers, each once; this ends nothing."""
+        self._send({"type": "notify_workers", "round": round, "signal": int(signum)})
+
+    def renew_fence(self, at_ms: int) -> None:
+        """Let no worker of this or a later round live beyond this point of `boottime_ms`.
+
+        Each call moves the fence on, never back; before the first call there is none. The runner
+        enforces it alone, whatever happens to this process.
+        """
+        self._send({"type": "renew_fence", "fence_at_ms": at_ms})
+
+    def stop_store_host(self, round: int) -> None:
+        """Kill the round's store host, if there is one."""
+        self._send({"type": "stop_store_host", "round": round})
+
+    def kill(self) -> None:
+        """Kill everything now, the runner too; `RunnerExited` follows."""
+        self._asked_to_end = True
+        self._send({"type": "shutdown"})
+
+    async def close(self, timeout_s: float) -> None:
+        """Kill everything, and wait for the runner's end; at the timeout kill the runner itself."""
+        self.kill()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._exited.wait()
+        except TimeoutError:
+            self._give_up(f"it has not ended everything within {timeout_s:g} s")
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await self._exited.wait()
+
+    # ------------------------------------------------------------------ to the runner
+
+    def _send(self, message: Mapping[str, object], *fds: int) -> None:
+        if self._exited.is_set():
+            close_fds(fds)
+            return
+        try:
+            self._channel.send(message, *fds)
+            self._await_writable()
+        except BufferError as error:
+            self._give_up(str(error))
+        except OSError:
+            pass  # It has exited, and its pidfd is about to say so.
+
+    def _await_writable(self) -> None:
+        if self._channel.has_unsent:
+            self._all_sent.clear()
+            self._loop.add_writer(self._channel.fileno(), self._flush)
+        else:
+            self._all_sent.set()
+            self._loop.remove_writer(self._channel.fileno())
+
+    def _flush(self) -> None:
+        try:
+            self._channel.flush()
+            self._await_writable()
+        except OSError:
+            self._all_sent.set()
+            self._loop.remove_writer(self._channel.fileno())
+
+    def _fail_start(self, round: int, local_rank: int, reason: str) -> None:
+        self._on_event(WorkersStartFailed(round, local_rank, reason))
+        self._on_event(WorkersGone(round))
+
+    # ------------------------------------------------------------------ from the runner
+
+    def _read(self) -> None:
+        try:
+            self._channel.receive()
+        except EOFError:
+            self._loop.remove_reader(self._channel.fileno())
+        self._deliver()
+
+    def _deliver(self) -> None:
+        try:
+            # The handler of an event may close this link.
+            while not self._exited.is_set() and self._handling is None:
+                if (message := self._channel.next_message()) is None:
+                    break
+                event, number = decode_event(message), number_of(message)
+                self._log.write(event)
+                handling = self._on_event(event)
+                if handling is None or handling.done():
+                    self._last_event = number or self._last_event
+                else:
+                    self._handling = handling
+                    handling.add_done_callback(partial(self._go_on, number))
+        except MalformedFrameError as error:
+            self._give_up(str(error))
+        if self._last_event > self._heard:
+            # Not before it was handled: an event that kills the agent is repeated to the next one.
+            self._heard = self._last_event
+            self._send({"type": "heard", "number": self._heard})
+
+    def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
+        """Deliver the events that have waited until one was handled."""
+        self._handling = None
+        self._last_event = number or self._last_event
+        self._deliver()
+        if self._exit is not None:
+            self._end(self._exit)
+
+    def _notice_exit(self) -> None:
+        """Deliver the runner's last events, then the event that it is gone."""
+        if self._exited.is_set():
+            return
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        code = 0 if self._asked_to_end else None
+        if self._process is not None:
+            code = self._process.wait()  # Does not block: the pidfd says that it is dead.
+        self._exit = RunnerExited(code)
+        try:
+            self._drain()
+        finally:
+            self._end(self._exit)
+
+    def _end(self, how: RunnerExited) -> None:
+        """Deliver the event that the runner is gone, once the one before it is handled."""
+        if self._handling is not None or self._exited.is_set():
+            return
+        self._loop.remove_reader(self._channel.fileno())
+        self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+        self._exited.set()
+        agent_children.forget_runner(self.pid)
+        self._on_event(how)
+
+    def _drain(self) -> None:
+        try:
+            while self._channel.receive():
+                self._deliver()
+        except EOFError:
+            pass
+
+    def _give_up(self, reason: str) -> None:
+        """Kill a runner that does not work; `RunnerExited` follows."""
+        log.error("killing the runner, pid %d: %s", self.pid, reason)
+        if self._process is not None:
+            self._process.kill()
+        elif self._pidfd is not None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+def _start_runner(fd: int) -> subprocess.Popen[bytes]:
+    # In UTF-8 mode, its strings stand for the same bytes as those that `_portable` makes.
+    command = [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), str(fd)]
+    return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
+
+
+def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
+    """Return the fields of a request that describe a process to start."""
+    told = {name: getattr(spec, name) for name in spec.__slots__ if name != "zygote"}
+    return {**told, "identity": None if spec.identity is None else asdict(spec.identity)}
+
+
+def _portable(value: Any) -> Any:
+    """Make strings that stand for the same bytes in UTF-8 mode as here."""
+    if isinstance(value, str):
+        return os.fsencode(value).decode("utf-8", "surrogateescape")
+    if isinstance(value, Mapping):
+        return {_portable(key): _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    return value

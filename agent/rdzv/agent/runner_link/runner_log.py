@@ -1,0 +1,59 @@
+"""Log lines for events that nothing else reports: only the runner knows of them."""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv.agent.runner_link.runner_events import (
+    RunnerEvent,
+    RunnerRefused,
+    ServeFailed,
+    WorkersStartedCold,
+    ZygoteLost,
+    ZygoteReady,
+)
+
+log = logging.getLogger("rdzv.agent.runner")
+
+_MAX_TOLD = 100
+
+
+class RunnerLog:
+    """Writes log lines for one runner; a reason that repeats is written once."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._told: set[str] = set()
+
+    def write(self, event: RunnerEvent) -> None:
+        """Write the line for an event, if there is one for its kind."""
+        match event:
+            case RunnerRefused():
+                log.error("the runner refuses a request: %s", event.reason)
+            case ServeFailed():
+                text = "the runner, pid %d, cannot outlive this agent: %s"
+                log.warning(text, self._pid, event.reason)
+            case ZygoteReady():
+                log.info(
+                    "workers can be warm: %s imported in %.1f s, %d MiB, pid %d",
+                    ", ".join(event.modules),
+                    event.seconds,
+                    event.memory_kb >> 10,
+                    event.pid,
+                )
+            case ZygoteLost():
+                retry = "" if event.retry_s is None else "; another is tried"
+                text = "the zygote is lost: %s; workers start cold%s"
+                log.log(self._level(event.reason, logging.WARNING), text, event.reason, retry)
+            case WorkersStartedCold():
+                ranks = ", ".join(map(str, event.local_ranks))
+                text = "round %d: workers start cold (local_rank %s): %s"
+                level = self._level(f"cold: {event.reason}", logging.INFO)
+                log.log(level, text, event.round, ranks, event.reason)
+
+    def _level(self, what: str, first: int) -> int:
+        """Return `first` for a new reason, DEBUG for one that was written before."""
+        if what in self._told or len(self._told) >= _MAX_TOLD:
+            return logging.DEBUG
+        self._told.add(what)
+        return first
