@@ -20,7 +20,7 @@ from served import Served, served
 
 from rdzv.core.explain import view
 from rdzv.core.model import JobState, Tuning
-from rdzv.core.rendezvous import vacant
+from rdzv.core.runs import vacant
 from rdzv.ctl import live
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import NodeSummary

@@ -36,7 +36,9 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.rendezvous import Transition, restore, step, vacant
+from rdzv.core.rebuilding import restore
+from rdzv.core.rendezvous import Transition, step
+from rdzv.core.runs import vacant
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
 

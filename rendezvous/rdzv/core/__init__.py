@@ -31,6 +31,8 @@ A job's life, run by run::
 written once, wherever it follows from.
 """
 
-from rdzv.core.rendezvous import Transition, ended_run, restore, step, vacant
+from rdzv.core.rebuilding import restore
+from rdzv.core.rendezvous import Transition, step
+from rdzv.core.runs import ended_run, vacant
 
 __all__ = ["Transition", "ended_run", "restore", "step", "vacant"]

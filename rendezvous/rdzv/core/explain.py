@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from rdzv.core.absences import some_seat_away, unheard, unheard_until_ms
 from rdzv.core.budgets import backoff_ms
 from rdzv.core.drains import Drain
+from rdzv.core.ending import restarts_that_count, some_succeeded
+from rdzv.core.forming import (
+    completion_due_ms,
+    holds,
+    newcomers_due_ms,
+    restart_due_ms,
+    superseded_until_ms,
+)
 from rdzv.core.model import (
     Departure,
     Ended,
@@ -28,18 +37,6 @@ from rdzv.core.model import (
     is_stand_in,
 )
 from rdzv.core.placement import Wait
-from rdzv.core.rendezvous import (
-    completion_due_ms,
-    holds,
-    newcomers_due_ms,
-    restart_due_ms,
-    restarts_that_count,
-    some_seat_away,
-    some_succeeded,
-    superseded_until_ms,
-    unheard,
-    unheard_until_ms,
-)
 from rdzv.core.submissions import awaited
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import replace, struct

@@ -22,8 +22,8 @@ from rdzv.core.events import (
     NodeSucceeded,
     NodeWentAway,
 )
+from rdzv.core.leaving import MAX_DEPARTURES
 from rdzv.core.model import Membership, Round, State, stand_in
-from rdzv.core.rendezvous import MAX_DEPARTURES
 
 
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
+from rdzv.core.ending import some_succeeded
 from rdzv.core.model import JobSpec, ScaleUp, State, is_stand_in
-from rdzv.core.rendezvous import some_succeeded
 from rdzv.core.submissions import MAX_DECLINED
 from rdzv.core.words import counted, listed
 from rdzv.structs import struct

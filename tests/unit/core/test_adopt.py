@@ -9,6 +9,7 @@ from builders import RUN, SETTINGS, Job, join, offer, report
 
 from rdzv.core.adopt import restarts_known, spent_known, tally_of
 from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
+from rdzv.core.ending import restarts_that_count
 from rdzv.core.events import (
     NodeAdopted,
     RoundAdopted,
@@ -31,7 +32,6 @@ from rdzv.core.model import (
     is_stand_in,
     stand_in,
 )
-from rdzv.core.rendezvous import restarts_that_count
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
 

@@ -23,7 +23,7 @@ from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.explain import view
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import JobState
-from rdzv.core.rendezvous import vacant
+from rdzv.core.runs import vacant
 from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.core import events, rendezvous
+from rdzv.core import events, rendezvous, runs
 from rdzv.core.commands import (
     Command,
     Fail,
@@ -1523,7 +1523,7 @@ def a_join(node_id: str, **more: object) -> Join:
     return replace(command, **more)  # type: ignore[arg-type]
 
 
-VACANT = rendezvous.vacant("job-7", TUNING)
+VACANT = runs.vacant("job-7", TUNING)
 JOINING = step(VACANT, a_join("n1"))
 RUNNING = step(JOINING, a_join("n2"))
 SPARE = step(RUNNING, a_join("n3"))

@@ -22,7 +22,8 @@ from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
 from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settings, State, Tuning
 from rdzv.core.placement import Gpu, Resources
-from rdzv.core.rendezvous import step, vacant
+from rdzv.core.rendezvous import step
+from rdzv.core.runs import vacant
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress

@@ -37,7 +37,7 @@ from rdzv.core.model import (
     Tally,
     is_stand_in,
 )
-from rdzv.core.rendezvous import ended_run
+from rdzv.core.runs import ended_run
 from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
     Belief,

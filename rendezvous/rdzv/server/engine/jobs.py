@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from rdzv.core import rendezvous
+from rdzv.core import rebuilding, runs
 from rdzv.core.model import State
 from rdzv.errors import (
     InvariantError,
@@ -112,9 +112,9 @@ class Jobs:
         stored = await self._store.load(job.rdzv_id)
         now_ms = self._clock.now_ms()
         if stored is None:
-            job.loaded, job.revision = rendezvous.vacant(job.rdzv_id, self._tuning), 0
+            job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         else:
-            job.loaded = rendezvous.restore(stored.membership, self._tuning, now_ms)
+            job.loaded = rebuilding.restore(stored.membership, self._tuning, now_ms)
             job.revision = stored.revision
         self.note_end(job)
         self._meter.loaded(job.loaded, now_ms)
@@ -135,7 +135,7 @@ class Jobs:
 
     def vacate(self, job: Job) -> None:
         """Have a claimed job that was deleted be one that nobody has ever joined."""
-        job.loaded, job.revision = rendezvous.vacant(job.rdzv_id, self._tuning), 0
+        job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         job.pending = ()
         self.note_end(job)
 
@@ -231,7 +231,7 @@ class Jobs:
                 elif isinstance(stored, RendezvousStateError):
                     raise stored
                 elif stored.membership.ended is not None:
-                    yield rendezvous.restore(stored.membership, self._tuning, self._clock.now_ms())
+                    yield rebuilding.restore(stored.membership, self._tuning, self._clock.now_ms())
                 else:
                     # It is being loaded, or has ended since.
                     yield await self.look(rdzv_id)

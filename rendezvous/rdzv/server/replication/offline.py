@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
-from rdzv.core import rendezvous
+from rdzv.core import rebuilding, runs
 from rdzv.core.invariants import violations
 from rdzv.core.model import Membership
 from rdzv.errors import InvalidRequestError, RendezvousStateError
@@ -134,8 +134,8 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
     if membership.rdzv_id != rdzv_id:
         yield f"calls itself {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
-    restored = rendezvous.restore(membership, config.tuning, now_ms)
-    yield from violations(rendezvous.vacant(rdzv_id, config.tuning), restored)
+    restored = rebuilding.restore(membership, config.tuning, now_ms)
+    yield from violations(runs.vacant(rdzv_id, config.tuning), restored)
     if membership.round is not None and membership.round.number >= membership.next_round:
         yield f"round {membership.round.number} is not below the next one, {membership.next_round}"
 

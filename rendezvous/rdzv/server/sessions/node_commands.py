@@ -10,7 +10,7 @@ import logging
 
 from rdzv.core.commands import Command, Join, Resume, Tick
 from rdzv.core.model import State
-from rdzv.core.rendezvous import ended_run
+from rdzv.core.runs import ended_run
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
 from rdzv.core import nodes
+from rdzv.core.absences import may_run_on
 from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Withdraw
 from rdzv.core.events import NodesPlaced, RunEnded
 from rdzv.core.model import State
-from rdzv.core.rendezvous import may_run_on
 from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms

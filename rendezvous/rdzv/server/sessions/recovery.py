@@ -11,9 +11,11 @@ import logging
 from collections.abc import Collection, Iterable
 
 from rdzv.core import nodes
+from rdzv.core.absences import may_run_on, unheard
 from rdzv.core.commands import Join, MarkHeard, MarkLost
 from rdzv.core.model import State, is_stand_in
-from rdzv.core.rendezvous import ended_run, may_run_on, unheard, went_along
+from rdzv.core.refusals import went_along
+from rdzv.core.runs import ended_run
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements

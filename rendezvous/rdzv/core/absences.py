@@ -1,0 +1,98 @@
+"""Which nodes of a job are away or back, and on which of those given up workers may still run."""
+
+from __future__ import annotations
+
+from rdzv.core.commands import MarkAway
+from rdzv.core.draft import Draft, without
+from rdzv.core.events import NodeCameBack, NodeWentAway
+from rdzv.core.model import Away, Participant, Round, State, Tuning, is_stand_in
+from rdzv.structs import replace
+
+
+def mark_away(work: Draft, command: MarkAway) -> None:
+    """Keep the place of a node whose stream has ended, for now."""
+    since_ms = work.now_ms
+    if command.node_id in work.state.away:
+        since_ms = work.state.away[command.node_id].since_ms
+    else:
+        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
+    away = Away(since_ms, command.until_ms, command.firm, command.may_run)
+    work.put(away={**work.state.away, command.node_id: away})
+
+
+def mark_back(work: Draft, node_id: str) -> None:
+    """Note that a node is connected again."""
+    away = work.state.away.get(node_id)
+    if away is None:
+        return
+    work.put(away=without(work.state.away, node_id))
+    work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
+    if node_id in work.state.seats:
+        work.state = replace(work.state, back_ms=work.now_ms)
+    deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
+    if away.firm and deadline_ms is not None and round_ is not None:
+        # It may hear only now that the round has ended.
+        late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
+        work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
+
+
+def note_heard(work: Draft, node_id: str) -> None:
+    """No worker is left on a node that was given up, for it says so itself."""
+    departures = work.membership.departures
+    if any(d.may_run and d.node_id == node_id for d in departures):
+        heard = (replace(d, may_run=d.may_run and d.node_id != node_id) for d in departures)
+        work.store(replace(work.membership, departures=tuple(heard)))
+
+
+def unheard(state: State) -> tuple[str, ...]:
+    """Name the nodes that were given up, and on which workers may still run."""
+    return tuple(d.node_id for d in state.membership.departures if d.may_run)
+
+
+def unheard_until_ms(state: State) -> int:
+    """By when workers of dead agents have been ended by their runners; 0: there are none."""
+    departures = state.membership.departures
+    return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
+
+
+def may_run_on(state: State, node_id: str) -> bool:
+    """Whether workers may still run on a node that was given up."""
+    return node_id in unheard(state)
+
+
+def may_run(state: State, node_id: str) -> bool:
+    """Whether workers may be left on a node that is given up unheard."""
+    away = state.away.get(node_id)
+    if node_id in state.waiting or is_stand_in(node_id) or (away is not None and not away.may_run):
+        return False
+    participant = participant_of(state, node_id)
+    return participant is not None and not participant.instance.fence_after_ms
+
+
+def orphans_end_after_ms(work: Draft, node_id: str) -> int:
+    """Say within what time a runner whose agent is dead has ended its workers.
+
+    It waits for another agent no longer than the longest lease, and then stops them.
+    """
+    away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
+    age_ms = work.now_ms - away.since_ms if away is not None else 0
+    stop_ms = longest_stop_ms(round_, tuning) if round_ is not None else 0
+    return max(tuning.takeover_grace_ms + stop_ms - age_ms, 0)
+
+
+def some_seat_away(state: State) -> bool:
+    """Whether a participant is away: it can not stop in order, and may have succeeded unheard."""
+    return any(node_id in state.seats for node_id in state.away)
+
+
+def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
+    """Return within what time every participant of a round has stopped its workers."""
+    longest_ms = max(p.offer.shutdown_timeout_ms for p in round_.participants)
+    return longest_ms + tuning.stop_margin_ms
+
+
+def participant_of(state: State, node_id: str) -> Participant | None:
+    """Return the place of a node in the latest round; None if it has none."""
+    round_ = state.membership.round
+    participants = round_.participants if round_ is not None else ()
+    return next((p for p in participants if p.node_id == node_id), None)

@@ -1,0 +1,71 @@
+"""One step in the making: the state that command rules and state rules change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rdzv.core.events import Event
+from rdzv.core.model import Away, Membership, Round, Seat, State, Stuck, Submission, Waiting
+from rdzv.structs import replace
+
+
+@dataclass(slots=True)
+class Draft:
+    """The state in the making. Only `step` sees it change."""
+
+    state: State
+    now_ms: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def membership(self) -> Membership:
+        """The durable half of the state."""
+        return self.state.membership
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a run that is not closed."""
+        return bool(self.membership.run) and self.membership.ended is None
+
+    def put(
+        self,
+        *,
+        seats: Mapping[str, Seat] | None = None,
+        waiting: Mapping[str, Waiting] | None = None,
+        stuck: Mapping[str, Stuck] | None = None,
+        away: Mapping[str, Away] | None = None,
+    ) -> None:
+        """Replace who is present."""
+        self.state = replace(
+            self.state,
+            seats=self.state.seats if seats is None else seats,
+            waiting=self.state.waiting if waiting is None else waiting,
+            stuck=self.state.stuck if stuck is None else stuck,
+            away=self.state.away if away is None else away,
+        )
+
+    def store(self, membership: Membership) -> None:
+        """Replace the durable half."""
+        self.state = replace(self.state, membership=membership)
+
+    def store_round(self, round_: Round) -> None:
+        """Replace the latest round."""
+        self.store(replace(self.membership, round=round_))
+
+
+_V = TypeVar("_V")
+
+
+def without(mapping: Mapping[str, _V], key: str) -> dict[str, _V]:
+    """Return a copy of a mapping without this key."""
+    others = dict(mapping)
+    others.pop(key, None)
+    return others
+
+
+def store_submission(work: Draft, submission: Submission) -> None:
+    """Replace the submission, if it has changed."""
+    if submission != work.membership.submission:
+        work.store(replace(work.membership, submission=submission))

@@ -1,0 +1,186 @@
+"""How a round ends, and what its end is charged to."""
+
+from __future__ import annotations
+
+from rdzv.core.absences import longest_stop_ms
+from rdzv.core.budgets import exceeded, spend
+from rdzv.core.commands import Fail, FailureReport, ReportStoreHost
+from rdzv.core.draft import Draft
+from rdzv.core.events import RoundEnded, RoundSettled, WorkerFailed
+from rdzv.core.model import UNMOVED, Cause, Failure, Membership, Result, Round, RoundEnd, State
+from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
+from rdzv.core.runs import close
+from rdzv.structs import replace
+
+
+def fail(work: Draft, command: Fail) -> None:
+    """Apply failures that a node reports: they end a live round, or add to why one has ended."""
+    round_ = work.membership.round
+    if round_ is None or round_.number != command.round or command.node_id not in work.state.seats:
+        return
+    failures = failures_from(work, command.node_id, round_, command.failures)
+    if round_.live:
+        end_by_failure(work, failures)
+    else:
+        add_failures(work, failures)
+
+
+def report_store_host(work: Draft, command: ReportStoreHost) -> None:
+    """End the round whose c10d store has died; only the node that hosts it can tell."""
+    round_ = work.membership.round
+    if (
+        round_ is not None
+        and round_.number == command.round
+        and round_.participants[0].node_id == command.node_id
+    ):
+        reason = f"on {command.node_id}: {command.reason}"
+        end_round(work, Cause.STORE_HOST, reason, broken=True)
+        charge_instead(work, Cause.STORE_HOST, reason)
+
+
+def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
+    """End the live round by failures of its workers."""
+    first = root_cause(failures, work.state.tuning.root_cause_window_ms)
+    reason = describe_failure(first[0]) if first else "a worker failed"
+    end_round(work, Cause.WORKER_FAILURE, reason, broken=True)
+    add_failures(work, failures)
+
+
+def failures_from(
+    work: Draft, node_id: str, round_: Round, reports: tuple[FailureReport, ...]
+) -> tuple[Failure, ...]:
+    """Turn reports into failures at the server's time."""
+    if not reports:
+        return ()
+    address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")
+    return tuple(
+        Failure(
+            node_id=node_id,
+            address=address,
+            local_rank=report.local_rank,
+            rank=report.rank,
+            pid=report.pid,
+            exit_code=report.exit_code,
+            signal=report.signal,
+            message=report.message,
+            traceback=report.traceback,
+            at_ms=work.now_ms - report.age_ms,
+        )
+        for report in reports
+    )
+
+
+def add_failures(work: Draft, failures: tuple[Failure, ...]) -> None:
+    """Note failures of the ended round, as long as its charge is not settled."""
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled or not failures:
+        return
+    kept = keep_earliest((*round_.end.failures, *failures))
+    if kept == round_.end.failures:
+        return
+    known = {(f.node_id, f.local_rank) for f in round_.end.failures}
+    work.store_round(replace(round_, end=replace(round_.end, failures=kept)))
+    work.events += [
+        WorkerFailed(round_.number, f) for f in kept if (f.node_id, f.local_rank) not in known
+    ]
+
+
+def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: int = 0) -> None:
+    """End the live round, if there is one: everybody stops."""
+    round_ = work.membership.round
+    if round_ is None or not round_.live:
+        return
+    end = RoundEnd(cause, reason, work.now_ms, broken)
+    work.store_round(replace(round_, end=end))
+    work.state = replace(
+        work.state,
+        stop_deadline_ms=work.now_ms + longest_stop_ms(round_, work.state.tuning),
+    )
+    work.events.append(RoundEnded(round_.number, end, dead_ms))
+    if round_.excuse:
+        charge_instead(work, Cause.NODE_LEFT, round_.excuse)
+
+
+_EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
+"""What a worker failure may turn out to follow from, in rising order of weight."""
+
+
+def charge_instead(work: Draft, cause: Cause, reason: str) -> None:
+    """Charge an ended round to what its failures followed from, if that turns up in time.
+
+    When a node's processes or the store die, the others' collectives fail within milliseconds,
+    often before the loss itself is known.
+    """
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled:
+        return
+    weight = {Cause.WORKER_FAILURE: -1} | {c: i for i, c in enumerate(_EXCUSES)}
+    if weight.get(round_.end.cause, len(weight)) < weight[cause]:
+        work.store_round(replace(round_, end=replace(round_.end, cause=cause, reason=reason)))
+
+
+def settle_charge(work: Draft) -> bool:
+    """When everyone has stopped, charge the end of the round to its cause."""
+    round_ = work.membership.round
+    if not work.open or round_ is None or round_.end is None or round_.end.settled:
+        return False
+    if work.state.seats:
+        return False
+    end = replace(round_.end, settled=True)
+    spent, store_failures = work.membership.restarts, work.membership.store_failures
+    max_restarts = work.membership.settings.max_restarts
+    failures: tuple[Failure, ...] = ()
+    if end.cause is Cause.WORKER_FAILURE:
+        failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
+        end = replace(end, reason=_failure_reason(end, failures))
+    others = spend(work.membership, round_, end, work.state.moved, work.state.tuning)
+    over = exceeded(work.membership.settings, end, others)
+    budget_left = over is None
+    if end.cause is Cause.WORKER_FAILURE and budget_left:
+        counted = restarts_that_count(work.membership, work.now_ms)
+        # Who counts restarts itself tells of a failure when none is left.
+        budget_left = max_restarts is not None and counted < max_restarts
+        spent = (*spent, work.now_ms) if budget_left else spent
+    work.store(
+        replace(
+            work.membership,
+            round=replace(round_, end=end),
+            restarts=spent,
+            store_failures=store_failures + 1 if end.cause is Cause.STORE_HOST else 0,
+            last_failures=failures or work.membership.last_failures,
+            spent=others,
+        )
+    )
+    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
+    counted = restarts_that_count(work.membership, work.now_ms)
+    first = failures[0] if failures else None
+    work.events.append(
+        RoundSettled(round_.number, end.cause, end.reason, counted, max_restarts, first)
+    )
+    if not budget_left:
+        budget = f"restarts spent: {counted} of {max_restarts}"
+        if max_restarts is None:
+            budget = "the node's own agent restarts no more"
+        reason = f"{end.cause}: {end.reason}; {budget}" if over is None else over.reason
+        no_progress = over is not None and over.no_progress
+        close(work, Result.FAILED, reason, failures=failures, no_progress=no_progress)
+    return True
+
+
+def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
+    return describe_failure(failures[0]) if failures else end.reason
+
+
+def restarts_that_count(membership: Membership, now_ms: int) -> int:
+    """Count the restarts that were spent and that `restart_window` has not forgotten."""
+    window_ms = membership.settings.restart_window_ms
+    if not window_ms:
+        return len(membership.restarts)
+    return sum(1 for at_ms in membership.restarts if now_ms - at_ms < window_ms)
+
+
+def some_succeeded(state: State) -> bool:
+    """Whether a participant of the running round has succeeded, is it still there or not."""
+    round_ = state.membership.round
+    gone = round_ is not None and round_.live and bool(round_.gone)
+    return gone or any(seat.succeeded for seat in state.seats.values())

@@ -1,0 +1,248 @@
+"""When a round completes, who is seated in it, and when newcomers end it."""
+
+from __future__ import annotations
+
+from rdzv.core.absences import some_seat_away
+from rdzv.core.budgets import backoff_ms
+from rdzv.core.draft import Draft
+from rdzv.core.ending import end_round, some_succeeded
+from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
+from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State
+from rdzv.core.ranks import assign_seats
+from rdzv.core.reachability import master_addr
+from rdzv.core.runs import close
+from rdzv.core.submissions import awaited
+from rdzv.core.submitting import withdraw_nodes
+from rdzv.structs import replace
+
+MAX_STORE_FAILURES = 3
+"""After so many store hosts that failed in a row, RANK 0's worker serves the store itself."""
+
+
+def count_ready(work: Draft) -> bool:
+    """Note since when there are too few nodes for a round, or enough."""
+    state, settings = work.state, work.membership.settings
+    if not _forming(work):
+        if state.enough_since_ms is None and state.short_since_ms is None:
+            return False
+        work.state = replace(state, enough_since_ms=None, short_since_ms=None, regained=False)
+        return True
+    ready = state.ready
+    enough = ready >= work.membership.min_nodes
+    short = ready + len(state.seats) < work.membership.min_nodes and not state.queued
+    if enough and state.enough_since_ms is None:
+        regained = state.short_since_ms is not None and work.membership.round is not None
+        work.state = replace(
+            state, enough_since_ms=work.now_ms, short_since_ms=None, regained=regained
+        )
+        called = work.membership.round is None and not state.placed
+        if called and ready < work.membership.max_nodes:
+            work.events.append(LastCallBegan(ready, settings.last_call_timeout_ms))
+        return True
+    if not enough and state.enough_since_ms is not None:
+        work.state = replace(state, enough_since_ms=None)
+        return True
+    if short != (state.short_since_ms is not None) and not enough:
+        work.state = replace(state, short_since_ms=work.now_ms if short else None)
+        return True
+    return False
+
+
+def _forming(work: Draft) -> bool:
+    """Whether the run is open, has no live round, and may have another."""
+    membership, round_ = work.membership, work.membership.round
+    return work.open and not membership.stopping and (round_ is None or not round_.live)
+
+
+def complete_round(work: Draft) -> bool:
+    """Complete a round once everyone has stopped and its time has come."""
+    due_ms = completion_due_ms(work.state) if _forming(work) else None
+    if due_ms is None or work.now_ms < due_ms:
+        return False
+    state, membership = work.state, work.membership
+    ready = {n: w for n, w in state.waiting.items() if n not in state.away}
+    prior = membership.round.participants if membership.round else ()
+    participants = assign_seats(prior, ready, membership.max_nodes)
+    first = participants[0].offer
+    round_ = Round(
+        number=membership.next_round,
+        participants=participants,
+        master_addr=master_addr(participants),
+        master_port=first.store_port,
+        use_agent_store=first.can_host_store and membership.store_failures < MAX_STORE_FAILURES,
+        restarts=len(membership.restarts),
+        at_ms=work.now_ms,
+    )
+    work.store(replace(membership, round=round_, next_round=round_.number + 1))
+    seated = {p.node_id for p in participants}
+    work.put(
+        seats={p.node_id: Seat(p.incarnation, work.now_ms) for p in participants},
+        waiting={n: w for n, w in state.waiting.items() if n not in seated},
+    )
+    work.state = replace(work.state, superseded={})
+    work.events.append(RoundCompleted(round_))
+    return True
+
+
+def completion_due_ms(state: State) -> int | None:
+    """When the next round completes if nothing changes; None while it can not."""
+    membership, settings, tuning = state.membership, state.membership.settings, state.tuning
+    round_, enough_ms = membership.round, state.enough_since_ms
+    if state.seats or enough_ms is None or _awaits_survivor(state):
+        return None
+    earliest_ms = 0
+    if membership.store_failures and round_ and round_.end:
+        store_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
+        # Another server's clock may have been ahead of this one's when it wrote down the end.
+        end_ms = min(round_.end.at_ms, enough_ms)
+        earliest_ms = end_ms + min(store_ms, tuning.store_backoff_max_ms)
+    earliest_ms = max(earliest_ms, restart_due_ms(state))
+    if round_ is None and membership.resumed_at_ms is not None:
+        earliest_ms = membership.resumed_at_ms + tuning.takeover_grace_ms
+    earliest_ms = max(earliest_ms, superseded_until_ms(state))
+    if state.ready >= membership.max_nodes:
+        return max(enough_ms, earliest_ms)
+    if state.placed:
+        # The server knows who is to come; who takes too long comes into a later round.
+        coming_ms = tuning.gather_ms if awaited(state) else 0
+        return max(enough_ms + coming_ms, earliest_ms)
+    if round_ is None:
+        return max(enough_ms + settings.last_call_timeout_ms, earliest_ms)
+    if state.regained:
+        quiet_ms = state.newest_ms + tuning.gather_quiet_ms
+        gathered_ms = min(max(quiet_ms, enough_ms), enough_ms + tuning.gather_ms)
+        return max(gathered_ms, earliest_ms)
+    return max(enough_ms, earliest_ms)
+
+
+def superseded_until_ms(state: State) -> int:
+    """By when nothing runs any more of rounds that others have followed elsewhere; 0: nothing."""
+    return max((former.until_ms for former in state.superseded.values()), default=0)
+
+
+def restart_due_ms(state: State) -> int:
+    """When a run that backs off restarts at the earliest; 0: it does not back off."""
+    round_, enough_ms = state.membership.round, state.enough_since_ms
+    wait_ms = backoff_ms(state.membership)
+    if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
+        return 0
+    # Another server's clock may have been ahead of this one's when it wrote down the end.
+    return min(round_.end.at_ms, enough_ms) + wait_ms
+
+
+def _awaits_survivor(state: State) -> bool:
+    """Whether a participant that has stopped is away for a moment, and is to be waited for."""
+    round_ = state.membership.round
+    if round_ is None or not state.away:
+        return False
+    away = {node_id for node_id in state.away if node_id in state.waiting}
+    return any(p.node_id in away for p in round_.participants) if away else False
+
+
+def time_out_joining(work: Draft) -> bool:
+    """Fail a run that had too few nodes for `join_timeout`; a submitted one waits anew."""
+    since_ms, settings = work.state.short_since_ms, work.membership.settings
+    if since_ms is None or work.state.seats or not _forming(work):
+        return False
+    if work.now_ms < since_ms + settings.join_timeout_ms:
+        return False
+    here = ", ".join(work.state.waiting) or "nobody"
+    reason = (
+        f"join timeout: {settings.join_timeout_ms / 1000:g} s passed with {work.state.ready} of "
+        f"{work.membership.min_nodes}:{work.membership.max_nodes} nodes; there: "
+        f"{here}{_missing(work.state)}"
+    )
+    if work.membership.submission is not None:
+        work.events.append(JobQueued(reason))
+        state = work.state
+        node_ids = dict.fromkeys((*state.placed, *state.waiting, *state.stuck))
+        withdraw_nodes(work, tuple(node_ids), "the job is queued again")
+    else:
+        close(work, Result.FAILED, reason, retry_sensible=True)
+    return True
+
+
+def _missing(state: State) -> str:
+    """Name those of the last round who are not there, and why."""
+    last = {d.node_id: d for d in state.membership.departures}
+    missing = [
+        f"{departure.node_id} {departure.state} ({departure.reason})"
+        for node_id, departure in last.items()
+        if not state.present(node_id)
+    ]
+    missing += [f"{node_id} stuck (its workers survive SIGKILL)" for node_id in state.stuck]
+    return f"; not there: {', '.join(missing[-8:])}" if missing else ""
+
+
+def admit_newcomers(work: Draft) -> bool:
+    """End a running round for nodes that wait, once they fill it or no more of them come."""
+    due_ms = newcomers_due_ms(work.state, work.now_ms) if work.open else None
+    if due_ms is None or work.now_ms < due_ms:
+        return False
+    newcomers = _newcomers(work.state, work.now_ms)
+    names = ", ".join(newcomers[:8]) + (" ..." if len(newcomers) > 8 else "")
+    end_round(work, Cause.NODES_JOINED, names, broken=False)
+    return True
+
+
+def newcomers_due_ms(state: State, now_ms: int) -> int | None:
+    """When the newcomers at hand end the running round if no more come."""
+    free = _free_seats(state)
+    newcomers = _newcomers(state, now_ms) if free > 0 else []
+    if not newcomers:
+        return None
+    since = [state.waiting[node_id].since_ms for node_id in newcomers]
+    quiet_ms = state.tuning.gather_quiet_ms
+    # Who is just back may yet say that it has succeeded, and then no newcomer ends the round.
+    earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
+    settings, round_ = state.membership.settings, state.membership.round
+    if settings.scale_up is ScaleUp.AFTER and round_ is not None:
+        earliest_ms = max(earliest_ms, round_.at_ms + settings.scale_up_after_ms)
+    if len(newcomers) >= free:
+        return max(*since, earliest_ms)
+    return max(min(max(since) + quiet_ms, min(since) + state.tuning.gather_ms), earliest_ms)
+
+
+def next_newcomers_ms(state: State, now_ms: int) -> int | None:
+    """When newcomers end the running round, or the first of those held back may."""
+    if _free_seats(state) <= 0:
+        return None
+    due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
+    due = [until_ms for until_ms in due if until_ms > now_ms]
+    due_ms = newcomers_due_ms(state, now_ms)
+    return min(due if due_ms is None else [*due, due_ms], default=None)
+
+
+def _free_seats(state: State) -> int:
+    """Count the seats for which newcomers may end the running round."""
+    round_, settings = state.membership.round, state.membership.settings
+    if round_ is None or not round_.live or settings.scale_up is ScaleUp.ON_RESTART:
+        return 0
+    if not state.waiting or some_succeeded(state) or some_seat_away(state):
+        return 0
+    return state.membership.max_nodes - len(state.seats)
+
+
+def _newcomers(state: State, now_ms: int) -> list[str]:
+    """Name the waiting nodes that may end a running round."""
+    held = {node_id for node_id, until_ms in holds(state).items() if until_ms > now_ms}
+    return [n for n in state.waiting if n not in state.away and n not in held]
+
+
+def holds(state: State) -> dict[str, int]:
+    """Say until when each flapping node may not end a running round.
+
+    A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
+    twice as long with each further loss. This depends on the losses alone, not on the time.
+    """
+    losses: dict[str, list[int]] = {}
+    for departure in state.membership.departures:
+        if departure.state is NodeState.LOST:
+            losses.setdefault(departure.node_id, []).append(departure.at_ms)
+    held: dict[str, int] = {}
+    for node_id, at_ms in losses.items():
+        since_ms = at_ms[-1] - state.tuning.flap_window_ms
+        recent = sum(1 for lost_ms in at_ms if lost_ms > since_ms)
+        if recent >= 2:
+            held[node_id] = at_ms[-1] + (state.tuning.flap_hold_ms << min(recent - 2, 16))
+    return held

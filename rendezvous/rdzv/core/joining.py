@@ -1,0 +1,155 @@
+"""How a node joins: a place in the next round, and what its join says of the last."""
+
+from __future__ import annotations
+
+from rdzv.core.absences import mark_back, note_heard, unheard
+from rdzv.core.budgets import further
+from rdzv.core.commands import Join
+from rdzv.core.draft import Draft, without
+from rdzv.core.ending import add_failures, charge_instead, end_by_failure, end_round, failures_from
+from rdzv.core.events import NodeJoined, NodeStopped
+from rdzv.core.leaving import give_up
+from rdzv.core.model import Cause, Result, State, Waiting, is_stand_in
+from rdzv.core.reachability import check_reachable
+from rdzv.core.rebuilding import adopt
+from rdzv.core.refusals import (
+    check_run,
+    check_secret,
+    check_speaker,
+    has_gone_along,
+    settings_mismatch,
+)
+from rdzv.core.runs import begin_run, close
+from rdzv.core.words import duration, listed
+from rdzv.errors import RunStoppingError
+from rdzv.structs import replace
+
+
+def join(work: Draft, command: Join) -> None:
+    """Admit a node, confirm that its workers are gone, or hear it again; see `Join`."""
+    check_secret(work, command)
+    node_id = command.node_id
+    claim = command.claim
+    if claim and claim.round == command.left_round and not _others_run_on(work.state, command):
+        adopt(work, command, claim)
+    held = work.state.incarnation(node_id)
+    if held is None:
+        if work.open and work.membership.stopping and not command.run:
+            raise RunStoppingError(
+                f"the last run of {work.membership.rdzv_id} is being stopped; the next begins when "
+                f"the workers on {listed((*work.state.seats, *unheard(work.state)))} are gone"
+            )
+        _admit(work, command)
+        return
+    check_speaker(work, command)
+    if command.run and not has_gone_along(work, command):
+        check_run(work, command)
+    number = _round_to_stop(work.state, node_id)
+    if number is not None and number == command.left_round:
+        _confirm_stopped(work, command, number)
+    elif held != command.incarnation:
+        give_up(work, node_id, "a new instance of the node took its place", heard=True)
+        _admit(work, command)
+    elif node_id in work.state.waiting:
+        _wait(work, command, work.state.waiting[node_id].since_ms)
+
+
+def _others_run_on(state: State, command: Join) -> bool:
+    """Whether nodes that are there run an earlier round than the one that this node has left.
+
+    A server without memory has begun it, after it had waited for all others in vain. Nothing of the
+    later round is left on this node; adopted, it would let the next begin beside those workers.
+    """
+    round_ = state.membership.round
+    if round_ is None or command.run != state.membership.run or command.left_round is None:
+        return False
+    # Seats that were stored before a server started are younger than their round: they may be of
+    # an old copy of the store, and their nodes in the later round, too.
+    begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
+    there = any(node_id not in state.away and not is_stand_in(node_id) for node_id in begun)
+    return there and command.left_round > round_.number
+
+
+def _round_to_stop(state: State, node_id: str) -> int | None:
+    """Say of which round a join would confirm that no worker is left on a present node.
+
+    None where it has none, or has said that it leaves: then only a `Leave` confirms it.
+    """
+    if node_id in state.stuck:
+        return state.stuck[node_id].round
+    seat, round_ = state.seats.get(node_id), state.membership.round
+    return round_.number if seat and round_ and not seat.leaving else None
+
+
+def _admit(work: Draft, command: Join) -> None:
+    """Admit a node that is not present, into this run or, if need be, a new one."""
+    if command.run and work.membership.run:
+        check_run(work, command)
+    if work.open and work.membership.submission and command.node_id in work.state.barred:
+        # It was let go of, and is told so; this is the echo of a join.
+        return
+    if not work.open:
+        begin_run(work, command)
+    elif command.settings != work.membership.settings:
+        if work.state.anybody or command.run or work.membership.submission:
+            raise settings_mismatch(work.membership, command)
+        close(
+            work, Result.STOPPED, "everyone was gone, and it was launched anew with other settings"
+        )
+        begin_run(work, command)
+    check_reachable(work, command)
+    if command.left_round is not None and command.left_round >= work.membership.next_round:
+        work.store(replace(work.membership, next_round=command.left_round + 1))
+    _wait(work, command, work.now_ms)
+    offer = command.offer
+    work.state = replace(work.state, newest_ms=work.now_ms, last_leave=None)
+    work.events.append(
+        NodeJoined(command.node_id, command.incarnation, offer.address, offer.local_world_size)
+    )
+
+
+def _wait(work: Draft, command: Join, since_ms: int) -> None:
+    """Put a node among those that wait; it is connected, and speaks for itself from now on."""
+    former = work.state.superseded.get(command.node_id)
+    if former is not None and (
+        former.incarnation != command.incarnation
+        or (command.left_round is not None and command.left_round >= former.round)
+    ):
+        others = without(work.state.superseded, command.node_id)
+        work.state = replace(work.state, superseded=others)
+    waiting = Waiting(command.incarnation, command.offer, since_ms, command.instance)
+    if work.state.waiting.get(command.node_id) != waiting:
+        work.put(waiting={**work.state.waiting, command.node_id: waiting})
+    note_heard(work, command.node_id)
+    mark_back(work, command.node_id)
+
+
+def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
+    """No worker of the round is left on the node: its seat is free, and it waits for the next."""
+    round_ = work.membership.round
+    if command.node_id in work.state.seats and round_ is not None:
+        failures = failures_from(work, command.node_id, round_, command.failures)
+        if command.fenced:
+            # Whoever has failed meanwhile has lost its connections to the workers killed here.
+            ago = f" {duration(command.fenced_age_ms)} ago" if command.fenced_age_ms else ""
+            reason = (
+                f"{command.node_id}: it was cut off, and has killed its workers{ago} "
+                "(--fence-after)"
+            )
+            dead_ms = command.fenced_age_ms
+            end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms)
+            charge_instead(work, Cause.NODE_LEFT, reason)
+        elif round_.live and failures:
+            end_by_failure(work, failures)
+        elif round_.live:
+            reason = f"{command.node_id}: it has stopped its workers, and joins again"
+            end_round(work, Cause.NODE_LEFT, reason, broken=False)
+        else:
+            add_failures(work, failures)
+        work.state = replace(work.state, moved=further(work.state.moved, command.moved))
+    work.put(
+        seats=without(work.state.seats, command.node_id),
+        stuck=without(work.state.stuck, command.node_id),
+    )
+    _wait(work, command, work.now_ms)
+    work.events.append(NodeStopped(command.node_id, number))

@@ -1,0 +1,209 @@
+"""How a node leaves a round or a job: done, of its own accord, stuck, or given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rdzv.core.absences import may_run, note_heard, orphans_end_after_ms, participant_of
+from rdzv.core.commands import Leave, ReportStuck, Succeed
+from rdzv.core.draft import Draft, store_submission, without
+from rdzv.core.ending import charge_instead, end_round, some_succeeded
+from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
+from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
+from rdzv.core.submissions import decline, withdraw
+from rdzv.structs import replace
+
+MAX_DEPARTURES = 64
+"""How many losses and leaves a job remembers."""
+
+
+def succeed(work: Draft, command: Succeed) -> None:
+    """Note that a node is done. That stays true when it was given up, or the round has ended."""
+    round_, node_id = work.membership.round, command.node_id
+    if round_ is None or round_.number != command.round:
+        return
+    seat = work.state.seats.get(node_id)
+    if seat is not None and seat.incarnation == command.incarnation and round_.live:
+        if not seat.succeeded:
+            _note_success(work, round_, node_id)
+            done = replace(seat, succeeded=True, since_ms=work.now_ms)
+            work.put(seats={**work.state.seats, node_id: done})
+    elif round_.end is not None and node_id not in round_.succeeded:
+        own = (
+            p
+            for p in round_.participants
+            if p.node_id == node_id and p.incarnation <= command.incarnation
+        )
+        if any(own):
+            _note_success(work, round_, node_id)
+            note_heard(work, node_id)
+
+
+def _note_success(work: Draft, round_: Round, node_id: str) -> None:
+    work.store_round(replace(round_, succeeded=(*round_.succeeded, node_id)))
+    work.events.append(NodeSucceeded(node_id, round_.number))
+
+
+def leave(work: Draft, command: Leave) -> None:
+    """A node without workers goes at once; one with workers keeps its seat until they are gone."""
+    round_ = work.membership.round
+    seat = work.state.seats.get(command.node_id)
+    if seat is None or round_ is None:
+        depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
+        return
+    failed = command.cause is LeaveCause.FAILED
+    if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
+        # It was told to leave, but its workers were done, as those of others were.
+        seat = replace(seat, succeeded=True, since_ms=work.now_ms)
+        # Or they were not: who fails for want of them may be heard later than this.
+        round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
+        _note_success(work, round_, command.node_id)
+    if round_.live and not seat.succeeded:
+        cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
+        end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
+    # Who leaves because its workers failed is no excuse for that failure.
+    if not (seat.succeeded or seat.leaving or failed):
+        charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
+    if seat.succeeded or command.left_round == round_.number:
+        depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
+    elif not seat.leaving:
+        leaving = replace(seat, leaving=command.reason)
+        work.put(seats={**work.state.seats, command.node_id: leaving})
+        work.events.append(NodeLeaving(command.node_id, command.reason))
+
+
+_CAUSE_OF_LEAVE = {
+    LeaveCause.START_FAILED: Cause.START_FAILED,
+    LeaveCause.FAILED: Cause.WORKER_FAILURE,
+}
+
+
+def report_stuck(work: Draft, command: ReportStuck) -> None:
+    """Give the seat away; the node is not seated again until it says that the workers are gone."""
+    round_ = work.membership.round
+    seat = work.state.seats.get(command.node_id)
+    if round_ is None or round_.number != command.round or seat is None:
+        return
+    pids = ", ".join(str(pid) for pid in command.pids)
+    reason = f"workers survive SIGKILL (pid {pids})"
+    if round_.live:
+        end_round(work, Cause.WORKER_FAILURE, f"{command.node_id}: {reason}", broken=True)
+    _leave_seat(work, command.node_id)
+    stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
+    work.put(stuck={**work.state.stuck, command.node_id: stuck})
+    work.events.append(NodeStuck(command.node_id, round_.number, reason))
+
+
+def give_up(
+    work: Draft, node_id: str, reason: str, *, heard: bool = False, stopped_late: bool = False
+) -> None:
+    """A node is lost. What its loss means for a live or unsettled round follows at once."""
+    seat = work.state.seats.get(node_id)
+    done = seat is not None and seat.succeeded
+    ends_after_ms = None
+    if not (heard or done) and may_run(work.state, node_id):
+        # Who had all the time that there is is not given more.
+        ends_after_ms = 0 if stopped_late else orphans_end_after_ms(work, node_id)
+    if seat is not None and seat.leaving:
+        depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
+        return
+    if seat is not None and not seat.succeeded:
+        text = f"{node_id}: {reason}"
+        end_round(work, Cause.NODE_LOST, text, broken=True)
+        charge_instead(work, Cause.NODE_LOST, text)
+    depart(work, node_id, NodeState.LOST, reason, None, ends_after_ms=ends_after_ms)
+
+
+def depart(
+    work: Draft,
+    node_id: str,
+    how: NodeState,
+    reason: str,
+    cause: LeaveCause | None,
+    *,
+    ends_after_ms: int | None = None,
+) -> None:
+    """Take a node out of the job and remember why."""
+    offer = _offer_of(work.state, node_id)
+    _leave_seat(work, node_id)
+    work.put(
+        waiting=without(work.state.waiting, node_id),
+        stuck=without(work.state.stuck, node_id),
+        away=without(work.state.away, node_id),
+    )
+    departure = Departure(
+        node_id=node_id,
+        state=how,
+        reason=reason,
+        at_ms=work.now_ms,
+        address=offer.address,
+        local_world_size=offer.local_world_size,
+        role=offer.role,
+        may_run=ends_after_ms is not None,
+        ends_after_ms=ends_after_ms or 0,
+    )
+    departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
+    work.store(replace(work.membership, departures=departures))
+    if (submission := work.membership.submission) is not None:
+        if cause is LeaveCause.START_FAILED:
+            store_submission(work, decline(submission, node_id, reason))
+        else:
+            store_submission(work, withdraw(submission, (node_id,)))
+    work.state = replace(work.state, last_leave=cause)
+    lost = how is NodeState.LOST
+    event = NodeLost(node_id, reason, departure.may_run) if lost else NodeLeft(node_id, reason)
+    work.events.append(event)
+
+
+def _offer_of(state: State, node_id: str) -> Offer:
+    if node_id in state.waiting:
+        return state.waiting[node_id].offer
+    participant = participant_of(state, node_id)
+    return participant.offer if participant is not None else Offer(address="")
+
+
+def _leave_seat(work: Draft, node_id: str) -> None:
+    round_ = work.membership.round
+    if node_id in work.state.seats and round_ is not None:
+        work.put(seats=without(work.state.seats, node_id))
+        work.store_round(replace(round_, gone=(*round_.gone, node_id)))
+
+
+def release_away_seats(work: Draft) -> bool:
+    """Once a round has ended, a node that is away is waited for only `reconnect_grace_ms`."""
+    for node_id, due_ms in away_seats_due(work.state):
+        if work.now_ms >= due_ms:
+            grace_s = work.state.tuning.reconnect_grace_ms / 1000
+            reason = f"away when the round ended, and not back within {grace_s:g} s"
+            give_up(work, node_id, reason)
+            return True
+    return False
+
+
+def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
+    """Name the away nodes that hold up the end of a round, and when each is given up."""
+    round_ = state.membership.round
+    if round_ is None or round_.end is None:
+        return
+    for node_id, away in state.away.items():
+        if node_id in state.seats and not away.firm:
+            since_ms = max(away.since_ms, round_.end.at_ms)
+            yield node_id, since_ms + state.tuning.reconnect_grace_ms
+
+
+def release_unstopped_seats(work: Draft) -> bool:
+    """A node that does not stop its workers within all its deadlines is given up."""
+    deadline_ms = work.state.stop_deadline_ms
+    if deadline_ms is None or work.now_ms < deadline_ms:
+        return False
+    for node_id in seats_with_deadline(work.state):
+        give_up(work, node_id, "it did not stop its workers in time", stopped_late=True)
+        return True
+    return False
+
+
+def seats_with_deadline(state: State) -> Iterable[str]:
+    """Name who must have stopped by the deadline: all but those promised more time to return."""
+    for node_id in state.seats:
+        if node_id not in state.away or not state.away[node_id].firm:
+            yield node_id

@@ -1,0 +1,66 @@
+"""Which addresses reach which nodes: loopback addresses are for one machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+from rdzv.core.commands import Join
+from rdzv.core.draft import Draft
+from rdzv.core.model import Offer, Participant, State, is_stand_in
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
+
+
+def check_reachable(work: Draft, command: Join) -> None:
+    """Refuse a node that only its own machine can reach beside one that is elsewhere."""
+    offer, local_to = command.offer, work.state.loopback_machine
+    if local_to == offer.machine:
+        return
+    if only_local(offer):
+        elsewhere = [n for n, there in _offers(work.state) if there.machine != offer.machine]
+        if elsewhere:
+            raise _unreachable(command.node_id, offer, elsewhere[0])
+        work.state = replace(work.state, loopback_machine=offer.machine)
+    elif local_to is not None:
+        for node_id, there in _offers(work.state):
+            if only_local(there):
+                raise _unreachable(node_id, there, command.node_id)
+        work.state = replace(work.state, loopback_machine=None)
+
+
+def _offers(state: State) -> Iterable[tuple[str, Offer]]:
+    for node_id, waiting in state.waiting.items():
+        yield node_id, waiting.offer
+    for participant in state.membership.round.participants if state.membership.round else ():
+        if participant.node_id in state.seats and not is_stand_in(participant.node_id):
+            yield participant.node_id, participant.offer
+
+
+def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{node_id} offers the address {offer.address}, which {other} on another machine can not "
+        f"reach; start {node_id} with --local-addr=ADDRESS, or let it reach the server by another "
+        "address than loopback"
+    )
+
+
+def only_local(offer: Offer) -> bool:
+    """Whether only the machine that offers this address can reach it."""
+    return _is_loopback(offer.address) and not offer.host_name
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def master_addr(participants: tuple[Participant, ...]) -> str:
+    """Choose the address at which all participants reach GROUP_RANK 0."""
+    offer = participants[0].offer
+    elsewhere = any(p.offer.machine != offer.machine for p in participants)
+    return offer.host_name if elsewhere and _is_loopback(offer.address) else offer.address

@@ -1,0 +1,206 @@
+"""A server that knows less than its nodes: a restart, or a round that it has no memory of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rdzv.core.absences import longest_stop_ms, mark_back
+from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known, spent_known
+from rdzv.core.commands import Join, Resume
+from rdzv.core.draft import Draft, without
+from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
+from rdzv.core.leaving import give_up
+from rdzv.core.model import (
+    UNMOVED,
+    Away,
+    Claim,
+    Membership,
+    Result,
+    Round,
+    Seat,
+    Settings,
+    State,
+    Superseded,
+    Tally,
+    Tuning,
+    is_stand_in,
+    stand_in,
+)
+from rdzv.core.reachability import only_local
+from rdzv.core.refusals import check_run, check_secret, check_speaker
+from rdzv.core.runs import close, next_run
+from rdzv.errors import UnknownNodeError
+from rdzv.structs import replace
+
+
+def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
+    """Rebuild a job after a load: whoever held a seat still holds it, and is waited for.
+
+    Who waited without a seat is forgotten; such nodes say so again when they reconnect.
+    """
+    state = State(membership, tuning)
+    if membership.ended is not None or not membership.run:
+        return state
+    round_ = membership.round
+    if round_ is None or (round_.end is not None and round_.end.settled):
+        return replace(state, short_since_ms=now_ms)
+    held = [p for p in round_.participants if p.node_id not in round_.gone]
+    until_ms = now_ms + tuning.takeover_grace_ms
+    done = frozenset(round_.succeeded)
+    return replace(
+        state,
+        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},
+        away={
+            p.node_id: Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)
+            for p in held
+        },
+        stop_deadline_ms=None if round_.live else until_ms + longest_stop_ms(round_, tuning),
+        loopback_machine=next((p.offer.machine for p in held if only_local(p.offer)), None),
+    )
+
+
+def resume(work: Draft, command: Resume) -> None:
+    """Hand a seat to the incarnation that speaks for its workers now."""
+    check_secret(work, command)
+    if command.claim is not None:
+        adopt(work, command, command.claim)
+    if not work.membership.run:
+        raise UnknownNodeError(
+            f"{work.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
+            f"round {command.round} of it"
+        )
+    check_run(work, command)
+    check_speaker(work, command)
+    seat = work.state.seats.get(command.node_id)
+    round_ = work.membership.round
+    if seat is None or round_ is None or command.round != round_.number:
+        return
+    if seat.incarnation != command.incarnation:
+        moved = replace(seat, incarnation=command.incarnation)
+        work.put(seats={**work.state.seats, command.node_id: moved})
+    mark_back(work, command.node_id)
+
+
+def adopt(work: Draft, command: Join | Resume, claim: Claim) -> None:
+    """Take over a round that is not known here, or a place in it that nobody has claimed yet."""
+    node_id, incarnation = command.node_id, command.incarnation
+    if not adoptable(work.state, command.run, claim.round):
+        return
+    known = work.membership.round if command.run == work.membership.run else None
+    if known is not None and known.number == claim.round:
+        held = stand_in(claim.group_rank)
+        if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
+            return
+        filled = further_claim(known, command, claim)
+        if filled is None:
+            return
+        work.store_round(filled)
+        work.put(seats=without(work.state.seats, held), away=without(work.state.away, held))
+    else:
+        round_ = first_claim(command, claim, work.now_ms)
+        if round_ is None:
+            return
+        if command.run != work.membership.run:
+            _adopt_run(work, command, claim.settings)
+        _adopt_round(work, round_, claim.tally)
+    work.put(
+        seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
+        waiting=without(work.state.waiting, node_id),
+        stuck=without(work.state.stuck, node_id),
+        away=without(work.state.away, node_id),
+    )
+    if only_local(claim.offer):
+        work.state = replace(work.state, loopback_machine=claim.offer.machine)
+    superseded = without(work.state.superseded, node_id)
+    work.state = replace(work.state, claimed_ms=work.now_ms, superseded=superseded)
+    work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
+
+
+def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
+    """Go on with a run that its nodes know. Who waits for a first round waits for its next one."""
+    run = command.run
+    old, reason = work.membership, "its nodes told of it; this server had no memory of it"
+    unstarted = work.open and old.round is None and old.settings == settings
+    if work.open and not unstarted:
+        close(work, Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
+    membership = next_run(work.membership, run, settings, work.now_ms, command.owner)
+    membership = replace(membership, secret=command.secret)
+    work.state = replace(work.state, membership=membership)
+    work.events.append(RunBegan(run, membership.run_number, reason))
+
+
+def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
+    """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
+    until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
+    others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
+    superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
+    away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
+    work.put(
+        seats={node_id: Seat(0, work.now_ms) for node_id in others},
+        away=away | {node_id: Away(work.now_ms, until_ms, firm=True) for node_id in others},
+    )
+    membership, nodes = work.membership, len(round_.participants)
+    bounds = (min(membership.min_nodes, nodes), max(membership.max_nodes, nodes))
+    work.store(
+        replace(
+            membership,
+            round=round_,
+            next_round=max(membership.next_round, round_.number + 1),
+            restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
+            spent=spent_known(membership, tally),
+            # What is outside the bounds was scaled by an operator; how far is not known.
+            scaled=membership.scaled if bounds == membership.bounds else bounds,
+        )
+    )
+    work.state = replace(
+        work.state,
+        stop_deadline_ms=None,
+        last_leave=None,
+        moved=UNMOVED,
+        superseded=superseded,
+    )
+    work.events.append(RoundAdopted(round_))
+
+
+def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
+    """Name who may run workers of the present round, and until when, if a later one is adopted."""
+    round_ = state.membership.round
+    if round_ is None:
+        return
+    for node_id, seat in state.seats.items():
+        away = state.away.get(node_id)
+        # Of who is away only those that this server has told of the round: others may be of an old
+        # copy of the store, and in the later round themselves, or gone for long.
+        unheard = away is not None and seat.since_ms != round_.at_ms
+        if not (unheard or seat.succeeded or is_stand_in(node_id)):
+            hears_ms = max(now_ms, away.until_ms) if away else now_ms
+            until_ms = hears_ms + longest_stop_ms(round_, state.tuning)
+            yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
+
+
+def release_unclaimed_seats(work: Draft) -> bool:
+    """A place in an adopted round that nobody claims in time is given up.
+
+    Not while claims still come in: those of a large job take their time.
+    """
+    due = unclaimed_seat_due(work.state)
+    if due is None or work.now_ms < due[1]:
+        return False
+    waited_s = work.state.tuning.takeover_grace_ms / 1000
+    give_up(work, due[0], f"not heard within {waited_s:g} s since this server knows of it")
+    return True
+
+
+def unclaimed_seat_due(state: State) -> tuple[str, int] | None:
+    """Name a stand-in, of whom no stream tells anything, and when it is given up; None: no more.
+
+    All are waited for equally long, so this looks at one: a large job has as many steps as seats.
+    """
+    round_ = state.membership.round
+    if round_ is None or not round_.adopted:
+        return None
+    stand_ins = ((node_id, away) for node_id, away in state.away.items() if is_stand_in(node_id))
+    first = next(stand_ins, None)
+    if first is None:
+        return None
+    return first[0], max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)

@@ -1,0 +1,159 @@
+"""How a run begins, and how it is closed."""
+
+from __future__ import annotations
+
+from rdzv.core.absences import unheard, unheard_until_ms
+from rdzv.core.commands import Join
+from rdzv.core.draft import Draft
+from rdzv.core.events import RunBegan, RunEnded
+from rdzv.core.model import (
+    Ended,
+    EndedRun,
+    Failure,
+    LeaveCause,
+    Membership,
+    Result,
+    Settings,
+    State,
+    Tuning,
+)
+from rdzv.core.words import listed
+from rdzv.errors import RendezvousClosedError
+from rdzv.structs import replace
+
+MAX_EARLIER_RUNS = 16
+"""How many earlier runs a job remembers the end of."""
+
+
+def vacant(rdzv_id: str, tuning: Tuning) -> State:
+    """Return the state of a job that nobody has joined yet. It is never stored."""
+    nobody = Membership(rdzv_id, run="", run_number=0, settings=Settings(1, 1), began_at_ms=0)
+    return State(nobody, tuning)
+
+
+def ended_run(state: State, run: str) -> Ended | None:
+    """Return how the run of this uid ended, if whoever carries it must hear that it did.
+
+    A run that is not known beside one that is present was superseded; None for the present run,
+    for a fresh node (empty `run`), and where no run is known to compare with.
+    """
+    membership = state.membership
+    if not run or not membership.run:
+        return None
+    if run == membership.run:
+        return membership.ended
+    for earlier in membership.earlier:
+        if earlier.run == run:
+            return earlier.ended
+    reason = f"run {run} is not known here; the present run of {membership.rdzv_id} is another"
+    return Ended(Result.STOPPED, reason, membership.began_at_ms)
+
+
+def begin_run(work: Draft, command: Join) -> None:
+    """Begin the run that a join asks for."""
+    old = work.membership
+    if old.ended is not None and command.refuse_reuse:
+        raise RendezvousClosedError(
+            f"the last run of {old.rdzv_id} has {old.ended.result} ({old.ended.reason}) and "
+            "reuse=false was given; choose another --rdzv-id"
+        )
+    run = command.run or command.new_run
+    membership = next_run(old, run, command.settings, work.now_ms, command.owner)
+    membership = replace(membership, secret=command.secret)
+    if command.run:
+        membership = replace(membership, resumed_at_ms=work.now_ms)
+    reason = "the first of this job"
+    if old.ended:
+        reason = f"the last one has {old.ended.result}: {old.ended.reason}"
+    elif command.run:
+        reason = "the server had no memory of it"
+    if command.owner:
+        reason += f"; begun by {command.owner}"
+    work.state = State(membership, work.state.tuning)
+    work.events.append(RunBegan(membership.run, membership.run_number, reason))
+
+
+def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
+    """Return the run after another. The job stays its owner's, whoever begins this run."""
+    ended = (EndedRun(old.run, old.ended),) if old.ended else ()
+    return Membership(
+        rdzv_id=old.rdzv_id,
+        run=run,
+        run_number=old.run_number + 1,
+        settings=settings,
+        began_at_ms=now_ms,
+        next_round=old.next_round,
+        earlier=(*old.earlier, *ended)[-MAX_EARLIER_RUNS:],
+        owner=old.owner or owner,
+    )
+
+
+def succeed_run(work: Draft) -> bool:
+    """The job has succeeded when every participant has, whether it is still there or not.
+
+    That one of them was given up, and the round ended by that, changes nothing: it was done.
+    """
+    if not work.open or not _all_done(work.state):
+        return False
+    close(work, Result.SUCCEEDED, "all workers exited 0")
+    return True
+
+
+def _all_done(state: State) -> bool:
+    round_ = state.membership.round
+    if round_ is None:
+        return False
+    if round_.live:
+        return all(seat.succeeded for seat in state.seats.values())
+    return len(round_.succeeded) == len(round_.participants)
+
+
+def close_when_stopped(work: Draft) -> bool:
+    """Close a run that an operator ends, once no worker of it is left that is known of.
+
+    Those of a dead agent run until their runner ends them. Of a node that is cut off nothing is
+    known, and it is not waited for longer than for those.
+    """
+    if not work.open or not work.membership.stopping or work.state.seats:
+        return False
+    if work.now_ms < unheard_until_ms(work.state):
+        return False
+    reason = work.membership.stopping
+    if names := unheard(work.state):
+        reason += f"; workers may still run on {listed(names)}: not heard since it was given up"
+    close(work, Result.STOPPED, reason)
+    return True
+
+
+def close_when_all_left(work: Draft) -> bool:
+    """When the last node has left of its own accord, the run is over, unless it was submitted."""
+    cause = work.state.last_leave
+    if not work.open or cause is None or work.state.anybody or work.membership.stopping:
+        return False
+    if work.membership.submission is not None:
+        return False
+    reason = work.membership.departures[-1].reason
+    if cause is LeaveCause.START_FAILED:
+        close(work, Result.FAILED, f"no node could start its workers: {reason}")
+    elif cause is LeaveCause.FAILED:
+        close(work, Result.FAILED, f"all nodes left, the last with failed workers: {reason}")
+    elif cause is LeaveCause.TIMEOUT:
+        close(work, Result.FAILED, reason, retry_sensible=True)
+    else:
+        close(work, Result.STOPPED, f"all nodes left: {reason}")
+    return True
+
+
+def close(
+    work: Draft,
+    result: Result,
+    reason: str,
+    *,
+    retry_sensible: bool = False,
+    failures: tuple[Failure, ...] = (),
+    no_progress: bool = False,
+) -> None:
+    """Close the run: it forms no more rounds, and nobody is in it any more."""
+    ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
+    work.state = State(replace(work.membership, ended=ended), work.state.tuning)
+    work.events.append(RunEnded(work.membership.run, ended))
