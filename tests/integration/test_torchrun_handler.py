@@ -826,6 +826,31 @@ def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same()
     NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda message: None).close(60)
 
 
+def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
+    closed: list[NodeStream] = []
+
+    class Closes(Credentials):
+        def metadata(self, endpoint: Endpoint) -> Any:
+            stream.close(0, wait=False)
+            closed.append(stream)
+            return super().metadata(endpoint)
+
+    def welcome(messages: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
+        yield WELCOME
+        yield from (WELCOME for _ in messages)
+
+    news = threading.Condition(threading.RLock())
+    with serving(welcome) as start:
+        start()
+        endpoints = (Endpoint("127.0.0.1", start()),)
+        stream = NodeStream(endpoints, Closes(), pb.Hello(), news, list, lambda message: None)
+        stream.open()
+        (thread,) = (t for t in threading.enumerate() if t.name == "rdzv-stream")
+        thread.join(10)
+        assert closed
+        assert not thread.is_alive()
+
+
 def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
     """A watch that is busy with a signal hears late that it was told to end."""
     busy, gate = threading.Event(), threading.Event()
@@ -850,6 +875,30 @@ def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
             late.join()
     finally:
         signal.signal(signal.SIGUSR1, former)
+    for thread in threading.enumerate():
+        if thread.name == "rdzv-signals":
+            thread.join(60)
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(files)
+
+
+def test_a_watch_that_is_being_ended_in_another_thread_is_replaced() -> None:
+    """What ends it may not have been written yet."""
+    begun, write = threading.Event(), os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        begun.set()
+        time.sleep(0.2)
+        return write(fd, data)
+
+    files = [*Path("/proc/self/fd").iterdir()]
+    first = watch_signals(lambda _: None)
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as other:
+        patched.setattr(os, "write", write_late)
+        ending = other.submit(first)
+        assert begun.wait(60)
+        second = watch_signals(lambda _: None)
+        ending.result()
+    second()
     for thread in threading.enumerate():
         if thread.name == "rdzv-signals":
             thread.join(60)

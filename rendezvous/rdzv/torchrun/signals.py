@@ -93,12 +93,15 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
 
 
 def _close_left(write_end: int) -> None:
-    """Close a pipe whose watch was told to end, once its thread reads from it no more."""
+    """Close a pipe whose watch was told to end, once its thread reads from it no more.
+
+    Not before: the thread that tells it may be about to write to the pipe.
+    """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)
-    os.close(write_end)
     thread.join(_LEFT_WITHIN_S)
     if not thread.is_alive():
+        os.close(write_end)
         os.close(read_end)
 
 

@@ -134,13 +134,16 @@ class NodeStream:
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
-            with self._lock:
-                # Later messages follow this Hello; the state before is in it.
-                self._hello.ClearField("beliefs")
-                self._hello.beliefs.extend(self._beliefs())
-                outbox.put(pb.NodeMessage(hello=self._hello))
-                self._outbox, self._call = outbox, call
             try:
+                with self._lock:
+                    if self._closing.is_set():
+                        # Nobody would end this stream: there was none when `close` looked for it.
+                        return RendezvousConnectionError("it was closed before it was open")
+                    # Later messages follow this Hello; the state before is in it.
+                    self._hello.ClearField("beliefs")
+                    self._hello.beliefs.extend(self._beliefs())
+                    outbox.put(pb.NodeMessage(hello=self._hello))
+                    self._outbox, self._call = outbox, call
                 return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
             except grpc.RpcError:
                 return self._judge(endpoint, call)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+# torch's log imports it with the first traceback, which is a second for each fork that has one.
+import torch._dynamo.config  # noqa: F401
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -466,4 +468,5 @@ def alone(stories: Sequence[Story]) -> bool:
 
 if __name__ == "__main__":
     told = [story for story in STORIES if not sys.argv[4:] or story.__name__ in sys.argv[4:]]
+    gc.freeze()  # Of all that was imported, nothing is what the stories have collected.
     sys.exit(not {"together": together, "alone": alone}[sys.argv[3]](told))
