@@ -864,6 +864,7 @@ def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+            patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
             first = watch_signals(on_signal)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert busy.wait(60)
@@ -893,6 +894,7 @@ def test_a_watch_that_is_being_ended_in_another_thread_is_replaced() -> None:
     files = [*Path("/proc/self/fd").iterdir()]
     first = watch_signals(lambda _: None)
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as other:
+        patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
         patched.setattr(os, "write", write_late)
         ending = other.submit(first)
         assert begun.wait(60)
@@ -917,6 +919,7 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+            patched.setattr("rdzv.torchrun.signals._LEFT_WITHIN_S", 60)
             first = watch_signals(lambda _: None)
             with ThreadPoolExecutor(1) as other:
                 other.submit(first).result()
