@@ -1,6 +1,6 @@
 """The servers of a simulation: the real driver, jobs, streams and cores, on one simulated store.
 
-`Server` is one rdzvd and its door: what `rdzv.server.rpc.service` does with gRPC is done here with
+`Server` is one rdzvd and its door: what `rdzv.server.rpc` does with gRPC is done here with
 `Connection`s, and everything behind it is the code of `rdzv.server`. Several of them may believe
 that they lead; the store refuses the writes of all but the last that took over.
 """

@@ -291,11 +291,11 @@ async def _run_alone(
     """Serve from a store that belongs to this process."""
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.service import server_version, serving
+    from rdzv.server.rpc.grpc_listener import serving
     from rdzv.server.security.access import Gate
 
     store = await _open_store(config)
-    replica = Replica(clock, store.place, server_version())
+    replica = Replica(clock, store.place, VERSION)
     metrics = _metrics(replica, config, facade, tls)
     gate = Gate(replica, clock, config, metrics)
     try:
@@ -325,13 +325,12 @@ async def _run_replica(
     """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.rpc.service import server_version, serving
+    from rdzv.server.rpc.grpc_listener import serving
     from rdzv.server.security.access import Gate
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 
-    version = server_version()
-    replica = Replica(clock, etcd.place, version)
+    replica = Replica(clock, etcd.place, VERSION)
     metrics = _metrics(replica, config, facade, tls)
     gate = Gate(replica, clock, config, metrics)
     with single_error():
@@ -340,7 +339,7 @@ async def _run_replica(
             _meter(replica, metrics, config) as meter,
             serving(replica, clock, config, facade, tls, gate) as bound,
             _http(replica, metrics, config, clock, facade, tls, gate) as http,
-            Election.running(client, str(config.advertise or bound), version) as election,
+            Election.running(client, str(config.advertise or bound), VERSION) as election,
             asyncio.TaskGroup() as tasks,
         ):
             campaign = tasks.create_task(replica.campaign(client, election, config, meter))
@@ -355,12 +354,11 @@ def _metrics(
     """Count what happens, where somebody can ask for it."""
     if config.http is None:
         return None
-    from rdzv.server.rpc.service import server_version
     from rdzv.server.telemetry.metrics import Metrics
 
     c10d = facade.views if facade is not None else None
     expires = tls.expires if tls is not None else None
-    metrics = Metrics(replica.figures, config, server_version(), c10d=c10d, expires=expires)
+    metrics = Metrics(replica.figures, config, VERSION, c10d=c10d, expires=expires)
     metrics.add_process()
     return metrics
 
@@ -373,7 +371,6 @@ async def _meter(
     if config.otlp is None:
         yield metrics
         return
-    from rdzv.server.rpc.service import server_version
     from rdzv.server.telemetry.metrics_hooks import Meters
     from rdzv.server.telemetry.otlp import OtlpSender
     from rdzv.server.telemetry.traces import tracing
@@ -381,7 +378,7 @@ async def _meter(
     async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
         return await replica.driver.views.history(rdzv_id, limit)
 
-    sender = OtlpSender(config.otlp, server_version())
+    sender = OtlpSender(config.otlp, VERSION)
     try:
         async with tracing(history, sender.send) as traces:
             yield traces if metrics is None else Meters(metrics, traces)

@@ -81,7 +81,8 @@ RULES = (
         "**/*.py",
         never=of("rdzv.v1"),
         but=of(
-            *("server/rpc/service.py", "server/wire/*.py", "server/__main__.py"),
+            *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
+            "server/__main__.py",
             *("view/answers.py", "client.py", "transport/*.py"),
             # The agent's driver and node only pass on what its link has encoded.
             *("agent/server_link/*.py", "agent/job/job_driver.py", "agent/node/node.py"),

@@ -12,7 +12,7 @@ import pytest
 from rdzv.core.model import Membership, Settings
 from rdzv.ctl.new_files import new_file
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.rpc.service import CHUNK_BYTES, _in_chunks
+from rdzv.server.rpc.control_service import CHUNK_BYTES, in_chunks
 from rdzv.stores import backup
 from rdzv.stores.base import DOCUMENT_BYTES, Record, Stored
 from rdzv.stores.memory import MemoryStore
@@ -257,7 +257,7 @@ async def test_chunks_are_bounded_and_come_to_the_same() -> None:
         for line in lines:
             yield line
 
-    chunks = [chunk async for chunk in _in_chunks(given())]
+    chunks = [chunk async for chunk in in_chunks(given())]
     assert b"".join(chunks) == b"".join(lines)
     assert [len(chunk) for chunk in chunks[:-1]] == [CHUNK_BYTES] * (len(chunks) - 1)
     assert 0 < len(chunks[-1]) <= CHUNK_BYTES

@@ -17,9 +17,9 @@ from rdzv.errors import RendezvousStateError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc import service
+from rdzv.server.rpc import grpc_listener
+from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.rpc.grpc_server import grpc_server
-from rdzv.server.rpc.service import serving
 from rdzv.server.settings.config import Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.endpoints import Listen
@@ -146,7 +146,7 @@ async def test_a_server_of_grpc_that_ends_by_itself_ends_ours(
         made.append(grpc_server(*args))
         return made[-1]
 
-    monkeypatch.setattr(service, "grpc_server", keeping)
+    monkeypatch.setattr(grpc_listener, "grpc_server", keeping)
     with pytest.raises(RendezvousStateError, match="has ended by itself"):
         async with asyncio.timeout(LONG_S), server():
             await made[0].stop(0)

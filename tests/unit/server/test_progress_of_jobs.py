@@ -21,7 +21,7 @@ from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Line, Progress
 from rdzv.server.messages import RankProgress as Said
-from rdzv.server.rpc.service import Conversation, Inbox
+from rdzv.server.rpc.rendezvous_service import Conversation, Inbox
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.stores.memory import MemoryStore

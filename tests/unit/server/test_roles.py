@@ -23,8 +23,8 @@ from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, Un
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc import role_interceptor, service
-from rdzv.server.rpc.service import serving
+from rdzv.server.rpc import grpc_listener, role_interceptor
+from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.security import access, roles
 from rdzv.server.security.callers import Role
 from rdzv.server.settings.config import Config
@@ -152,7 +152,7 @@ def every_method() -> list[str]:
         for one in pb.DESCRIPTOR.services_by_name.values()
         for method in one.methods
     ]
-    health, asking = service.health.SERVICE_NAME, reflection.SERVICE_NAME
+    health, asking = grpc_listener.health.SERVICE_NAME, reflection.SERVICE_NAME
     return [*own, f"/{health}/Check", f"/{health}/Watch", f"/{asking}/ServerReflectionInfo"]
 
 

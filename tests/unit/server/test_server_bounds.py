@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from rdzv.server.http.connection_limits import Door
+from rdzv.server.rpc.grpc_listener import OTHER_FILES, connections_at_once
 from rdzv.server.rpc.rate_limit import Allowance
-from rdzv.server.rpc.service import OTHER_FILES, _connections
 from rdzv.server.settings.config import Limits, Timings
 
 
@@ -56,4 +56,4 @@ def test_connections_leave_files_for_the_store(
     monkeypatch: pytest.MonkeyPatch, files: int, expected: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    assert _connections(Limits()) == expected
+    assert connections_at_once(Limits()) == expected

@@ -25,12 +25,13 @@ from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.service import server_version, serving
+from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.settings.config import DAY_MS, Config, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.addresses import is_loopback, listen_at
 from rdzv.transport.endpoints import Endpoint, Listen
+from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
@@ -144,13 +145,13 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
         nodes_tuning=NodesTuning(takeover_grace_ms=TAKEOVER_GRACE_MS),
     )
     clock = MonotonicClock()
-    replica = Replica(clock, etcd.place, server_version())
+    replica = Replica(clock, etcd.place, VERSION)
     async with EtcdClient.connected(etcd) as client, serving(replica, clock, config) as bound:
         at = Endpoint(address, bound.port)
         if not listen.loopback:
             _warn(at)
         async with (
-            Election.running(client, str(at), server_version()) as election,
+            Election.running(client, str(at), VERSION) as election,
             asyncio.TaskGroup() as tasks,
         ):
             campaign = tasks.create_task(replica.campaign(client, election, config))
@@ -186,7 +187,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
     """Serve from memory, for as long as this node lives; the caller knows what there is."""
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
-    replica = Replica(clock, store.place, server_version())
+    replica = Replica(clock, store.place, VERSION)
     async with Driver.running(store, clock, config) as driver:
         replica.lead(driver)
         async with serving(replica, clock, config, reflection=False) as bound:

@@ -87,6 +87,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 try:
                     async for reply in replies:
                         yield reply
+                except RendezvousError as error:
+                    await end_call(context, error)
                 except DecodeError as error:
                     # Of a service that is not ours: gRPC's own, which tells what there is.
                     await end_call(context, _unreadable(method, str(error)))
@@ -101,7 +103,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             caller = await self._enter(method, request, context)
             end, change = "", begin_change()
             try:
-                return await inner(request, context)
+                return await self._answer(inner, request, context)
             except BaseException:
                 code = context.code()
                 if code in _REFUSED:
@@ -114,6 +116,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     await self._gate.audit(caller, verb, request, peer, change.text, end)
 
         return serve
+
+    async def _answer(self, inner: Callable[..., Any], request: Any, context: Any) -> Any:
+        try:
+            return await inner(request, context)
+        except RendezvousError as error:
+            await end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
         """Let a caller in, or end the call."""

@@ -1,0 +1,324 @@
+"""The Control service: requests of operators to values, and answers to messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from rdzv.core.commands import Restart, Scale, Stop
+from rdzv.core.explain import job_state
+from rdzv.core.words import duration, listed
+from rdzv.errors import InvalidRequestError, UnknownJobError
+from rdzv.runtime.clock import Clock
+from rdzv.server.messages import NodeSummary
+from rdzv.server.operations import answer_values
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.queries import Answers
+from rdzv.server.security import callers
+from rdzv.server.security.access import AUDIT, note_change, signed
+from rdzv.server.security.tokens import Token
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Limits
+from rdzv.server.wire import inbound_operators, outbound
+from rdzv.structs import replace
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
+    from rdzv.core.explain import JobView
+
+AnyContext = grpc.aio.ServicerContext[Any, Any]
+
+Obeyed = Stop | Restart | Scale
+Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
+
+CHUNK_BYTES = 256 * 1024
+"""The size of one message of a backup; far below the largest message that gRPC lets pass."""
+
+
+class ControlService(pb_grpc.ControlServicer):
+    """Answers operators. A job that is only watched gives way to one of its name, but in lists.
+
+    A call that raises one of the errors of `rdzv.errors` ends with its status; the interceptor sees
+    to that.
+    """
+
+    def __init__(
+        self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
+    ) -> None:
+        self._replica = replica
+        self._clock = clock
+        self._limits = limits
+        self._answers = Answers(replica, clock, limits, facade)
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Show one job."""
+        return self._status(await self._answers.view(request.rdzv_id))
+
+    async def WatchJob(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: AnyContext
+    ) -> AsyncIterator[pb.JobStatus]:
+        """Show one job whenever it changes."""
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
+            async for view in views:
+                yield self._status(view)
+
+    async def ListJobs(  # noqa: N802
+        self, request: pb.ListJobsRequest, context: AnyContext
+    ) -> pb.ListJobsResponse:
+        """Show every job."""
+        driver = self._replica.driver
+        views = [view async for view in self._answers.views()]
+        jobs = [outbound.job_summary(self._answers.summary_of(view)) for view in views]
+        return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
+
+    async def ListEvents(  # noqa: N802
+        self, request: pb.ListEventsRequest, context: AnyContext
+    ) -> pb.ListEventsResponse:
+        """Show a job's history."""
+        limit = inbound_operators.history_limit(request.limit, self._limits)
+        rows = await self._answers.history(request.rdzv_id, limit)
+        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
+
+    async def StopJob(  # noqa: N802
+        self, request: pb.StopJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """End a run."""
+        return await self._obey(request, inbound_operators.stop_of)
+
+    async def RestartJob(  # noqa: N802
+        self, request: pb.RestartJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """End a round, and have another form."""
+        return await self._obey(request, inbound_operators.restart_of)
+
+    async def ScaleJob(  # noqa: N802
+        self, request: pb.ScaleJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Give a run other bounds."""
+        return await self._obey(request, inbound_operators.scale_of)
+
+    async def SubmitJob(  # noqa: N802
+        self, request: pb.SubmitJobRequest, context: AnyContext
+    ) -> pb.JobStatus:
+        """Begin a run whose nodes the server chooses."""
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        command = inbound_operators.submit_of(request, self._limits)
+        caller = callers.present.get()
+        before = await self._doing(rdzv_id)
+        view = await self._replica.driver.operations.submit_job(rdzv_id, command, caller)
+        note_change(before, view.state)
+        return self._status(view)
+
+    async def ListNodes(  # noqa: N802
+        self, request: pb.ListNodesRequest, context: AnyContext
+    ) -> pb.ListNodesResponse:
+        """Show every node."""
+        named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
+        driver = self._replica.driver
+        nodes = list(map(_node, driver.node_views.summaries(named)))
+        return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
+
+    async def CordonNode(  # noqa: N802
+        self, request: pb.CordonNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Place nothing more on a node."""
+        node_id, reason = inbound_operators.cordon_of(request, self._limits)
+        reason = signed(reason, callers.present.get())
+        before = self._use(node_id)
+        found = await self._replica.driver.nodes.cordon(node_id, reason)
+        note_change(before, _use_of(found))
+        return _node(found)
+
+    async def UncordonNode(  # noqa: N802
+        self, request: pb.UncordonNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Let a node be placed on again."""
+        node_id = bounds.node_id_of(request.node_id, self._limits)
+        before = self._use(node_id)
+        found = await self._replica.driver.nodes.uncordon(node_id)
+        note_change(before, _use_of(found))
+        return _node(found)
+
+    async def DrainNode(  # noqa: N802
+        self, request: pb.DrainNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Empty a node."""
+        driver = self._replica.driver
+        node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
+        reason = signed(reason, callers.present.get())
+        before = self._use(node_id)
+        found = await driver.nodes.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
+        note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
+        return _node(found)
+
+    async def UndrainNode(  # noqa: N802
+        self, request: pb.UndrainNodeRequest, context: AnyContext
+    ) -> pb.Node:
+        """Lift a drain."""
+        node_id = bounds.node_id_of(request.node_id, self._limits)
+        before = self._use(node_id)
+        found = await self._replica.driver.nodes.undrain(node_id)
+        note_change(before, _use_of(found))
+        return _node(found)
+
+    async def _obey(self, request: Wish, read: Callable[[Wish, Limits], Obeyed]) -> pb.JobStatus:
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        command = read(request, self._limits)
+        command = replace(command, reason=signed(command.reason, callers.present.get()))
+        scales = isinstance(command, Scale)
+        before = await self._doing(rdzv_id, scales=scales)
+        view = await self._replica.driver.operations.obey(rdzv_id, command)
+        after = _nnodes(view.min_nodes, view.max_nodes) if scales else view.state
+        note_change(before, after)
+        return self._status(view)
+
+    async def ForgetJob(  # noqa: N802
+        self, request: pb.ForgetJobRequest, context: AnyContext
+    ) -> pb.ForgetJobResponse:
+        """Forget a job that has ended."""
+        rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+        before = await self._doing(rdzv_id)
+        await self._replica.driver.operations.forget(rdzv_id)
+        note_change(before, "forgotten")
+        return pb.ForgetJobResponse()
+
+    async def ReadLogs(  # noqa: N802
+        self, request: pb.ReadLogsRequest, context: AnyContext
+    ) -> AsyncIterator[pb.LogLines]:
+        """Send what workers have written, as fast as it is taken."""
+        try:
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+            wanted = inbound_operators.logs_wanted_of(request, self._limits)
+            async with aclosing(self._replica.driver.workers.read_logs(rdzv_id, wanted)) as found:
+                async for lines in found:
+                    yield outbound.log_lines(lines)
+        except UnknownJobError as error:
+            raise self._answers.why_no_logs(request.rdzv_id, error) from error
+
+    async def TakeStacks(  # noqa: N802
+        self, request: pb.TakeStacksRequest, context: AnyContext
+    ) -> pb.StackReport:
+        """Show what the workers of a round do, or did when it hung."""
+        try:
+            rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
+            run, number = inbound_operators.stacks_wanted_of(request, self._limits)
+            why = "an operator asked for them"
+            report = await self._replica.driver.workers.stacks(rdzv_id, run, number, why)
+            shown = answer_values.stack_report(report, self._clock.now_ms())
+            return outbound.stack_report(shown)
+        except UnknownJobError as error:
+            if self._answers.watched(request.rdzv_id) is not None:
+                raise _without_agents(request.rdzv_id) from error
+            raise
+
+    async def Backup(  # noqa: N802
+        self, request: pb.BackupRequest, context: AnyContext
+    ) -> AsyncIterator[pb.BackupChunk]:
+        """Send all that the store holds, piece by piece, as fast as it is taken."""
+        driver = self._replica.driver
+        async for data in in_chunks(driver.store.backup(driver.leadership)):
+            yield pb.BackupChunk(data=data)
+
+    async def ListServers(  # noqa: N802
+        self, request: pb.ListServersRequest, context: AnyContext
+    ) -> pb.ListServersResponse:
+        """Show every rdzvd that shares this one's store; also one that stands by answers."""
+        servers = await self._replica.servers()
+        shown = map(answer_values.server, servers)
+        return pb.ListServersResponse(servers=map(outbound.server, shown))
+
+    async def CreateToken(  # noqa: N802
+        self, request: pb.CreateTokenRequest, context: AnyContext
+    ) -> pb.CreateTokenResponse:
+        """Make a token, and show its text once."""
+        name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
+        expires_in_ms = inbound_operators.token_life_of(request, self._limits)
+        driver = self._replica.driver
+        token, text = await driver.tokens.create(name, roles, expires_in_ms)
+        note_change("nothing", f"token {token.id} with {' and '.join(roles)}")
+        shown = answer_values.token(token, self._clock.now_ms())
+        return pb.CreateTokenResponse(token=outbound.token(shown), text=text)
+
+    async def ListTokens(  # noqa: N802
+        self, request: pb.ListTokensRequest, context: AnyContext
+    ) -> pb.ListTokensResponse:
+        """Show every token."""
+        tokens = self._replica.driver.tokens.listed()
+        return self._tokens(tokens)
+
+    async def RevokeTokens(  # noqa: N802
+        self, request: pb.RevokeTokensRequest, context: AnyContext
+    ) -> pb.ListTokensResponse:
+        """Revoke a token, or all of one name."""
+        revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
+        note_change(listed(f"token {token.id}" for token in revoked), "revoked")
+        return self._tokens(revoked)
+
+    def _tokens(self, tokens: Iterable[Token]) -> pb.ListTokensResponse:
+        now_ms = self._clock.now_ms()
+        shown = [answer_values.token(token, now_ms) for token in tokens]
+        return pb.ListTokensResponse(tokens=list(map(outbound.token, shown)))
+
+    async def ListAudit(  # noqa: N802
+        self, request: pb.ListAuditRequest, context: AnyContext
+    ) -> pb.ListEventsResponse:
+        """Show who has changed what."""
+        limit = inbound_operators.history_limit(request.limit, self._limits)
+        rows = await self._replica.driver.history.of(AUDIT, limit)
+        return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
+
+    async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
+        """Say what a job does, or with `scales` which bounds it has, before a call changes it."""
+        state = await self._replica.driver.jobs.look(rdzv_id)
+        if not state.membership.run:
+            return "unknown"
+        return _nnodes(*state.membership.bounds) if scales else job_state(state)
+
+    def _use(self, node_id: str) -> str:
+        """Say whether jobs are placed on a node, before a call changes it."""
+        return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
+
+    def _status(self, view: JobView) -> pb.JobStatus:
+        return outbound.job_status(self._answers.status_of(view))
+
+
+def _nnodes(min_nodes: int, max_nodes: int) -> str:
+    return f"{min_nodes}:{max_nodes} nodes"
+
+
+def _node(summary: NodeSummary) -> pb.Node:
+    return outbound.node(answer_values.node(summary))
+
+
+def _use_of(node: NodeSummary) -> str:
+    if node.drain:
+        return node.drain
+    return "cordoned" if node.cordoned else "quarantined" if node.quarantine else "in service"
+
+
+def _without_agents(rdzv_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{rdzv_id} forms its group with torchrun's own c10d rendezvous, which is only watched "
+        "here: its nodes have no agent that takes stacks; run `py-spy dump --pid PID` there"
+    )
+
+
+async def in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Put short lines together, and divide long ones: a chunk is no more than one message."""
+    waiting = bytearray()
+    async for line in lines:
+        waiting += line
+        while len(waiting) >= CHUNK_BYTES:
+            yield bytes(waiting[:CHUNK_BYTES])
+            del waiting[:CHUNK_BYTES]
+    if waiting:
+        yield bytes(waiting)

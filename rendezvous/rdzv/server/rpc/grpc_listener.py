@@ -1,0 +1,213 @@
+"""Serving gRPC: the services, health and reflection, at the addresses of `--listen`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
+from rdzv.runtime.clock import Clock
+from rdzv.runtime.concurrency import beside
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.control_service import ControlService
+from rdzv.server.rpc.grpc_log import quiet_grpc
+from rdzv.server.rpc.grpc_server import grpc_server
+from rdzv.server.rpc.rendezvous_service import RendezvousService
+from rdzv.server.rpc.role_interceptor import Interceptor
+from rdzv.server.security import handshakes
+from rdzv.server.security.access import Gate
+from rdzv.server.settings.config import Config, Limits, Timings
+from rdzv.structs import replace
+from rdzv.transport.endpoints import Listen
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from rdzv.c10d.facade import Facade
+    from rdzv.server.security.tls import Tls
+
+log = logging.getLogger("rdzv.service")
+
+OTHER_FILES = 512
+"""Open files that are kept back from connections: the store's, the HTTP port's, and some more."""
+
+SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
+
+
+@asynccontextmanager
+async def serving(
+    replica: Replica,
+    clock: Clock,
+    config: Config,
+    facade: Facade | None = None,
+    tls: Tls | None = None,
+    gate: Gate | None = None,
+    *,
+    reflection: bool = True,
+) -> AsyncIterator[Listen]:
+    """Serve until the body ends; yield the address, with the port that was given for port 0.
+
+    At the end every stream is told to connect again, and open calls get a moment to end.
+    Without `reflection` nobody can ask what there is to call.
+
+    Raises:
+        InvalidRequestError: the address can not be listened on.
+        RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
+
+    """
+    gate = gate or Gate(replica, clock, config)
+    quiet_grpc()
+    server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
+    control = ControlService(replica, clock, config.limits, facade)
+    pb_grpc.add_ControlServicer_to_server(control, server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if reflection:
+        _enable_reflection(server)
+    asks = config.tls is not None and config.tls.client_ca is not None
+    bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
+    if config.tls is not None and (listen := config.tls.token_listen) is not None:
+        at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
+        log.info("who has no certificate connects to %s, and shows a token", at_port)
+    await server.start()
+    try:
+        at = str(config.advertise or bound)
+        async with (
+            _insisting_on(server, at),
+            _telling_health(replica, health_servicer, at, config.exposed),
+        ):
+            yield bound
+    finally:
+        replica.stand_by(
+            RendezvousConnectionError("this server is stopping; workers run on, connect again")
+        )
+        await server.stop(config.timings.stop_grace_ms / 1000)
+
+
+def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
+    return [
+        # Without this, two servers would share a port and take turns.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        # gRPC refuses at random between the two.
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.calls_per_connection),
+        ("grpc.max_allowed_incoming_connections", connections_at_once(limits)),
+        handshakes.grpc_option(timings),
+        ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
+        ("grpc.keepalive_time_ms", timings.ping_interval_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # This, not keepalive_timeout_ms, is what ends a connection to a stopped peer.
+        ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
+        # A server that was held up reads several pings at once, and would end good streams for it.
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def connections_at_once(limits: Limits) -> int:
+    """Leave files for the store and for all else that a server opens, whoever connects."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits.connections
+    return min(limits.connections, max(files - OTHER_FILES, files // 2))
+
+
+@asynccontextmanager
+async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
+    """End the body if gRPC's server ends: nobody could reach this process, and it lived on."""
+    # It ends when the server has stopped: cancelled, it would cancel the stop as well.
+    ended = asyncio.create_task(server.wait_for_termination())
+
+    async def wait() -> None:
+        await asyncio.shield(ended)
+        raise RendezvousStateError(
+            f"gRPC's server at {address} has ended by itself (the log says why, if gRPC did); "
+            "start this one again"
+        )
+
+    async with beside(wait()):
+        yield
+
+
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    # Its import is worth the time only where somebody may ask.
+    from grpc_reflection.v1alpha import reflection
+
+    names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+@asynccontextmanager
+async def _telling_health(
+    replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
+) -> AsyncIterator[None]:
+    """Let the health service say whether nodes are served here; a server that stands by lives."""
+    changed = asyncio.Event()
+    leading = False
+
+    def tell(leads: bool) -> None:
+        nonlocal leading
+        leading = leads
+        changed.set()
+
+    async def follow() -> None:
+        while True:
+            changed.clear()
+            for name in SERVICES:
+                await servicer.set(name, _SERVING if leading else _NOT_SERVING)
+            await changed.wait()
+
+    await servicer.set("", _SERVING)
+    replica.serve_as(address, tell, exposed)
+    async with beside(follow()):
+        yield
+
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
+    """Bind an address; `asks`: who connects has to show a certificate."""
+    try:
+        if tls is None:
+            return server.add_insecure_port(str(listen))
+        return server.add_secure_port(str(listen), tls.grpc_credentials(asks=asks))
+    except RuntimeError as error:
+        raise InvalidRequestError(_why_not(listen)) from error
+
+
+def _why_not(listen: Listen) -> str:
+    """Find out why an address can not be listened on, for gRPC does not say."""
+    advice = "give another address with --listen"
+    try:
+        infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return f"can not listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
+    for family, kind, protocol, _, address in infos:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return (
+                        f"can not listen on {listen}: another program does already; end that one "
+                        f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
+                    )
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                return f"can not listen on {listen}: {reason}; {advice}"
+    return f"can not listen on {listen}: gRPC refused it; {advice}"

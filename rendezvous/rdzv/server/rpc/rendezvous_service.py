@@ -1,0 +1,297 @@
+"""The Rendezvous service: the stream of each node, for all its jobs.
+
+What goes wrong about one job of a node is told to it in the stream, which stays open. An error that
+ends the stream is raised, and leaves as its status; see `role_interceptor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rdzv.core.commands import Command
+from rdzv.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from rdzv.runtime.clock import Clock
+from rdzv.server.driver import Driver
+from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
+from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.rate_limit import Allowance
+from rdzv.server.rpc.role_interceptor import end_stream_unheard
+from rdzv.server.security import callers
+from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Config
+from rdzv.server.wire import inbound_nodes, outbound
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from rdzv.version import VERSION
+
+Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
+Said = tuple[str, Command] | Holdings
+Inbox = asyncio.Queue[Said | None]
+
+log = logging.getLogger("rdzv.service")
+
+
+class RendezvousService(pb_grpc.RendezvousServicer):
+    """The stream of each node, for all its jobs."""
+
+    def __init__(self, replica: Replica, clock: Clock, config: Config) -> None:
+        self._replica = replica
+        self._clock = clock
+        self._config = config
+        self._version = VERSION
+
+    # The generated stub knows handlers that yield; this one reads and writes at once.
+    async def Attach(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: object, context: Context
+    ) -> None:
+        """Serve one node until either side ends the stream."""
+        try:
+            driver = await self._replica.settled_driver(
+                self._config.timings.leaderless_hold_ms / 1000
+            )
+        except RendezvousError as error:
+            await end_stream_unheard(context, error)
+            raise
+        conversation = Conversation(driver, self._replica, self._clock, self._config, self._version)
+        await conversation.hold(context)
+
+
+class Conversation:
+    """One node's stream, with the driver that led when it was opened."""
+
+    def __init__(
+        self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
+    ) -> None:
+        self._driver = driver
+        self._replica = replica
+        self._clock = clock
+        self._limits = config.limits
+        self._timings = config.timings
+        self._version = version
+        self._early: dict[str, Progress] = {}
+        """By rdzv_id: what the node has said of its workers before its beliefs were decided."""
+        self._early_hung: dict[str, Hung] = {}
+        """Likewise: which of its workers hang."""
+        self._warned = False
+        self._allowance = Allowance(self._limits.commands_at_once, self._limits.commands_per_second)
+
+    async def hold(self, context: Context) -> None:
+        """Serve the node until either side ends the stream."""
+        message = await self._first_message(context)
+        hello = inbound_nodes.hello_of(message, self._limits)
+        stream = self._driver.connections.attach(hello, callers.present.get())
+        try:
+            # Now, for a first write that is cut short would not know that it has sent them, and
+            # the status that follows would fail to send them again: the node would hear nothing.
+            await context.send_initial_metadata(())
+            end = await self._serve(stream, message.beliefs, context)
+        except grpc.aio.BaseError:
+            end = None
+        finally:
+            # Also when the node died, for then this call is cancelled.
+            self._driver.connections.detach(stream)
+        if end is not None:
+            log.info("the stream of %s is closed: %s", stream.node_id, end)
+            raise end
+
+    async def _first_message(self, context: Context) -> pb.Hello:
+        timeout_s = self._timings.hello_timeout_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await _receive(context)
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+            ) from None
+        if message is None or message.WhichOneof("body") != "hello":
+            raise InvalidRequestError("the first message of a stream must be a hello")
+        return message.hello
+
+    async def _serve(
+        self, stream: Stream, beliefs: Iterable[pb.Belief], context: Context
+    ) -> RendezvousError | None:
+        inbox = Inbox(self._limits.inbox)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._read(stream, inbox, context)),
+                tasks.create_task(self._obey(stream, beliefs, inbox)),
+                tasks.create_task(self._write(stream, context)),
+            ]
+            end = await stream.ended()
+            for task in running:
+                task.cancel()
+        return end
+
+    async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
+        """Take in what the node says; it is heard at once, even while the store is away."""
+        try:
+            while (message := await _receive(context)) is not None:
+                self._driver.connections.heard(stream)
+                self._take(message, stream, inbox)
+        except InvalidRequestError as error:
+            stream.close(error)
+        # The stream's end is no goodbye: see the contract. What was said before it is heard first.
+        await inbox.put(None)
+
+    def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
+        try:
+            match message.WhichOneof("body"):
+                case "heartbeat":
+                    if message.heartbeat.number:
+                        stream.send(Heard(message.heartbeat.number))
+                case "away":
+                    deadline_ms = inbound_nodes.away_ms_of(message.away, self._limits)
+                    self._driver.connections.plan_away(stream, deadline_ms)
+                case "log_piece":
+                    self._driver.reports.take_log(
+                        stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
+                    )
+                case "progress":
+                    self._take_progress(message.progress, stream)
+                case "hung":
+                    self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
+                case "stacks":
+                    said = inbound_nodes.stacks_of(message.stacks, self._limits)
+                    self._driver.reports.take_stacks_in(stream, said)
+                case "health":
+                    self._driver.reports.note_health(
+                        stream, inbound_nodes.failing_of(message.health, self._limits)
+                    )
+                case "holdings":
+                    holdings = Holdings(inbound_nodes.holdings_of(message.holdings, self._limits))
+                    self._queue(holdings, stream, inbox)
+                case "draining":
+                    draining = inbound_nodes.draining_of(message.draining, self._limits)
+                    self._driver.reports.note_draining(stream, draining)
+                case _:
+                    speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
+                    self._queue(
+                        inbound_nodes.command_of(message, speaker, self._limits), stream, inbox
+                    )
+        except (InvalidRequestError, LimitExceededError) as error:
+            stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
+
+    def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
+        """Take note of progress at once: it must not wait in the inbox while the store is away.
+
+        It is for people: what is wrong with it is no reason to refuse the node anything.
+        """
+        try:
+            said = inbound_nodes.progress_of(message, self._limits)
+            if stream.greeted:
+                self._driver.reports.note_progress(stream, said)
+            elif said.rdzv_id in self._early or len(self._early) < self._limits.beliefs:
+                self._early[said.rdzv_id] = said
+        except InvalidRequestError as error:
+            self._warn(stream, error)
+
+    def _take_hung(self, said: Hung, stream: Stream) -> None:
+        """Take note of workers that hang at once; a job that is not adopted yet has none."""
+        if stream.greeted:
+            self._driver.reports.note_hung(stream, said)
+        elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
+            self._early_hung[said.rdzv_id] = said
+
+    def _release_hung(self, stream: Stream) -> None:
+        early, self._early_hung = self._early_hung, {}
+        for said in early.values():
+            try:
+                self._driver.reports.note_hung(stream, said)
+            except InvalidRequestError as error:
+                stream.send(Refused(said.rdzv_id, error.code, str(error)))
+
+    def _release_progress(self, stream: Stream) -> None:
+        early, self._early = self._early, {}
+        for said in early.values():
+            try:
+                self._driver.reports.note_progress(stream, said)
+            except InvalidRequestError as error:
+                self._warn(stream, error)
+
+    def _warn(self, stream: Stream, error: InvalidRequestError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: its progress is passed over: %s", stream.node_id, error)
+
+    def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
+        if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
+            raise LimitExceededError(
+                f"{stream.node_id} asks for more than {self._limits.commands_per_second} things a "
+                "second; ask less often"
+            )
+        try:
+            inbox.put_nowait(said)
+        except asyncio.QueueFull:
+            stream.close(
+                LimitExceededError(
+                    f"{inbox.maxsize} messages of {stream.node_id} wait to be decided; the stream "
+                    "is closed: say hello again with what you believe"
+                )
+            )
+
+    async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
+        """Decide what the node says, in its order, beginning with what it believes."""
+        named = [inbound_nodes.job_named_in(message) for message in beliefs]
+        await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
+        self._release_progress(stream)
+        self._release_hung(stream)
+        while (said := await inbox.get()) is not None:
+            if isinstance(said, Holdings):
+                await self._driver.reports.note_holdings(stream, said.held)
+            else:
+                await self._driver.commands.hear(stream, *said)
+        stream.close()
+
+    def _beliefs(self, stream: Stream, messages: Iterable[pb.Belief]) -> Iterable[Belief]:
+        speaker = inbound_nodes.Speaker(stream.node_id, stream.incarnation)
+        for message in messages:
+            try:
+                yield inbound_nodes.belief_of(message, speaker, self._limits)
+            except InvalidRequestError as error:
+                # One bad job must not keep the others of this node from being heard.
+                stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
+
+    async def _write(self, stream: Stream, context: Context) -> None:
+        while True:
+            told = await stream.next()
+            if not self._replica.proven:
+                # Another server may have said something else by now.
+                stream.close(RendezvousConnectionError("this server can not prove that it leads"))
+                return
+            message = outbound.server_message(
+                told, self._driver.leadership, self._version, self._clock.now_ms()
+            )
+            try:
+                await context.write(message)
+            except grpc.aio.BaseError:
+                stream.close()
+                return
+
+
+async def _receive(context: Context) -> pb.NodeMessage | None:
+    """Return the next message of a node; None if its stream has ended, in whatever way.
+
+    Raises:
+        InvalidRequestError: what came is no message.
+
+    """
+    try:
+        message = await context.read()
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"a message can not be read: {error}; the sender speaks another protocol"
+        ) from error
+    except grpc.aio.BaseError:
+        return None
+    return message if isinstance(message, pb.NodeMessage) else None
