@@ -21,10 +21,10 @@ from served import Served, served
 from rdzv.core.explain import view
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.runs import vacant
-from rdzv.ctl import live
+from rdzv.core.timed_text import later, left, past, times_of
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import NodeSummary
-from rdzv.structs import replace
+from rdzv.structs import as_dict, replace
 
 DEADLINE_MS = 90_000
 FLAGS = (
@@ -227,13 +227,14 @@ def test_a_job_that_hangs_stands_out_of_the_fleet(open_page: Open) -> None:
 
 
 REASONS = (
-    "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); gives up in "
-    "9 min 48 s",
-    "have 2 of 2:4 nodes; last call, 29 s left",
-    "2 nodes and 4 workers run round 0; newcomers are let in within 55 s",
-    "waiting for 2 more nodes (have 0 of 2:4; n1 was lost 1 h 2 min ago: gone); is queued again in "
-    "2 h 1 min",
-    "8 nodes and 16 workers run round 3",
+    "waiting for 1 more node (n7 was lost "
+    + past(12_000)
+    + " ago: 5 s); gives up in "
+    + left(588_000),
+    "\U0001f642 quoted; last call, " + left(29_000) + " left",
+    "newcomers are let in within " + left(55_000),
+    "(n1 was lost " + past(3_720_000) + " ago: gone); is queued again in " + left(7_260_000),
+    "gives up in 12 s, said a worker",
 )
 
 
@@ -243,11 +244,11 @@ def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
         aged = page.evaluate(
             """async reasons => {
               const words = await import("/web/words.js");
-              return reasons.map((one) => words.aged(one, 15000));
+              return reasons.map(([text, times]) => words.aged(text, times, 15000));
             }""",
-            list(REASONS),
+            [[str(one), as_dict(times_of(one))] for one in REASONS],
         )
-    assert aged == [live.aged(reason, 15_000) for reason in REASONS]
+    assert aged == [str(later(one, times_of(one), 15_000)) for one in REASONS]
 
 
 def test_a_node_and_its_jobs(open_page: Open) -> None:

@@ -1,5 +1,7 @@
 """Jobs as an operator meets them, in the words of the server."""
 
+from rdzv.core.timed_text import left, past, times_of
+from rdzv.structs import as_dict
 from rdzv.v1 import rdzv_pb2 as pb
 
 TRACEBACK = """\
@@ -17,10 +19,12 @@ OUT_OF_MEMORY = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to alloc
 def joining() -> pb.JobStatus:
     """Three nodes are needed, two are there, the third was lost."""
     reason = (
-        "waiting for 1 more node (have 2 of 3:4; n7 was lost 12 s ago: lease ran out); "
-        "gives up in 9 min 48 s"
+        "waiting for 1 more node (have 2 of 3:4; n7 was lost "
+        + past(12_000)
+        + " ago: lease ran out); gives up in "
+        + left(588_000, "join timeout")
     )
-    return pb.JobStatus(
+    status = pb.JobStatus(
         rdzv_id="gpt-small",
         run="5f3a9c21",
         run_number=1,
@@ -38,6 +42,16 @@ def joining() -> pb.JobStatus:
             _node("n7", "lost", age_ms=12_000, reason="lease ran out"),
         ],
     )
+    for shown in (status, *status.nodes[:2]):
+        give_reason(shown, reason)
+    return status
+
+
+def give_reason(shown: pb.JobStatus | pb.NodeStatus, reason: str) -> None:
+    """Have a job, or a node of it, say a reason with its times."""
+    shown.reason = reason
+    del shown.reason_times[:]
+    shown.reason_times.extend(pb.ReasonTime(**as_dict(time)) for time in times_of(reason))
 
 
 def running() -> pb.JobStatus:

@@ -2161,6 +2161,7 @@ class JobStatus(google.protobuf.message.Message):
     STRAGGLERS_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     HAS_SECRET_FIELD_NUMBER: builtins.int
+    REASON_TIMES_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2220,6 +2221,10 @@ class JobStatus(google.protobuf.message.Message):
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Straggler]:
         """Workers that have straggled for a while in this round, by RANK."""
 
+    @property
+    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
+        """The durations in `reason` that go on with time, in their order."""
+
     def __init__(
         self,
         *,
@@ -2250,9 +2255,10 @@ class JobStatus(google.protobuf.message.Message):
         stragglers: collections.abc.Iterable[global___Straggler] | None = ...,
         owner: builtins.str = ...,
         has_secret: builtins.bool = ...,
+        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round", "submission", b"submission"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -2265,6 +2271,40 @@ class JobStatus(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
 
 global___JobStatus = JobStatus
+
+@typing.final
+class ReasonTime(google.protobuf.message.Message):
+    """A duration in a reason, which is another one a while later. The reason may quote anybody, so it is
+    not to be looked for there.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AT_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    MS_FIELD_NUMBER: builtins.int
+    GROWS_FIELD_NUMBER: builtins.int
+    WAITS_FOR_FIELD_NUMBER: builtins.int
+    at: builtins.int
+    """Where it is: so many characters from this one on."""
+    length: builtins.int
+    ms: builtins.int
+    grows: builtins.bool
+    """It says how long ago something was; otherwise how much of a time is left."""
+    waits_for: builtins.str
+    """The time that is left, in a word or two: `last call`; empty where its end decides nothing."""
+    def __init__(
+        self,
+        *,
+        at: builtins.int = ...,
+        length: builtins.int = ...,
+        ms: builtins.int = ...,
+        grows: builtins.bool = ...,
+        waits_for: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at", b"at", "grows", b"grows", "length", b"length", "ms", b"ms", "waits_for", b"waits_for"]) -> None: ...
+
+global___ReasonTime = ReasonTime
 
 @typing.final
 class Budgets(google.protobuf.message.Message):
@@ -2449,6 +2489,7 @@ class NodeStatus(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
+    REASON_TIMES_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """seated, waiting, spare, stopping, away, lost, succeeded, left"""
@@ -2465,6 +2506,10 @@ class NodeStatus(google.protobuf.message.Message):
     role: builtins.str
     drain_left_ms: builtins.int
     """How much longer its workers have, if the node is about to leave; 0: their time is over."""
+    @property
+    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
+        """As in JobStatus."""
+
     def __init__(
         self,
         *,
@@ -2478,9 +2523,10 @@ class NodeStatus(google.protobuf.message.Message):
         reason: builtins.str = ...,
         role: builtins.str = ...,
         drain_left_ms: builtins.int | None = ...,
+        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "rank_first", b"rank_first"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "address", b"address", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "address", b"address", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_left_ms", b"_drain_left_ms"]) -> typing.Literal["drain_left_ms"] | None: ...
     @typing.overload
@@ -2540,6 +2586,7 @@ class JobSummary(google.protobuf.message.Message):
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     HANGS_FIELD_NUMBER: builtins.int
+    REASON_TIMES_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     state: builtins.str
@@ -2557,6 +2604,10 @@ class JobSummary(google.protobuf.message.Message):
     """As in JobStatus."""
     hangs: builtins.str
     """Who hangs now, in words; empty: nobody."""
+    @property
+    def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
+        """As in JobStatus."""
+
     def __init__(
         self,
         *,
@@ -2574,9 +2625,10 @@ class JobSummary(google.protobuf.message.Message):
         state_age_ms: builtins.int = ...,
         backend: builtins.str = ...,
         hangs: builtins.str = ...,
+        reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "hangs", b"hangs", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "hangs", b"hangs", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "round", b"round", "run", b"run", "state", b"state", "state_age_ms", b"state_age_ms", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload

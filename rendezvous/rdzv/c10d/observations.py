@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from rdzv.c10d.unpickle import Node, State
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import JobState, NodeState
+from rdzv.core.timed_text import past
 from rdzv.core.words import counted, duration, listed
 
 BACKEND = "c10d"
@@ -115,7 +116,7 @@ class Watch:
             reason = f"no heartbeat from any of its {nodes} for {duration(silent_ms)}, "
             reason += "and nobody has closed it"
         elif now_ms - self._looked_ms >= STALE_MS and _may_change(job):
-            reason += f"; last seen {duration(now_ms - self._looked_ms)} ago"
+            reason = reason + "; last seen " + past(now_ms - self._looked_ms) + " ago"
         completed = _last_complete(state)
         return JobView(
             rdzv_id=job.rdzv_id,
@@ -303,5 +304,5 @@ def _node_views(job: _Job, now_ms: int) -> tuple[NodeView, ...]:
 def _node_reason(seen: _Seen, now_ms: int) -> str:
     if not _keeps_alive(seen):
         return seen.reason
-    heard = f"last heartbeat {duration(now_ms - seen.heard_ms)} ago"
-    return f"{seen.reason}; {heard}" if seen.reason else heard
+    heard = "last heartbeat " + past(now_ms - seen.heard_ms) + " ago"
+    return f"{seen.reason}; " + heard if seen.reason else heard

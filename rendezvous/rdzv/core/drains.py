@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.core.words import duration
+from rdzv.core.timed_text import left
 from rdzv.structs import struct
 
 
@@ -40,8 +40,7 @@ class Drain:
         what = "drained" if self.by_operator else "about to leave"
         why = f" ({self.reason})" if self.reason else ""
         left_ms = self.left_ms(now_ms)
-        when = f"leaves in {duration(left_ms)}" if left_ms else "its time is over"
-        return f"{what}{why}, {when}"
+        return f"{what}{why}, " + ("leaves in " + left(left_ms) if left_ms else "its time is over")
 
 
 def told(reason: str) -> str:

@@ -6,6 +6,8 @@ All of it is derived from the state at the time of asking; nothing is stored bes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 
 from rdzv.core.absences import some_seat_away, unheard, unheard_until_ms
@@ -38,6 +40,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.placement import Wait
 from rdzv.core.submissions import awaited
+from rdzv.core.timed_text import LAST_CALL, left, past
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import replace, struct
 
@@ -165,7 +168,7 @@ def _explain_running(state: State, now_ms: int) -> str:
         text += f"; away: {listed(away)}"
     due_ms = newcomers_due_ms(state, now_ms)
     if due_ms is not None:
-        text += f"; newcomers are let in within {duration(due_ms - now_ms)}"
+        text = text + "; newcomers are let in within " + left(due_ms - now_ms, "newcomers")
     return text + _missing(state, now_ms)
 
 
@@ -176,12 +179,12 @@ def _explain_stopping(state: State, now_ms: int) -> str:
     text = f"{why}; waiting for {listed(state.seats)} to stop"
     if not state.seats:
         names = listed(unheard(state))
-        left = duration(unheard_until_ms(state) - now_ms)
-        text = f"{why}; workers may still run on {names}: not heard, waited for {left} more"
+        text = f"{why}; workers may still run on {names}: not heard, waited for "
+        text = text + left(unheard_until_ms(state) - now_ms) + " more"
     # By those who are away, for they are few where seats may be thousands.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
-        text += f"; away: {listed(away)}"
+        text = text + f"; away: {listed(away)}"
     return text + _missing(state, now_ms)
 
 
@@ -190,12 +193,12 @@ def _why_ended(end: RoundEnd) -> str:
 
 
 def _explain_joining(state: State, now_ms: int) -> str:
-    ready = state.ready
+    ready, text = state.ready, ""
     bounds = f"{state.membership.min_nodes}:{state.membership.max_nodes}"
     due_ms = completion_due_ms(state)
     if due_ms is not None:
-        left = duration(due_ms - now_ms)
-        text = f"have {ready} of {bounds} nodes; {_waits_for(state, due_ms)}, {left} left"
+        waits, name = _waits_for(state, due_ms)
+        text = f"have {ready} of {bounds} nodes; {waits}, " + left(due_ms - now_ms, name) + " left"
         return text + _missing(state, now_ms)
     missing = max(state.membership.min_nodes - ready, 0)
     if not missing:
@@ -205,9 +208,9 @@ def _explain_joining(state: State, now_ms: int) -> str:
     if len(coming := awaited(state)) >= missing:
         was, is_ = ("was", "is") if len(coming) == 1 else ("were", "are")
         text = f"{listed(coming)} {was} chosen, and {is_} starting (have {ready} of {bounds} nodes"
-        return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
+        return text + _missing(state, now_ms) + ")" + _join_deadline(state, now_ms)
     text = f"waiting for {missing} more node{'s' if missing != 1 else ''} (have {ready} of {bounds}"
-    return f"{text}{_missing(state, now_ms)})" + _join_deadline(state, now_ms)
+    return text + _missing(state, now_ms) + ")" + _join_deadline(state, now_ms)
 
 
 def _had_succeeded(state: State) -> str:
@@ -222,22 +225,24 @@ def _had_succeeded(state: State) -> str:
     )
 
 
-def _waits_for(state: State, due_ms: int) -> str:
-    """Say what time is given to before the next round, when enough nodes are there."""
+def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
+    """Say what time is given to before the next round, when enough nodes are there, and name it."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
-        return _backs_off(state.membership, due_ms)
+        return _backs_off(state.membership, due_ms), "backing off"
     if due_ms == superseded_until_ms(state):
-        return f"waiting for {listed(state.superseded)} to stop workers of an earlier round"
+        who = listed(state.superseded)
+        return f"waiting for {who} to stop workers of an earlier round", "time left"
     if coming := awaited(state):
-        return f"{listed(coming)} may still join"
+        return f"{listed(coming)} may still join", "joining"
+    if state.membership.round is None and state.membership.resumed_at_ms is not None:
+        return "others may run it still, and have time to say so", "time left"
     if state.membership.round is None:
-        resumed = state.membership.resumed_at_ms is not None
-        return "others may run it still, and have time to say so" if resumed else "last call"
+        return "last call", LAST_CALL
     if failures:
         times = "once" if failures == 1 else f"{failures} times in a row"
-        return f"backing off, for the store host failed {times}"
-    return "gathering newcomers"
+        return f"backing off, for the store host failed {times}", "backing off"
+    return "gathering newcomers", "gathering"
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
@@ -252,21 +257,21 @@ def _join_deadline(state: State, now_ms: int) -> str:
         return ""
     left_ms = state.short_since_ms + state.membership.settings.join_timeout_ms - now_ms
     does = "gives up" if state.membership.submission is None else "is queued again"
-    return f"; {does} in {duration(left_ms)}"
+    return f"; {does} in " + left(left_ms, "join timeout")
 
 
 def _missing(state: State, now_ms: int) -> str:
     """Name those who are stuck, and who were lost or left since the last round began."""
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
-    gone = [
-        f"{d.node_id} {_went(d)} {duration(now_ms - d.at_ms)} ago: {_why_gone(d)}"
-        for d in _absent(state)
-        if d.at_ms >= since_ms
+    recent = [d for d in _absent(state) if d.at_ms >= since_ms]
+    gone: list[str] = [
+        f"; {d.node_id} {_went(d)} " + past(now_ms - d.at_ms) + f" ago: {_why_gone(d)}"
+        for d in recent[-4:]
     ]
     if state.stuck:
-        gone.append(f"workers of {listed(state.stuck)} survive SIGKILL")
-    return "; " + "; ".join(gone[-4:]) if gone else ""
+        gone.append(f"; workers of {listed(state.stuck)} survive SIGKILL")
+    return reduce(add, gone[-4:], "")
 
 
 def _why_gone(departure: Departure) -> str:
@@ -284,8 +289,11 @@ def _absent(state: State) -> list[Departure]:
     return [d for d in latest.values() if not state.present(d.node_id)]
 
 
-def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
-    """Say why this node has no workers to run; empty if it has, or is not in the job."""
+def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = None) -> str:
+    """Say why this node has no workers to run; empty if it has, or is not in the job.
+
+    `job` is what `explain` says of the state, if that is known: it is the same for all its nodes.
+    """
     if node_id in state.stuck:
         pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
         return f"its workers survive SIGKILL (pid {pids}); it is seated when they are gone"
@@ -293,15 +301,13 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
         return ""
     held_ms = holds(state).get(node_id, 0)
     if held_ms > now_ms:
-        return (
-            "it was lost more than once lately; seated at the next natural end of a round, or in "
-            f"{duration(held_ms - now_ms)}"
-        )
+        why = "it was lost more than once lately; seated at the next natural end of a round, or in "
+        return why + left(held_ms - now_ms)
     if _all_seats_taken(state):
         return f"spare: all {state.membership.max_nodes} seats are taken"
     if job_state(state) is JobState.RUNNING:
-        return f"{_why_not_let_in(state)}; {explain(state, now_ms)}"
-    return explain(state, now_ms)
+        return f"{_why_not_let_in(state)}; " + (job or explain(state, now_ms))
+    return job or explain(state, now_ms)
 
 
 def _why_not_let_in(state: State) -> str:
@@ -374,15 +380,15 @@ def _reason(state: State, now_ms: int, wait: Wait | None) -> str:
         return explain(state, now_ms)
     if state.queued:
         return wait.reason + _missing(state, now_ms)
-    return f"{explain(state, now_ms)}; {wait.reason}"
+    return explain(state, now_ms) + f"; {wait.reason}"
 
 
 def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
     """Name the nodes that are about to leave, soonest first."""
     soonest = sorted(drains.items(), key=lambda item: (item[1].due_ms, item[0]))
-    shown = [f"; {node_id} is {drain.describe(now_ms)}" for node_id, drain in soonest[:_MOST_TOLD]]
+    shown = [f"; {name} is " + drain.describe(now_ms) for name, drain in soonest[:_MOST_TOLD]]
     more = len(soonest) - len(shown)
-    return "".join(shown) + (f"; {counted(more, 'other')} too" if more else "")
+    return reduce(add, shown, "") + (f"; {counted(more, 'other')} too" if more else "")
 
 
 def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
@@ -391,7 +397,7 @@ def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> No
     if drain is None:
         return one
     text = drain.describe(now_ms)
-    reason = f"{text}; {one.reason}" if one.reason else text
+    reason = text + "; " + one.reason if one.reason else text
     return replace(one, reason=reason, drain_left_ms=drain.left_ms(now_ms))
 
 
@@ -436,7 +442,8 @@ def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
     ]
     shown = {v.node_id for v in views}
     others = [n for n in (*state.waiting, *state.stuck) if n not in shown]
-    views += [_waiting_view(state, node_id, now_ms) for node_id in others]
+    job = explain(state, now_ms) if others else None
+    views += [_waiting_view(state, node_id, now_ms, job) for node_id in others]
     shown |= set(others)
     coming = [n for n in awaited(state) if n not in shown] if ended is None else []
     views += [_placed_view(node_id) for node_id in coming]
@@ -469,11 +476,11 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
     seat = state.seats[node_id]
     if node_id in state.away:
         away = state.away[node_id]
-        left = duration(away.until_ms - now_ms)
+        reason: str = "its stream ended; its seat is kept for " + left(away.until_ms - now_ms)
         if is_stand_in(node_id):
-            reason = f"not heard since this server knows of the round; waited for {left} more"
-            return NodeState.AWAY, away.since_ms, reason
-        return NodeState.AWAY, away.since_ms, f"its stream ended; its seat is kept for {left}"
+            reason = "not heard since this server knows of the round; waited for "
+            reason = reason + left(away.until_ms - now_ms) + " more"
+        return NodeState.AWAY, away.since_ms, reason
     if seat.succeeded:
         return NodeState.SUCCEEDED, seat.since_ms, ""
     if round_.end is not None:
@@ -492,8 +499,8 @@ def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, i
     return NodeState.LEFT, ended.at_ms, f"the job has {ended.result}"
 
 
-def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeView:
-    reason = waiting_reason(state, node_id, now_ms)
+def _waiting_view(state: State, node_id: str, now_ms: int, job: str | None) -> NodeView:
+    reason = waiting_reason(state, node_id, now_ms, job)
     if node_id in state.stuck:
         stuck = state.stuck[node_id]
         offer = Offer(address="", local_world_size=0)

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-_UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-
-DURATION = r"\d+(?:\.\d+)? (?:ms|s|min|h|d)\b(?: \d+ (?:s|min|h)\b)?"
-"""What `duration` writes, as a regular expression."""
-
 LISTED = 8
 """How many names one sentence lists."""
 
@@ -52,14 +47,3 @@ def duration(ms: int) -> str:
     if seconds < 86_400:
         return f"{seconds // 3_600} h {seconds % 3_600 // 60} min"
     return f"{seconds // 86_400} d {seconds % 86_400 // 3_600} h"
-
-
-def parse_duration(text: str) -> int:
-    """Read what `duration` has written, as milliseconds.
-
-    >>> [parse_duration(text) for text in ("0.5 s", "9 min 48 s", "2 h 1 min")]
-    [500, 588000, 7260000]
-    """
-    words = text.split()
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return round(sum(float(number) * _UNITS_MS[unit] for number, unit in pairs))

@@ -7,10 +7,11 @@ server has pushed, how long ago that was, and the job's history; nothing here as
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
-from rdzv.core.words import DURATION, counted, duration, listed, parse_duration
+from rdzv.core import timed_text
+from rdzv.core.timed_text import LAST_CALL, TimeInText
+from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.structs import replace
@@ -41,48 +42,22 @@ _HERE = ("seated", "waiting", "stopping", "succeeded")
 
 # ------------------------------------------------------------------------------------ time
 
-_FALLING = re.compile(
-    r"(?P<before>gives up in |queued again in |within |or in )?"
-    rf"(?P<time>{DURATION})(?P<after> left)?"
-)
-_GROWING = re.compile(rf"({DURATION})(?= ago\b)")
 
-
-def aged(reason: str, more_ms: int) -> str:
-    """Return a reason as it reads that much later: what is left has shrunk, what is past has grown.
-
-    >>> aged("n7 was lost 12 s ago; gives up in 9 min 48 s", 5_000)
-    'n7 was lost 17 s ago; gives up in 9 min 43 s'
-    """
-
-    def fallen(found: re.Match[str]) -> str:
-        before, after = found["before"] or "", found["after"] or ""
-        if not before and not after:
-            return found[0]
-        return f"{before}{duration(parse_duration(found['time']) - more_ms)}{after}"
-
-    grown = _GROWING.sub(lambda found: duration(parse_duration(found[1]) + more_ms), reason)
-    return _FALLING.sub(fallen, grown)
-
-
-def left_ms(reason: str) -> int | None:
-    """Return how long a reason gives until something happens by itself; None if it gives none."""
-    for found in _FALLING.finditer(reason):
-        if found["before"] or found["after"]:
-            return parse_duration(found["time"])
-    return None
+def _waited_for(status: JobStatus) -> TimeInText | None:
+    """Return the time that a job is given; None if nothing happens by itself."""
+    return next((time for time in status.reason_times if time.waits_for), None)
 
 
 def later(status: JobStatus, more_ms: int) -> JobStatus:
     """Return a job with the ages that it has that much later, if nothing has changed."""
-    nodes = tuple(
-        replace(
-            node,
-            state_age_ms=node.state_age_ms + more_ms,
-            reason=aged(node.reason, more_ms) if node.reason else None,
+    nodes = []
+    for node in status.nodes:
+        text = timed_text.later(node.reason or "", node.reason_times, more_ms)
+        age_ms = node.state_age_ms + more_ms
+        nodes.append(
+            replace(node, state_age_ms=age_ms, reason=str(text) or None, reason_times=text.times)
         )
-        for node in status.nodes
-    )
+    reason = timed_text.later(status.reason or "", status.reason_times, more_ms)
     progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
     submission, failure = status.submission, status.last_failure
     if submission is not None:
@@ -91,11 +66,12 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
         failure = replace(failure, age_ms=failure.age_ms + more_ms)
     return replace(
         status,
-        nodes=nodes,
+        nodes=tuple(nodes),
         progress=progress,
         submission=submission,
         last_failure=failure,
-        reason=aged(status.reason, more_ms) if status.reason else None,
+        reason=str(reason) or None,
+        reason_times=reason.times,
         state_age_ms=status.state_age_ms + more_ms,
         run_age_ms=status.run_age_ms + more_ms,
     )
@@ -106,16 +82,17 @@ def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | 
 
     `before_ms` is what this returned for the status before.
     """
-    now_ms = left_ms(status.reason or "")
-    if now_ms is None:
+    time = _waited_for(status)
+    if time is None:
         return None
     same = before is not None and _wait(before) == _wait(status)
-    return max(now_ms, before_ms or 0) if same else now_ms
+    return max(time.ms, before_ms or 0) if same else time.ms
 
 
-def _wait(status: JobStatus) -> tuple[str | None, str, int | None, str]:
+def _wait(status: JobStatus) -> object:
     """Return what all statuses of one wait have in common."""
-    return status.run, status.state, status.round, _waits_for(status)
+    time = _waited_for(status)
+    return status.run, status.state, status.round, time.waits_for if time else None
 
 
 # ------------------------------------------------------------------------------------ the screen
@@ -216,9 +193,10 @@ def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
         if have < job.min_nodes:
             text += f", {job.min_nodes - have} missing"
         lines += bars.line("nodes", bars.of(have, job.max_nodes), text)
-    now_ms = left_ms(job.reason or "")
-    if now_ms is not None and whole_ms and job.state not in _ENDED:
-        lines += bars.line(_waits_for(job), bars.of(now_ms, whole_ms), f"{duration(now_ms)} left")
+    time = _waited_for(job)
+    if time is not None and time.waits_for and whole_ms and job.state not in _ENDED:
+        left = f"{duration(time.ms)} left"
+        lines += bars.line(time.waits_for, bars.of(time.ms, whole_ms), left)
     return lines
 
 
@@ -226,8 +204,8 @@ def _since_its_beginning(
     job: JobStatus, history: Sequence[Event], whole_ms: int | None, page: Page
 ) -> int | None:
     """Return how long a last call is in all, also of what was before anyone looked."""
-    left = left_ms(job.reason or "")
-    if whole_ms is None or left is None or _waits_for(job) != _LAST_CALL:
+    time = _waited_for(job)
+    if whole_ms is None or time is None or time.waits_for != LAST_CALL:
         return whole_ms
     began_ms = [
         event.unix_ms
@@ -236,28 +214,10 @@ def _since_its_beginning(
     ]
     if not began_ms:
         return whole_ms
-    return max(whole_ms, left + round(page.now_s * 1000) - began_ms[-1])
+    return max(whole_ms, time.ms + round(page.now_s * 1000) - began_ms[-1])
 
 
 _ENDED = ("succeeded", "failed", "stopped")
-_LAST_CALL = "last call"
-
-
-def _waits_for(job: JobStatus) -> str:
-    """Name the wait, in one or two words of its reason."""
-    reason = job.reason or ""
-    for words, label in (
-        ("last call", _LAST_CALL),
-        ("may still join", "joining"),
-        ("gathering", "gathering"),
-        ("backing off", "backing off"),
-        ("gives up in", "join timeout"),
-        ("queued again in", "join timeout"),
-        ("let in within", "newcomers"),
-    ):
-        if words in reason:
-            return label
-    return "time left"
 
 
 # ------------------------------------------------------------------------------------ the timeline

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rdzv.core.progress_lag import Word, lags
+from rdzv.core.timed_text import TimeInText
 from rdzv.structs import struct
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.history import fields_in, read
@@ -63,6 +64,7 @@ class NodeStatus:
     state_age_ms: int
     reason: str | None
     drain_left_ms: int | None = None
+    reason_times: tuple[TimeInText, ...] = ()
 
 
 @struct(frozen=True)
@@ -195,6 +197,8 @@ class JobStatus:
     """Who alone, beside an admin, may stop it, and so on; None: an admin."""
     has_secret: bool = False
     """Whether those who join must know a secret."""
+    reason_times: tuple[TimeInText, ...] = ()
+    """What in `reason` is another duration a while later."""
 
 
 @struct(frozen=True)
@@ -216,6 +220,7 @@ class JobSummary:
     backend: str
     hangs: str | None = None
     """Who hangs now, in words; None: nobody."""
+    reason_times: tuple[TimeInText, ...] = ()
 
 
 @struct(frozen=True)
@@ -474,6 +479,7 @@ def job_status_of(status: pb.JobStatus) -> JobStatus:
         no_progress=status.no_progress,
         owner=status.owner or None,
         has_secret=status.has_secret,
+        reason_times=_times(status.reason_times),
     )
 
 
@@ -574,6 +580,13 @@ def _node_status(node: pb.NodeStatus) -> NodeStatus:
         state_age_ms=node.state_age_ms,
         reason=node.reason or None,
         drain_left_ms=_optional(node, "drain_left_ms"),
+        reason_times=_times(node.reason_times),
+    )
+
+
+def _times(times: Iterable[pb.ReasonTime]) -> tuple[TimeInText, ...]:
+    return tuple(
+        TimeInText(one.at, one.length, one.ms, one.grows, one.waits_for or None) for one in times
     )
 
 
@@ -616,6 +629,7 @@ def job_summary_of(job: pb.JobSummary) -> JobSummary:
         max_restarts=_optional(job, "max_restarts"),
         backend=job.backend or OWN_BACKEND,
         hangs=job.hangs or None,
+        reason_times=_times(job.reason_times),
     )
 
 

@@ -14,7 +14,7 @@ const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 
 /** What stands out of a job: that it runs on and gets nowhere. */
 const jobState = (job) => (job.hangs ? "hangs" : job.state);
-const jobReason = (job) => aged(job.hangs ? `hangs: ${job.hangs}` : job.reason, Date.now() - job.at);
+const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : aged(job.reason, job.reason_times, Date.now() - job.at));
 
 /** What stands out of a node: that nothing is placed on it, unless it is not even there. */
 function nodeState(node) {

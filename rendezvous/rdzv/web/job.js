@@ -119,8 +119,8 @@ export class JobView {
     const job = this.job;
     if (!job) return;
     const more = Date.now() - job.at;
-    tell(this.reason, aged(job.reason, more) || "The server gives no reason.");
-    for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, more));
+    tell(this.reason, aged(job.reason, job.reason_times, more) || "The server gives no reason.");
+    for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, element.node.reason_times, more));
     this.rounds.tick();
   }
 

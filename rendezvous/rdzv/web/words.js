@@ -11,25 +11,17 @@ export function duration(ms) {
   return `${days} d ${hours % 24} h`;
 }
 
-const UNITS = { ms: 1, s: 1000, min: 60000, h: 3600000, d: 86400000 };
-const TIME = "\\d+(?:\\.\\d+)? (?:ms|s|min|h|d)\\b(?: \\d+ (?:s|min|h)\\b)?";
-const GROWING = new RegExp(`(${TIME})(?= ago\\b)`, "g");
-const FALLING = new RegExp(`(gives up in |queued again in |within |or in )?(${TIME})( left)?`, "g");
-
-function parse(text) {
-  const words = text.split(" ");
-  let ms = 0;
-  for (let i = 0; i + 1 < words.length; i += 2) ms += Number(words[i]) * UNITS[words[i + 1]];
-  return ms;
-}
-
-/** A reason as it reads so much later: what is left has shrunk, what is past has grown. */
-export function aged(reason, more) {
+/** A reason as it reads so much later: of the times in it, what is left has shrunk, what is past has grown. */
+export function aged(reason, times, more) {
   if (!reason || more < 1000) return reason || "";
-  return reason
-    .replace(GROWING, (found) => duration(parse(found) + more))
-    .replace(FALLING, (all, before, time, after) =>
-      before || after ? `${before || ""}${duration(Math.max(parse(time) - more, 0))}${after || ""}` : all);
+  const chars = Array.from(reason); // Times are at characters, and not at half of one.
+  let [text, end] = ["", 0];
+  for (const time of times || []) {
+    if (time.at < end || time.at + time.length > chars.length) continue;
+    text += chars.slice(end, time.at).join("") + duration(time.grows ? time.ms + more : time.ms - more);
+    end = time.at + time.length;
+  }
+  return text + chars.slice(end).join("");
 }
 
 export const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;

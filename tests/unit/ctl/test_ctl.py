@@ -247,6 +247,7 @@ def test_status_for_programs(
         "stragglers",
         "owner",
         "has_secret",
+        "reason_times",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
@@ -261,6 +262,7 @@ def test_status_for_programs(
         "state_age_ms": 250_000,
         "reason": "the job has failed",
         "drain_left_ms": None,
+        "reason_times": [],
     }
     failure = document["last_failure"]
     assert list(failure) == ["age_ms", "root_cause", "others"]

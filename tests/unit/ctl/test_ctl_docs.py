@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.core.model import JobSpec, Settings
+from rdzv.core.timed_text import TimeInText
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl
 from rdzv.structs import field_names
@@ -51,6 +52,7 @@ def test_every_flag_that_is_refused_is_there(dest: str) -> None:
                     answers.Submission,
                     answers.DeclinedNode,
                     answers.Budgets,
+                    TimeInText,
                 ),
             ),
         ),

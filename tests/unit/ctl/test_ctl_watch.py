@@ -16,18 +16,20 @@ import control_samples
 import grpc
 import pytest
 import yaml
+from control_samples import give_reason
 from fake_control import FakeControl, serving
 from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
 
 import rdzv.client
 from rdzv.client import ControlClient, parse_endpoint
+from rdzv.core.timed_text import left
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
-from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import JobStatus
 
+LAST_CALL_LEFT = "have 3 of 3:4 nodes; last call, "
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 
 
@@ -122,7 +124,7 @@ def bar(lines: list[str], label: str) -> str:
 
 def test_the_bar_of_the_last_call_shrinks() -> None:
     job = control_samples.joining()
-    job.reason = "have 3 of 3:4 nodes; last call, 30 s left"
+    give_reason(job, LAST_CALL_LEFT + left(30_000, "last call") + " left")
     status = of(job)
     whole_ms = live.whole_wait_ms(status, None, None)
     assert whole_ms == 30_000
@@ -137,7 +139,7 @@ def test_the_bar_of_the_last_call_shrinks() -> None:
 
 def test_who_looks_late_sees_how_much_of_the_last_call_is_gone() -> None:
     job = control_samples.joining()
-    job.reason = "have 3 of 3:4 nodes; last call, 15 s left"
+    give_reason(job, LAST_CALL_LEFT + left(15_000, "last call") + " left")
     history = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
     assert bar(screen(of(job), history=history), "last call").count("█") == 12
     ahead = (event(-60, "LastCallBegan", "by a clock that is ahead"),)
@@ -146,73 +148,40 @@ def test_who_looks_late_sees_how_much_of_the_last_call_is_gone() -> None:
 
 def test_a_wait_is_as_long_as_it_was_first_seen_until_it_is_another() -> None:
     job = control_samples.joining()
-    job.reason = "have 3 of 3:4 nodes; last call, 30 s left"
+    give_reason(job, LAST_CALL_LEFT + left(30_000, "last call") + " left")
     first = of(job)
-    job.reason = "have 3 of 3:4 nodes; last call, 12 s left"
+    give_reason(job, LAST_CALL_LEFT + left(12_000, "last call") + " left")
     second = of(job)
-    job.reason = "waiting for 1 more node (have 2 of 3:4); gives up in 9 min 48 s"
+    give_reason(job, "waiting for n3; gives up in " + left(588_000, "join timeout"))
     third = of(job)
-    job.reason = "3 nodes and 24 workers run round 2"
+    give_reason(job, "3 nodes and 24 workers run round 2")
     fourth = of(job)
     assert live.whole_wait_ms(second, first, 30_000) == 30_000
     assert live.whole_wait_ms(third, second, 30_000) == 588_000
     assert live.whole_wait_ms(fourth, third, 588_000) is None
 
 
-@pytest.mark.parametrize(
-    ("reason", "left_ms"),
-    [
-        ("have 2 of 2:4 nodes; last call, 9.5 s left", 9_500),
-        ("have 2 of 2:4 nodes; n3, n4 may still join, 1 min 2 s left; n9 left 3 s ago: x", 62_000),
-        ("waiting for 1 more node (have 2 of 3:4; n7 left 12 s ago: x); gives up in 5.0 s", 5_000),
-        ("waiting for 1 more node (have 0 of 1:1); is queued again in 10 min 0 s", 600_000),
-        ("2 nodes and 2 workers run round 2; newcomers are let in within 0.9 s", 900),
-        ("2 nodes and 2 workers run round 2; away: n3", None),
-        ("queued: needs 2 nodes with gpu=h100", None),
-        ("round 1 ended (worker failure: it had run for 9 min 1 s)", None),
-        ("", None),
-    ],
-)
-def test_what_is_left_is_read_from_the_reason(reason: str, left_ms: int | None) -> None:
-    assert live.left_ms(reason) == left_ms
-
-
-def test_the_servers_own_words_have_a_time_that_is_found() -> None:
-    """The words are the server's: if it says them otherwise, the bars would be gone unnoticed."""
-    from rdzv.core.explain import explain
-    from rdzv.core.model import (
-        JobSpec,
-        Membership,
-        Offer,
-        Settings,
-        State,
-        Submission,
-        Waiting,
+def test_what_somebody_has_said_is_no_time_that_is_left() -> None:
+    """A worker's message, or an operator's reason, is quoted as it is."""
+    job = control_samples.joining()
+    said = (
+        "round 1 ended (worker failure: gives up in 9 min 48 s; last call, 30 s left); gone 5 s ago"
     )
-
-    settings = Settings(1, 3, join_timeout_ms=600_000, last_call_timeout_ms=30_000)
-    nobody = State(Membership("a", "r", 1, settings, began_at_ms=0), short_since_ms=0)
-    assert live.left_ms(explain(nobody, 12_000)) == 588_000
-    submission = Submission(JobSpec(("t.py",)), "ada", at_ms=0, placed=("n1",))
-    placed = replace(nobody.membership, submission=submission)
-    said = explain(replace(nobody, membership=placed), 12_000)
-    assert said.endswith("; is queued again in 9 min 48 s")
-    assert live.left_ms(said) == 588_000
-    one = State(
-        Membership("a", "r", 1, settings, began_at_ms=0),
-        waiting={"n1": Waiting(1, Offer("10.0.0.1"), 0)},
-        enough_since_ms=0,
-    )
-    assert live.left_ms(explain(one, 10_000)) == 20_000
-    assert "last call" in explain(one, 10_000)
+    give_reason(job, said)
+    status = of(job)
+    assert live.whole_wait_ms(status, None, None) is None
+    assert live.later(status, 5_000).reason == said
 
 
 def test_times_in_a_reason_go_on() -> None:
-    said = "n7 was lost 59 s ago: lease ran out after 5 s; gives up in 1 min 0 s"
-    assert live.aged(said, 2_000) == (
-        "n7 was lost 1 min 1 s ago: lease ran out after 5 s; gives up in 58 s"
+    job = control_samples.joining()
+    status = live.later(of(job), 2_000)
+    said = (
+        "waiting for 1 more node (have 2 of 3:4; n7 was lost 14 s ago: lease ran out); gives up in "
     )
-    assert live.aged(said, 0) == said
+    assert status.reason == status.nodes[0].reason == said + "9 min 46 s"
+    assert live.later(status, 586_500).reason == said.replace("14 s", "10 min 0 s") + "0.0 s"
+    assert live.later(of(job), 0) == of(job)
 
 
 def test_nodes_that_are_missing_are_counted() -> None:

@@ -17,6 +17,7 @@ from rdzv.core.model import (
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.core.stragglers import Straggler
+from rdzv.core.timed_text import left, past
 from rdzv.errors import UnknownJobError
 from rdzv.server.messages import (
     LogLines,
@@ -58,7 +59,8 @@ SPEC = JobSpec(
 SUBMITTED = Submission(SPEC, "ada at head", 4_000, ("n1", "n2"), (Declined("n3", "no /data"),))
 FULL = replace(
     VIEW,
-    nodes=(NODE, replace(NODE, role="", address="", reason="away", drain_left_ms=0)),
+    reason="lost " + past(12_000) + " ago; gives up in " + left(5_000, "join timeout"),
+    nodes=(NODE, replace(NODE, role="", address="", reason="for " + left(9), drain_left_ms=0)),
     last_failure=FAILED,
     submission=SUBMITTED,
     jobs_before=0,

@@ -623,10 +623,11 @@ def sent_line(view: JobView) -> pb.JobSummary:
 
 def test_status_carries_every_field_of_the_view() -> None:
     status = sent(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
-    names = {*field_names(JobView), "progress", "stragglers"} - {"jobs_before"}
+    names = {*field_names(JobView), "progress", "stragglers", "reason_times"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
-    assert set(field_names(NodeView)) == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
+    names = {*field_names(NodeView), "reason_times"}
+    assert names == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
     for name in field_names(JobView):
         if name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):
             assert getattr(status, name) == getattr(VIEW, name)
@@ -690,7 +691,7 @@ def test_the_summary_counts_the_nodes_that_are_seated() -> None:
     summary = sent_line(VIEW)
     assert (summary.rdzv_id, summary.state, summary.nodes) == ("job-7", "running", 1)
     for field in summary.DESCRIPTOR.fields:
-        if field.name not in {"nodes", "hangs"}:
+        if field.name not in {"nodes", "hangs", "reason_times"}:
             assert getattr(summary, field.name) == getattr(VIEW, field.name)
     assert not summary.hangs
 

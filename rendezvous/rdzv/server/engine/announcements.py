@@ -202,7 +202,7 @@ def _line(membership: Membership, round_: Round, group_rank: int, tally: Tally |
 
 def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
     """Say why a waiting node has no workers."""
-    return Waiting(state.membership.rdzv_id, waiting_reason(state, node_id, now_ms))
+    return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
 def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told, ...]:

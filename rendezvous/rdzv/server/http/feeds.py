@@ -205,7 +205,7 @@ class Feed:
 
 
 def _ageless_job(summary: answers.JobSummary) -> object:
-    return replace(summary, state_age_ms=0)
+    return replace(summary, state_age_ms=0, reason_times=())
 
 
 class FleetFeed(Feed):

@@ -13,6 +13,7 @@ from rdzv.core.placement import Resources
 from rdzv.core.progress_lag import Word
 from rdzv.core.stacks import Report, WorkerStack
 from rdzv.core.stragglers import Straggler
+from rdzv.core.timed_text import times_of
 from rdzv.server.messages import LogLines, NodeSummary, RankProgress, ServerView
 from rdzv.server.security.tokens import Token
 from rdzv.view import answers
@@ -33,7 +34,7 @@ def job_status(
         run_number=view.run_number or None,
         state=view.state.value,
         state_age_ms=view.state_age_ms,
-        reason=view.reason or None,
+        reason=str(view.reason) or None,
         run_age_ms=view.run_age_ms,
         round=view.round,
         min_nodes=view.min_nodes or None,
@@ -59,6 +60,7 @@ def job_status(
         ),
         owner=view.owner or None,
         has_secret=view.has_secret,
+        reason_times=times_of(view.reason),
     )
 
 
@@ -72,8 +74,9 @@ def _job_node(view: NodeView) -> answers.NodeStatus:
         address=view.address or None,
         role=view.role or None,
         state_age_ms=view.state_age_ms,
-        reason=view.reason or None,
+        reason=str(view.reason) or None,
         drain_left_ms=view.drain_left_ms,
+        reason_times=times_of(view.reason),
     )
 
 
@@ -145,7 +148,7 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
         run=view.run or None,
         state=view.state.value,
         state_age_ms=view.state_age_ms,
-        reason=view.reason or None,
+        reason=str(view.reason) or None,
         round=view.round,
         nodes=sum(1 for n in view.nodes if n.group_rank is not None and n.state in _HERE),
         min_nodes=view.min_nodes or None,
@@ -155,6 +158,7 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
         max_restarts=view.max_restarts,
         backend=view.backend,
         hangs=hangs or None,
+        reason_times=times_of(view.reason),
     )
 
 

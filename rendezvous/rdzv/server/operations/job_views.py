@@ -75,7 +75,7 @@ class JobViews:
         # What is shown is what is stored: that more has happened has to be said first.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):
             trouble = self._store_state.trouble_of(rdzv_id)
-            shown = replace(shown, reason=f"{trouble}; {shown.reason}") if trouble else shown
+            shown = replace(shown, reason=f"{trouble}; " + shown.reason) if trouble else shown
         return shown
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:

@@ -1,0 +1,102 @@
+"""Texts in which time goes on: what is left shrinks, what is past grows.
+
+A reason says `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times beside its words,
+so that whoever shows it a while later need not look for them there: anybody may be quoted in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rdzv.core.words import duration
+from rdzv.structs import struct
+
+LAST_CALL = "last call"
+"""What a job waits for whose first round has enough nodes, and room for more."""
+
+
+@struct(frozen=True)
+class TimeInText:
+    """A duration in a text: `length` characters from `at` on."""
+
+    at: int
+    length: int
+    ms: int
+    grows: bool
+    """It says how long ago something was; otherwise how much of a time is left."""
+    waits_for: str | None = None
+    """The time that is left, in a word or two; None where nothing is decided by its end."""
+
+
+class TimedText(str):
+    """A text with its times. Added to other texts it keeps them; formatted, it is a plain text."""
+
+    __slots__ = ("times",)
+    times: tuple[TimeInText, ...]
+
+    def __new__(cls, text: str, times: tuple[TimeInText, ...] = ()) -> TimedText:
+        """Make a text that has these times."""
+        made = super().__new__(cls, text)
+        made.times = times
+        return made
+
+    def __add__(self, other: str) -> TimedText:
+        """Put a text behind this one."""
+        return _joined(self, other)
+
+    def __radd__(self, other: str) -> TimedText:
+        """Put a text before this one."""
+        return _joined(other, self)
+
+
+def left(ms: int, waits_for: str | None = None) -> TimedText:
+    """Say how much time is left.
+
+    >>> ("gives up in " + left(588_000)).times
+    (TimeInText(at=12, length=10, ms=588000, grows=False, waits_for=None),)
+    """
+    return _timed(max(ms, 0), grows=False, waits_for=waits_for)
+
+
+def past(ms: int) -> TimedText:
+    """Say how much time has passed."""
+    return _timed(max(ms, 0), grows=True, waits_for=None)
+
+
+def times_of(text: str) -> tuple[TimeInText, ...]:
+    """Return the times of a text; a plain one has none."""
+    return text.times if isinstance(text, TimedText) else ()
+
+
+def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
+    """Return a text as it reads `more_ms` later.
+
+    >>> text = "n7 was lost " + past(12_000) + " ago; gives up in " + left(588_000)
+    >>> later(text, text.times, 5_000)
+    'n7 was lost 17 s ago; gives up in 9 min 43 s'
+    """
+    read, end = TimedText(""), 0
+    for time in times:
+        # What another server sends may not fit together.
+        if end <= time.at <= time.at + time.length <= len(text):
+            ms = time.ms + more_ms if time.grows else max(time.ms - more_ms, 0)
+            read += text[end : time.at] + _timed(ms, grows=time.grows, waits_for=time.waits_for)
+            end = time.at + time.length
+    return read + text[end:]
+
+
+def _timed(ms: int, *, grows: bool, waits_for: str | None) -> TimedText:
+    text = duration(ms)
+    return TimedText(text, (TimeInText(0, len(text), ms, grows, waits_for),))
+
+
+def _joined(first: str, second: str) -> TimedText:
+    times = times_of(first)
+    if isinstance(second, TimedText):
+        by = len(first)
+        times += tuple(
+            # Not `replace`: each of thousands of nodes is told such a text.
+            TimeInText(time.at + by, time.length, time.ms, time.grows, time.waits_for)
+            for time in second.times
+        )
+    return TimedText(str.__add__(first, second), times)
