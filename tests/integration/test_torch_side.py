@@ -295,12 +295,12 @@ asyncio.run(main())
 
 
 async def reify(specs: LogsSpecs, round_: int = 0) -> RoundOutput | OSError:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[RoundOutput | OSError] = loop.create_future()
     environs = {rank: {"RANK": str(rank + 4)} for rank in range(2)}
-    specs.reify(round_, environs, answer.set_result)
     async with asyncio.timeout(100):
-        return await answer
+        try:
+            return await specs.reify(round_, environs)
+        except OSError as error:
+            return error
 
 
 async def test_the_class_says_where_workers_write_and_may_change_their_environment(
@@ -409,10 +409,9 @@ async def test_what_a_class_has_teed_is_not_copied_where_there_is_no_console(
             replace(made, output=replace(made.output, console=console)), lambda _: ""
         )
         await group.prepare()
-        opened = asyncio.get_running_loop().create_future()
-        group.open_round(LINE, opened.set_result)
         async with asyncio.timeout(100):
-            assert len(await opened) == 2
+            _, workers = await group.open_round(LINE)
+        assert len(workers) == 2
         assert followed == [tmp_path / "0.out"] * console
         await group.close()
 
@@ -420,12 +419,13 @@ async def test_what_a_class_has_teed_is_not_copied_where_there_is_no_console(
 async def test_an_answer_that_comes_too_late_is_nobodys(tmp_path: Path) -> None:
     specs = LogsSpecs(2)
     await specs.open(launch(specs="mine", log_dir=tmp_path))
-    first: list[RoundOutput | OSError] = []
-    specs.reify(0, {rank: {"RANK": "0"} for rank in range(2)}, first.append)
+    first = asyncio.create_task(specs.reify(0, {rank: {"RANK": "0"} for rank in range(2)}))
+    await asyncio.sleep(0)
     second = await reify(specs, 1)
     await specs.close()
     assert isinstance(second, RoundOutput)
-    assert first == []
+    assert not first.done()
+    first.cancel()
 
 
 @pytest.mark.parametrize(

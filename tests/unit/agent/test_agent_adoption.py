@@ -37,7 +37,7 @@ from rdzv.agent.handover.handover_state import (
     KeptState,
     KeptStop,
 )
-from rdzv.agent.job import job_driver as module
+from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.node.node import daemon_identity
@@ -453,6 +453,23 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
     assert s.runner.asked == [("start", 0, 2)]
 
 
+async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s: Story) -> None:
+    await s.begin_round(s.line())
+    s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
+    s.runner.tell(runner_link.WorkersGone(0))
+    await s.until(lambda: s.phase() == pb.Belief.JOINING)
+    s.driver.post(events.RoundCompleted(s.line(1)))
+    kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
+    assert (kept.state.assignment, kept.outputs) == (s.line(1), ())
+    await s.driver.hand_over(60_000)
+    await s.die_and_come_back()
+    await s.until(lambda: s.runner.asked[-1][0] == "start")
+    assert s.runner.asked[-1] == ("start", 1, 2)
+    written = s.driver.written.at(1)
+    assert written is not None
+    assert str(written.workers[1].stdout) == str(s.folder / "run/round_1/1/stdout.log")
+
+
 async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story) -> None:
     (join,) = [message.join for message in s.link.said if message.HasField("join")]
     port = join.offer.store_port
@@ -476,7 +493,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
     assert s.phase() == pb.Belief.STOPPING
     s.runner.tell(runner_link.WorkersGone(0))
-    assert s.phase() == pb.Belief.JOINING
+    await s.until(lambda: s.phase() == pb.Belief.JOINING)
     assert s.link.bodies()[-1] == "join"
 
 
@@ -487,7 +504,7 @@ async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(
     await s.die_and_come_back()
     assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
     s.runner.tell(runner_link.WorkersGone(0))
-    assert s.phase() == pb.Belief.JOINING
+    await s.until(lambda: s.phase() == pb.Belief.JOINING)
     (join,) = [message.join for message in s.link.said if message.HasField("join")]
     assert join.fenced
 
@@ -549,6 +566,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
     s.runner.deaf_to.add("stop")
     s.driver.post(events.Signalled(15, "SIGTERM"))
     s.runner.tell(runner_link.WorkersGone(0))
+    await s.until(lambda: s.phase() is None)
     await s.die_and_come_back()
     assert s.phase() is None
     assert s.runner.store_hosts == set()
@@ -602,6 +620,7 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     # The next round fails here, and says why; nothing else does.
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     s.runner.tell(runner_link.WorkersGone(0))
+    await s.until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await s.driver.wait()

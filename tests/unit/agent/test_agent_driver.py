@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,13 @@ import pytest
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Assignment, Job
-from rdzv.agent.job import job_driver as module
+from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.system.side_thread import in_thread
+from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.client import Endpoint
-from rdzv.core.model import Settings, Tally
+from rdzv.core.model import Cause, Settings, Tally
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -67,6 +68,11 @@ class Link:
         self.said.append(message)
 
 
+async def well() -> str:
+    """Find nothing wrong with the node."""
+    return ""
+
+
 class Fixture:
     def __init__(self, folder: Path) -> None:
         self.link, self.runner = Link(), Runner()
@@ -81,7 +87,16 @@ class Fixture:
             progress_dir=folder,
             output=Output(redirects={0: 3}, run_dir=folder / "run"),
         )
-        self.driver = JobDriver(self.launch, self.link, "r1")  # type: ignore[arg-type]
+        self.look: Callable[[], Awaitable[str]] = well
+        self.driver = JobDriver(
+            self.launch,
+            self.link,  # type: ignore[arg-type]
+            "r1",
+            examine=self.examine,
+        )
+
+    async def examine(self) -> str:
+        return await self.look()
 
     def bodies(self) -> list[str | None]:
         return [message.WhichOneof("body") for message in self.link.said]
@@ -199,7 +214,7 @@ def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
         await may_answer.wait()
         return wrong
 
-    f.driver._examine = examine
+    f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
     f.runner.tell(runner_link.WorkersGone(0))
@@ -241,7 +256,7 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
     async def examine() -> str:
         raise AssertionError("nobody wants to know")
 
-    f.driver._examine = examine
+    f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(events.Signalled(15, "SIGTERM"))
     f.runner.tell(runner_link.WorkersGone(0))
@@ -253,7 +268,7 @@ async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture
     async def examine() -> str:
         raise ValueError("a bug")
 
-    f.driver._examine = examine
+    f.look = examine
     f.driver.post(events.RoundCompleted(LINE))
     f.driver.post(events.WorkerExited(0, 0, 99, 3, None, "no", "", 0))
     f.runner.tell(runner_link.WorkersGone(0))
@@ -342,3 +357,87 @@ async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
     await driver.close()
     assert in_the_loop == []
+
+
+# ---------------------------------------------------------------- a round is a task
+
+
+def ends(round_: int) -> events.RoundEnded:
+    return events.RoundEnded("r1", round_, Cause.NODE_LOST, "n2 is lost", broken=True)
+
+
+@pytest.fixture
+def opening(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Future[Any]]:
+    """What the file system answers each time that a round's files are made; the test decides."""
+    asked: list[asyncio.Future[Any]] = []
+
+    async def open_round(*_: Any) -> Any:
+        asked.append(asyncio.get_running_loop().create_future())
+        return await asked[-1]
+
+    monkeypatch.setattr(LocalWorkerGroup, "open_round", open_round)
+    return asked
+
+
+async def test_no_worker_starts_once_it_was_decided_that_they_stop(
+    f: Fixture, opening: list[asyncio.Future[Any]]
+) -> None:
+    """Not even where the files are there at that very moment, and the start goes on next."""
+    f.driver.post(events.RoundCompleted(LINE))
+    await until(lambda: opening)
+    opening[0].set_result(((), []))
+    f.driver.post(ends(0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [what for what, *_ in f.runner.asked] == ["stop"]
+    f.runner.tell(runner_link.WorkersGone(0))
+    await until(lambda: f.bodies().count("join") == 2)
+
+
+async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
+    f: Fixture, opening: list[asyncio.Future[Any]]
+) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    f.driver.post(ends(0))
+    f.runner.tell(runner_link.WorkersGone(0))
+    await until(lambda: f.bodies().count("join") == 2)
+    assert opening == []
+    assert [what for what, *_ in f.runner.asked if what == "start"] == []
+
+
+async def test_a_start_that_fails_leaves_the_job_and_nothing_is_waited_for(
+    f: Fixture, opening: list[asyncio.Future[Any]]
+) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    await until(lambda: opening)
+    opening[0].set_exception(OSError("the disk is full"))
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await f.driver.wait()
+    assert "the disk is full" in outcome.text
+    assert f.link.said[-1].leave.cause == pb.Leave.START_FAILED
+
+
+async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
+    f: Fixture, opening: list[asyncio.Future[Any]]
+) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    await until(lambda: opening)
+    opening[0].set_exception(ValueError("a bug"))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ValueError, match="a bug"):
+            await f.driver.wait()
+
+
+async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
+    f.driver.post(events.RoundCompleted(LINE))
+    await until(lambda: f.runner.asked)
+    f.driver.post(ends(0))
+    f.runner.tell(runner_link.WorkersGone(0))
+    await until(lambda: f.bodies().count("join") == 2)
+    f.driver.post(events.RoundCompleted(replace(LINE, round=1)))
+    await until(lambda: f.runner.asked[-1][:2] == ("start", 1))
+    f.runner.tell(runner_link.WorkersGone(0))
+    await asyncio.sleep(0.01)
+    assert not f.driver.written.is_over(1)
+    (_, _, (worker,)) = f.runner.asked[-1]
+    assert await in_thread(Path(worker.env["RDZV_PROGRESS_FILE"]).exists)

@@ -98,17 +98,13 @@ def test_no_folder_is_too_large_to_look_at(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def began(seen: Snapshot) -> None:
-    done = asyncio.get_running_loop().create_future()
-    seen.begin_round(lambda: done.set_result(None))
     async with asyncio.timeout(DEADLINE_S):
-        await done
+        await seen.begin_round()
 
 
 async def ended(seen: Snapshot) -> bool:
-    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    seen.end_round(done.set_result)
     async with asyncio.timeout(DEADLINE_S):
-        return await done
+        return await seen.has_changed()
 
 
 async def test_each_round_is_compared_with_the_end_of_the_one_before(tmp_path: Path) -> None:
@@ -136,10 +132,11 @@ async def test_the_first_snapshot_of_all_is_a_change(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_looked_at_and_nothing_waits() -> None:
     """Not even an event loop is needed."""
-    seen, told = Snapshot(None), []
-    seen.begin_round(lambda: told.append("begun"))
-    seen.end_round(told.append)
-    assert told == ["begun", False]
+    seen = Snapshot(None)
+    for asked, found in ((seen.begin_round(), None), (seen.has_changed(), False)):
+        with pytest.raises(StopIteration) as ended:
+            asked.send(None)
+        assert ended.value.value is found
 
 
 async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(

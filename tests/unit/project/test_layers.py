@@ -84,8 +84,8 @@ RULES = (
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
             "server/__main__.py",
             *("view/answers.py", "client.py", "transport/*.py"),
-            # The agent's driver and node only pass on what its link has encoded.
-            *("agent/server_link/*.py", "agent/job/job_driver.py", "agent/node/node.py"),
+            # The agent's reports and node only pass on what its link has encoded.
+            *("agent/server_link/*.py", "agent/job/reports.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),
             "v1/*.py",
         ),

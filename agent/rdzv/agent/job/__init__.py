@@ -1,1 +1,6 @@
-"""One job on this node: events to the agent core, its commands to runner and server."""
+"""One job on this node: a driver around the agent core, and its rounds.
+
+Events come in from the server, the runner and signals; what the core decides goes out to the
+runner and the server. `job_driver` is that driver, `round` a round's one task. Nothing here
+decides, and nothing blocks the event loop.
+"""

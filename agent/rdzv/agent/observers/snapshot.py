@@ -89,30 +89,24 @@ class Snapshot:
         self._looked = False
         self._warned = False
 
-    def begin_round(self, then: Callable[[], None]) -> None:
-        """Call `then` once it is known what there is before the workers change it."""
-        if self._path is None or self._looked:
-            then()
-            return
+    async def begin_round(self) -> None:
+        """Find out what there is before the workers change it."""
+        if self._path is not None and not self._looked:
+            await self._look_aside(self._path)
 
-        def note(seen: Sight | Exception) -> None:
-            self._note(seen)
-            then()
-
-        self._aside.call(note, self._see, self._path)
-
-    def end_round(self, then: Callable[[bool], None]) -> None:
-        """Call `then` with whether it has changed since the last look, or that is not known."""
+    async def has_changed(self) -> bool:
+        """Whether it has changed since the last look, or that is not known."""
         if self._path is None:
-            then(False)
-            return
+            return False
         before = self._last
+        await self._look_aside(self._path)
+        return before is None or self._last is None or before != self._last
 
-        def note(seen: Sight | Exception) -> None:
-            self._note(seen)
-            then(before is None or self._last is None or before != self._last)
-
-        self._aside.call(note, self._see, self._path)
+    async def _look_aside(self, path: Path) -> None:
+        try:
+            self._note(await self._aside.answer(self._see, path))
+        except Exception as error:
+            self._note(error)
 
     def _see(self, path: Path) -> Sight:
         with acting_as(self._identity):

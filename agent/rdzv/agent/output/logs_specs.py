@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rdzv.agent.launch.launch import NO_FILES, Launch
@@ -34,8 +34,8 @@ class LogsSpecs:
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
         self._round: int | None = None
-        self._then: Callable[[RoundOutput | OSError], None] = lambda _: None
-        self._timer: asyncio.TimerHandle | None = None
+        """The round that was asked about; None: no answer is waited for."""
+        self._answer: asyncio.Future[RoundOutput] | None = None
 
     async def open(self, launch: Launch) -> None:
         """Have the class loaded and made.
@@ -66,24 +66,27 @@ class LogsSpecs:
             raise InvalidRequestError(f"{option}: {launch.python}: {error}") from error
         await self._side.ready(option)
 
-    def reify(
-        self, round_: int, environs: Environs, then: Callable[[RoundOutput | OSError], None]
-    ) -> None:
-        """Ask where a round's workers write; `then` hears it, or why it can not be said.
+    async def reify(self, round_: int, environs: Environs) -> RoundOutput:
+        """Ask where a round's workers write. Asking again forgets what was asked before.
 
-        Asking again forgets what was asked before.
+        Raises:
+            OSError: it can not be said.
+
         """
-        self._round, self._then = round_, then
-        if self._timer is not None:
-            self._timer.cancel()
-        reason = f"it has not answered within {REIFY_TIMEOUT_S:g} s"
-        self._timer = asyncio.get_running_loop().call_later(REIFY_TIMEOUT_S, self._fail, reason)
+        answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()
+        self._round, self._answer = round_, answer
         if self._side is None or not self._side.send({"round": round_, "envs": environs}):
             self._fail("its process has ended")
+        try:
+            async with asyncio.timeout(REIFY_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            reason = f"it has not answered within {REIFY_TIMEOUT_S:g} s"
+            raise OSError(f"--logs-specs: {reason}") from None
 
     async def close(self) -> None:
         """End it; what was asked is not answered any more."""
-        self._settle()
+        self._round = None
         if self._side is not None:
             side, self._side = self._side, None
             await side.close(CLOSE_TIMEOUT_S)
@@ -103,21 +106,14 @@ class LogsSpecs:
                 # The class is the user's, and so is its process.
                 self._fail(f"its answer makes no sense: {error!r}")
                 return
-            then = self._then
-            self._settle()
-            then(output)
+            self._round = None
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_result(output)
 
     def _fail(self, reason: str) -> None:
-        if self._round is not None:
-            then = self._then
-            self._settle()
-            then(OSError(f"--logs-specs: {reason}"))
-
-    def _settle(self) -> None:
-        self._round, self._then = None, lambda _: None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._round is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_exception(OSError(f"--logs-specs: {reason}"))
+        self._round = None
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoin
@@ -176,15 +177,17 @@ def _leave(say: commands.SayLeave, rdzv_id: str) -> pb.Leave:
     )
 
 
-def report(
-    say: commands.SayFailed
+Statement: TypeAlias = (
+    commands.SayFailed
     | commands.SaySucceeded
     | commands.SayLeave
     | commands.SayStuck
-    | commands.SayStoreHostFailed,
-    rdzv_id: str,
-    now_ms: int,
-) -> pb.NodeMessage:
+    | commands.SayStoreHostFailed
+)
+"""What the core says about a job's workers."""
+
+
+def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
     """Turn what the core says about its workers into a message."""
     match say:
         case commands.SayFailed():

@@ -91,7 +91,7 @@ def find_program(name: str) -> str:
 
 
 class Aside:
-    """Calls of one kind, from callbacks of the event loop: each in a thread, for a limited time.
+    """Calls of one kind: each in a thread, for a limited time.
 
     While one that was too late has not returned, others fail at once. So threads do not pile up,
     and a job with many files on a server that hangs waits for it once.
@@ -102,6 +102,27 @@ class Aside:
         self._within_s = within_s
         self._what = what
         self._late: Future[Any] | None = None
+
+    async def answer(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call a function, and return what it returns.
+
+        A caller that is cancelled leaves the thread behind, which may still turn out to be late.
+
+        Raises:
+            TimeoutError: it has not returned in time, or an earlier one has not yet.
+
+        """
+        answer: asyncio.Future[_R | Exception] = asyncio.get_running_loop().create_future()
+
+        def then(result: _R | Exception) -> None:
+            if not answer.done():
+                answer.set_result(result)
+
+        self.call(then, function, *args, **kwargs)
+        result = await answer
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def call(
         self,

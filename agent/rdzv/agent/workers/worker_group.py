@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rdzv.agent.core.environ import worker_environ
@@ -58,7 +57,6 @@ class LocalWorkerGroup:
         )
         specs = launch.output.logs_specs
         self._logs_specs = LogsSpecs(launch.job.local_world_size) if specs else None
-        self._output = RoundOutput((), {})
         self._files = Aside(ANSWER_WITHIN_S, f"{job.rdzv_id}: its script, program and logs")
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
@@ -93,15 +91,37 @@ class LocalWorkerGroup:
         environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
         self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
-    def open_round(
-        self, assignment: Assignment, then: Callable[[list[WorkerSpec] | Exception], None]
-    ) -> None:
-        """Make the files of a round, follow those that are teed, and say how to start each worker.
+    async def open_round(
+        self, assignment: Assignment
+    ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
+        """Make the files of a round, and follow those that are teed.
 
-        `then` hears it, or why it can not be done, once the file systems have answered, and with
-        --logs-specs whoever says where they write; unless another round was opened meanwhile.
+        Return where each worker writes, and how it is started, once the file systems have
+        answered, and with --logs-specs the class that says where they write.
+
+        Raises:
+            InvalidRequestError: what was there at the join is not there any more, or does not
+                answer.
+            OSError: the files can not be made, or --logs-specs gives no answer.
+
         """
-        self._files.call(partial(self._send_output, assignment, then), self._make_files, assignment)
+        try:
+            files = await self._files.answer(self._make_files, assignment)
+        except TimeoutError as error:
+            what = "its script, program or logs can not be looked at"
+            raise InvalidRequestError(f"{what}: {error}") from error
+        if self._logs_specs is None:
+            output = usual_output(files, self._launch.output)
+        else:
+            environs = self._environs_to_reify(assignment)
+            output = await self._logs_specs.reify(assignment.round, environs)
+        try:
+            self._duplicate(output)
+        except OSError as error:
+            raise OSError(f"the filtered log can not be written: {error}") from error
+        self.written.begin(assignment, output)
+        workers = enumerate(output.workers)
+        return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
     def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
         """Make the files of a round, if nobody else does; in a thread, for that may hang.
@@ -120,29 +140,6 @@ class LocalWorkerGroup:
         except OSError as error:
             raise OSError(f"the log directory can not be written: {error}") from error
 
-    def _send_output(
-        self,
-        assignment: Assignment,
-        then: Callable[[list[WorkerSpec] | Exception], None],
-        files: list[WorkerFiles] | Exception,
-    ) -> None:
-        """Send what the workers write to their files, or where --logs-specs has it."""
-        if isinstance(files, TimeoutError):
-            what = "its script, program or logs can not be looked at"
-            then(InvalidRequestError(f"{what}: {files}"))
-        elif isinstance(files, Exception):
-            then(files)
-        elif self._logs_specs is None:
-            then(self._open(assignment, usual_output(files, self._launch.output)))
-        else:
-            self._logs_specs.reify(
-                assignment.round,
-                self._environs_to_reify(assignment),
-                lambda output: then(
-                    output if isinstance(output, OSError) else self._open(assignment, output)
-                ),
-            )
-
     def _environs_to_reify(self, assignment: Assignment) -> dict[int, dict[str, str]]:
         own = self._launch.environ
         base = {name: own[name] for name in _PASSED_ON if name in own}
@@ -152,34 +149,15 @@ class LocalWorkerGroup:
             del environ["TORCHELASTIC_ERROR_FILE"]
         return environs
 
-    def _open(self, assignment: Assignment, output: RoundOutput) -> list[WorkerSpec] | OSError:
-        self._output = output
-        try:
-            self._duplicate(output)
-        except OSError as error:
-            return OSError(f"the filtered log can not be written: {error}")
-        self.written.begin(assignment, output)
-        return [self._worker(assignment, n) for n in range(len(output.workers))]
-
     def resume_round(self, assignment: Assignment, workers: tuple[WorkerOutput, ...]) -> None:
         """Go on with a round whose workers an agent before this one has started."""
-        self._output = RoundOutput(workers, {})
-        self.written.begin(assignment, self._output)
-
-    @property
-    def outputs(self) -> tuple[WorkerOutput, ...]:
-        """Where the workers of the last round write; nothing before the first."""
-        return self._output.workers
+        self.written.begin(assignment, RoundOutput(workers, {}))
 
     def close_round(self) -> None:
         """Take note that the workers are gone: nothing more is written."""
         self.written.end_round()
         if self._tee is not None:
             self._tee.unfollow()
-
-    def error_file(self, local_rank: int) -> Path:
-        """Return where a worker of the round leaves word of its failure."""
-        return self._output.workers[local_rank].error
 
     async def close(self) -> None:
         """Show what the workers have still written, as far as the console takes it."""
@@ -189,8 +167,7 @@ class LocalWorkerGroup:
             await self._tee.drain(DRAIN_TIMEOUT_S)
             self._tee.close()
 
-    def _worker(self, assignment: Assignment, local_rank: int) -> WorkerSpec:
-        output = self._output.workers[local_rank]
+    def _worker(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> WorkerSpec:
         self._follow(assignment, local_rank, output)
         if self._logs_specs is not None:
             environ = {**self._launch.environ, **output.environ}

@@ -1,0 +1,34 @@
+"""Has a job's runner keep what the agent after this one needs to go on with the job."""
+
+from __future__ import annotations
+
+from rdzv.agent.handover.handover_state import PLACEMENT, STATE, Keeping, KeptState, encode
+from rdzv.agent.runner_link import RunnerLink
+
+
+class StateKeeper:
+    """One job's runner, as far as it outlives this agent and keeps state for the next one."""
+
+    def __init__(self, keeping: Keeping, runner: RunnerLink, grace_ms: int) -> None:
+        """Let `runner` outlive this process; its workers get `grace_ms` if no agent adopts it."""
+        self._keeping = keeping
+        self._runner = runner
+        self._grace_ms = grace_ms
+        self._kept: KeptState | None = None
+        self._orphan_timeout_ms: int | None = None
+
+    def keep_placement(self) -> None:
+        """Have the runner keep what does not change while this node holds the job."""
+        self._runner.keep(PLACEMENT, encode(self._keeping.placement))
+
+    def keep(self, kept: KeptState) -> None:
+        """Have the runner keep this state, if it is another than before."""
+        if kept != self._kept:
+            self._kept = kept
+            self._runner.keep(STATE, encode(kept))
+
+    def outlive(self, within_ms: int) -> None:
+        """Let the runner wait `within_ms` for the next agent once this one is gone."""
+        if self._orphan_timeout_ms != within_ms:
+            self._orphan_timeout_ms = within_ms
+            self._runner.serve(self._keeping.socket, within_ms / 1000, self._grace_ms / 1000)

@@ -1,0 +1,73 @@
+"""What the parts of one job's driver share: its tools, and how far it has got on this node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rdzv.agent.job.decisions import Decisions
+from rdzv.agent.job.store_offer import StoreOffer
+from rdzv.agent.job.worker_observers import WorkerObservers
+from rdzv.agent.launch.launch import Launch
+from rdzv.agent.runner_link import RunnerLink
+from rdzv.agent.system.owned_tasks import OwnedTasks
+from rdzv.agent.system.side_thread import Aside
+from rdzv.agent.workers.fates import NodeOutcome
+from rdzv.agent.workers.witness import Witness
+from rdzv.agent.workers.worker_group import LocalWorkerGroup
+from rdzv.core.model import Offer
+
+if TYPE_CHECKING:
+    from rdzv.agent.job.round import Round
+
+ERROR_FILE_WITHIN_S = 2.0
+"""How long the end of a round waits for a worker's error file."""
+
+
+@dataclass(eq=False)
+class JobContext:
+    """One job on this node: what its driver, its rounds and its runner's events work with."""
+
+    launch: Launch
+    workers: LocalWorkerGroup
+    observers: WorkerObservers
+    witness: Witness
+    decisions: Decisions
+    tasks: OwnedTasks
+    keep: Callable[[], None]
+    """Has the runner keep the present state for the next agent."""
+    examine: Callable[[], Awaitable[str]] | None
+    """Says what is wrong with this node; empty: nothing. None: nobody looks."""
+    offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
+    linked: RunnerLink | None = None
+    """The job's runner; None until the job is prepared."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is known whether workers can be started here."""
+    unready: str = ""
+    """Why they can not be; empty: they can."""
+    error_files: Aside = field(default_factory=lambda: Aside(ERROR_FILE_WITHIN_S))
+    ended: asyncio.Future[NodeOutcome] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """How the job has ended for this node, or what has gone wrong that must not."""
+    last_round: Round | None = None
+    """The last round that this node took part in; None before the first."""
+
+    @property
+    def runner(self) -> RunnerLink:
+        """The job's runner, once the job is prepared."""
+        assert self.linked is not None
+        return self.linked
+
+    @property
+    def round(self) -> Round:
+        """The last round, once there was one."""
+        assert self.last_round is not None
+        return self.last_round
+
+    def round_of(self, number: int) -> Round | None:
+        """Return the last round, if it has this number: an older one is over."""
+        last = self.last_round
+        return last if last is not None and last.assignment.round == number else None

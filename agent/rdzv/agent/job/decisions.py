@@ -1,0 +1,85 @@
+"""Takes the events of one job to the agent core, one after another, and has its decisions done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec
+
+from rdzv.agent.core import Transition, events, step
+from rdzv.agent.core.model import AgentState
+
+_P = ParamSpec("_P")
+
+
+class Decisions:
+    """The agent core of one job, with the time and a queue."""
+
+    def __init__(
+        self,
+        state: AgentState,
+        act: Callable[[events.Event, AgentState, Transition], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Begin with `state`; `act` gets each event, the state before it, and what is decided."""
+        self.state = state
+        self._act = act
+        self._on_error = on_error
+        self._inbox: deque[events.Event] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.stopped = False
+        """Whether nothing more is decided."""
+
+    def post(self, event: events.Event) -> None:
+        """Take note of an event, after those that came before it."""
+        if self.stopped:
+            return
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox and not self.stopped:
+                self.guard(self._decide, self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def guard(self, do: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Do something for this job; if it fails, that is the end of this job here."""
+        try:
+            do(*args, **kwargs)
+        except Exception as error:
+            self._on_error(error)
+
+    def _decide(self, event: events.Event) -> None:
+        before = self.state
+        transition = step(before, event, now_ms())
+        self.state = transition.state
+        self._act(event, before, transition)
+        self._arm(transition.wake_at_ms)
+
+    def _arm(self, wake_at_ms: int | None) -> None:
+        self.cancel_tick()
+        if wake_at_ms is not None:
+            delay_s = max(wake_at_ms - now_ms(), 0) / 1000
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self.post, events.Ticked())
+
+    def cancel_tick(self) -> None:
+        """Let nothing become due by time alone, until another event comes."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def stop(self) -> None:
+        """Decide nothing more."""
+        self.stopped = True
+        self.cancel_tick()
+
+
+def now_ms() -> int:
+    """Return the time by the clock of the agent core."""
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,110 @@
+"""The log lines that tell a user how a job goes on this node."""
+
+from __future__ import annotations
+
+import logging
+
+from rdzv.agent.core import events
+from rdzv.agent.core.model import AgentState, Assignment, Phase
+from rdzv.agent.system.error_files import describe_exit
+from rdzv.core.model import MAX_RESTART_AGES
+from rdzv.core.words import duration
+
+log = logging.getLogger("rdzv.agent")
+
+
+def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
+    """Write one line for an event that a user wants to know of; `state` is the one before it.
+
+    `joined` says whether the server has admitted the node before.
+    """
+    rdzv_id = state.job.rdzv_id
+    match event:
+        case events.Joined() if not joined or event.run != state.run:
+            log.info("joined %s (run %s)", rdzv_id, event.run)
+        case events.RoundCompleted() if event.assignment != state.assignment:
+            _log_round(event.assignment, state)
+        case events.RoundEnded():
+            text = "%s: round %d ended (%s): %s"
+            log.warning(text, rdzv_id, event.round, event.cause, event.reason)
+        case events.WorkerExited() if event.exit_code != 0:
+            if state.phase is Phase.RUNNING:
+                how = describe_exit(event.exit_code, event.signal)
+                text = "%s: worker local_rank %d (pid %d) failed: %s: %s"
+                worker = (event.local_rank, event.pid)
+                log.warning(text, rdzv_id, *worker, how, event.message)
+        case events.WorkersStuck():
+            pids = ", ".join(str(pid) for pid in event.pids)
+            log.error("%s: processes survive SIGKILL: pid %s", rdzv_id, pids)
+        case events.Fenced():
+            log.error(
+                "%s: fenced: the server was out of reach for %g s (--fence-after), so the "
+                "workers of round %d are killed, lest they run on beside others that take "
+                "their place; this node joins again once the server answers",
+                rdzv_id,
+                state.job.fence_after_ms / 1000,
+                event.round,
+            )
+        case events.StoreHostExited() if _serves(state, event.round):
+            text = "%s: the store host of round %d exited: %s"
+            log.warning(text, rdzv_id, event.round, event.reason)
+        case events.Signalled():
+            log.warning("%s: received %s; leaving the job", rdzv_id, event.name)
+        case events.Unhealthy():
+            text = "%s: leaving the job, for this node is unhealthy: %s"
+            log.warning(text, rdzv_id, event.reason)
+        case events.Withdrawn():
+            log.warning("%s: withdrawn from this node: %s", rdzv_id, event.reason)
+        case events.NoticeGiven() if state.notice is None:
+            _log_notice(event, state)
+        case events.NoticeLifted() if state.notice is not None:
+            text = "%s: this node may stay; workers that were told to leave may still exit"
+            log.warning(text, rdzv_id)
+        case _:
+            log.debug("%s", event)
+
+
+def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
+    if state.workers_gone:
+        log.warning("%s: leaving the job: %s", state.job.rdzv_id, event.reason)
+        return
+    log.warning(
+        "%s: its workers are told that this node leaves, and have %s to exit: %s",
+        state.job.rdzv_id,
+        duration(event.left_ms),
+        event.reason,
+    )
+
+
+def _serves(state: AgentState, round_: int) -> bool:
+    """Whether this node is to serve the store of a round that is not over."""
+    line, phase = state.assignment, state.phase
+    return line is not None and line.round == round_ and phase is Phase.RUNNING
+
+
+def _log_round(line: Assignment, state: AgentState) -> None:
+    last = line.rank_first + state.job.local_world_size - 1
+    log.info(
+        "%s: round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %s",
+        state.job.rdzv_id,
+        line.round,
+        line.group_rank,
+        line.group_world_size,
+        line.rank_first,
+        last,
+        line.world_size,
+        line.master_addr,
+        line.master_port,
+        _restarts(line, state.job.settings.restart_window_ms),
+    )
+
+
+def _restarts(line: Assignment, window_ms: int) -> str:
+    """Say how many restarts count against how many, as the server does; and how many there were."""
+    if not window_ms:
+        return f"{line.restarts} of {line.max_restarts}"
+    # An older server does not tell; one that does tells of no more than these.
+    counted = 0 if line.tally is None else len(line.tally.restart_ages_ms)
+    more = " or more" if counted == MAX_RESTART_AGES else ""
+    within = f"in the last {duration(window_ms)}"
+    return f"{counted}{more} of {line.max_restarts} {within}, {line.restarts} in all"

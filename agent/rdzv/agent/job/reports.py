@@ -1,0 +1,82 @@
+"""What the driver of a job tells the server: encoded, and sent over the node's link."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeAlias
+
+from rdzv.agent.core import commands
+from rdzv.agent.core.machine import EXIT_FAILED
+from rdzv.agent.core.model import AgentState, Leaving
+from rdzv.agent.launch.launch import Launch
+from rdzv.agent.observers.hang_watch import HungReport
+from rdzv.agent.observers.progress_files import Report
+from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.core.model import LeaveCause, Offer
+from rdzv.core.stacks import WorkerStack
+from rdzv.v1 import rdzv_pb2 as pb
+
+Belief: TypeAlias = pb.Belief
+"""All that a node believes about a job, as a Hello says it."""
+
+
+class Reports:
+    """The messages of one job on this node. Nothing waits for the server but the stacks."""
+
+    def __init__(self, launch: Launch, link: ServerLink) -> None:
+        self._launch = launch
+        self._rdzv_id = launch.job.rdzv_id
+        self._link = link
+        self._stacks = StackAnswers(self._say_stacks)
+
+    def belief(self, state: AgentState, offer: Offer) -> Belief:
+        """Return what this node believes about the job."""
+        launch = self._launch
+        return encoding.belief(
+            state, offer, _now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+        )
+
+    def join(self, say: commands.SayJoin, state: AgentState, offer: Offer) -> None:
+        """Ask for a place in the next round."""
+        launch = self._launch
+        join = encoding.join(
+            say, state, offer, _now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+        )
+        self._link.say(pb.NodeMessage(join=join))
+
+    def report(self, command: encoding.Statement) -> None:
+        """Say what the core has decided to say."""
+        self._link.say(encoding.report(command, self._rdzv_id, _now_ms()))
+
+    def start_failed(self, state: AgentState, reason: str) -> None:
+        """Say that this node leaves, with nothing left of its workers, for it can not go on."""
+        line = state.assignment
+        leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
+        self.report(commands.SayLeave(state.run, leaving, None if line is None else line.round))
+
+    def progress(self, report: Report) -> None:
+        """Say how far the workers are."""
+        self._link.say(encoding.progress(report, self._rdzv_id))
+
+    def hung(self, report: HungReport) -> None:
+        """Say which workers hang."""
+        self._link.say(encoding.hung(report, self._rdzv_id))
+
+    def stacks(self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str) -> None:
+        """Begin to take the stacks of workers, and say each; or why there are none to look at."""
+        self._stacks.answer(asked, targets, why_none)
+
+    async def _say_stacks(
+        self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str
+    ) -> None:
+        await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
+
+    async def close(self) -> None:
+        """Take no more stacks."""
+        await self._stacks.close()
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,265 @@
+"""One round of a job on this node is one task: from its announcement to the end of its processes.
+
+::
+
+    announced --> files made --> workers started, and watched --> told to end --> none left --> over
+        \\------------- `stop_workers` cancels the start --------------/
+
+The task ends by posting `WorkersGone`, after which the core joins the next round, or leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Collection, Coroutine
+
+from rdzv.agent import runner_link
+from rdzv.agent.core import commands, events
+from rdzv.agent.core.machine import rejoins_after_failure
+from rdzv.agent.core.model import Assignment, Phase
+from rdzv.agent.handover.handover_state import KeptState, KeptStop, kept_output
+from rdzv.agent.job.context import JobContext
+from rdzv.agent.job.decisions import now_ms
+from rdzv.agent.observers.stack_sampling import Target
+from rdzv.agent.output.run_files import WorkerOutput
+from rdzv.agent.runner.requests import WorkerSpec
+from rdzv.agent.system.error_files import WorkerError, read_error, unread
+from rdzv.core.model import Moved
+from rdzv.errors import InvalidRequestError
+from rdzv.runtime.concurrency import single_error
+from rdzv.structs import replace
+
+log = logging.getLogger("rdzv.agent")
+
+
+class Round:
+    """The workers of one round on this node. `begin` or `resume` it once.
+
+    An exception in its task, other than a failed start, ends the job on this node.
+    """
+
+    def __init__(self, context: JobContext, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.kept_stop: KeptStop | None = None
+        """How the workers were told to end last; None: they were not."""
+        self.outputs: tuple[WorkerOutput, ...] = ()
+        """Where each worker writes, by LOCAL_RANK; nothing before the files are made."""
+        self._context = context
+        self._pids: dict[int, int] = {}
+        """By LOCAL_RANK: the workers that have been started."""
+        self._notified_by: int | None = None
+        """The signal by which the workers were told that the node leaves."""
+        self._task: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._start_is_over = False
+        """Whether no worker is to be started any more."""
+        self._start_failed = False
+        self._gone = asyncio.Event()
+
+    def begin(self) -> None:
+        """Start the workers as soon as this node is ready, and see the round to its end."""
+        self._context.observers.open_round(self.assignment)
+        self._begin_task(self._run())
+
+    def resume(self, kept: KeptState, hello: runner_link.Hello) -> None:
+        """Go on with the workers of the agent before this one; see the round to its end."""
+        context, state = self._context, kept.state
+        self.kept_stop = kept.stop
+        if kept.outputs:
+            self.outputs = tuple(map(kept_output, kept.outputs))
+            context.workers.resume_round(self.assignment, self.outputs)
+            self._pids.update(hello.workers)
+        if state.phase is Phase.RUNNING:
+            alive = {n: pid for n, pid in hello.workers.items() if n in state.alive}
+            context.observers.watch_hangs(self.assignment, alive)
+        if not state.workers_gone:
+            self._begin_task(self._await_end())
+
+    def _begin_task(self, work: Coroutine[None, None, None]) -> None:
+        name = f"round {self.assignment.round} of {self._context.launch.job.rdzv_id}"
+        self._task = self._context.tasks.start(work, name)
+
+    def cancel(self) -> None:
+        """Do nothing more for this round; its processes are somebody else's to end."""
+        if self._task is not None:
+            self._task.cancel()
+
+    # ------------------------------------------------------------------ the task
+
+    async def _run(self) -> None:
+        with single_error():
+            async with asyncio.TaskGroup() as tasks:
+                if not self._start_is_over:
+                    self._starting = tasks.create_task(self._start())
+                await self._await_end()
+
+    async def _start(self) -> None:
+        """Start the round's store host, if this node serves it, and the workers."""
+        context, number = self._context, self.assignment.round
+        try:
+            workers = await self._prepare()
+        except (InvalidRequestError, OSError) as error:
+            self._start_failed = True
+            context.offer.release()
+            context.decisions.post(events.StartFailed(number, str(error)))
+            self._gone.set()
+            return
+        context.keep()
+        self._start_store_host()
+        context.observers.watch_hangs(self.assignment)
+        context.runner.start_workers(number, workers)
+        if self._notified_by is not None:
+            # The runner did not know of the round yet.
+            context.runner.notify_workers(number, self._notified_by)
+
+    async def _prepare(self) -> list[WorkerSpec]:
+        """Wait until this node is ready, and make room for what the workers write.
+
+        Raises:
+            InvalidRequestError: no workers can be started here.
+            OSError: their files can not be made.
+
+        """
+        context = self._context
+        await context.ready.wait()
+        if context.unready:
+            raise InvalidRequestError(context.unready)
+        await context.observers.snapshot.begin_round()
+        self.outputs, workers = await context.workers.open_round(self.assignment)
+        return workers
+
+    async def _await_end(self) -> None:
+        """Wait until no process is left; then close what was open for the round, and say so."""
+        await self._gone.wait()
+        context, number = self._context, self.assignment.round
+        context.workers.close_round()
+        step = context.observers.close_round()
+        if self._start_failed:
+            context.decisions.post(events.WorkersGone(number))
+            return
+        moved = Moved(step, snapshot=await context.observers.snapshot.has_changed())
+        rejoins = rejoins_after_failure(context.decisions.state, number)
+        if rejoins and (reason := await self._examine()):
+            context.decisions.post(events.Unhealthy(number, reason))
+        context.decisions.post(events.WorkersGone(number, moved))
+
+    async def _examine(self) -> str:
+        """Return what is wrong with this node; a bug of the look is not held against it.
+
+        Meanwhile the seat is kept, so no round is formed with a node that is not well.
+        """
+        try:
+            return "" if self._context.examine is None else await self._context.examine()
+        except Exception:
+            rdzv_id = self._context.launch.job.rdzv_id
+            log.exception("%s: whether this node is well can not be found out", rdzv_id)
+            return ""
+
+    # ------------------------------------------------------------------ the round's store
+
+    def _start_store_host(self) -> None:
+        """Give the socket that was offered to the store host, or free its port."""
+        launch, line = self._context.launch, self.assignment
+        listening = self._context.offer.take_socket()
+        if listening is None:
+            if line.hosts_store:
+                self._lack_store_socket()
+            return
+        with listening:
+            if line.hosts_store and listening.getsockname()[1] != line.master_port:
+                self._lack_store_socket()
+            elif line.hosts_store:
+                self._context.runner.start_store_host(
+                    line.round, listening, launch.python, launch.environ, launch.identity
+                )
+
+    def _lack_store_socket(self) -> None:
+        """Report that the socket of the announced store is gone, with the agent that offered it."""
+        port = self.assignment.master_port
+        reason = f"the agent that had offered port {port} was restarted before the round began"
+        self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
+
+    # ------------------------------------------------------------------ the core's commands
+
+    def stop_workers(self, command: commands.StopWorkers) -> None:
+        """End the workers; those that were about to be started are not."""
+        self._cancel_start()
+        self._context.observers.stop_watching_hangs()
+        # Their socket is not offered again.
+        self._context.offer.release()
+        signum = signal.SIGTERM if command.signum is None else command.signum
+        self._context.runner.stop_workers(command.round, signum, command.grace_ms)
+
+    def note_stop(self, command: commands.StopWorkers) -> None:
+        """Remember how the workers are about to be told to end, for the next agent."""
+        self.kept_stop = KeptStop(command.round, command.grace_ms, command.signum, now_ms())
+
+    def notify_workers(self, command: commands.NotifyWorkers) -> None:
+        """Tell the workers that this node is about to leave; one that starts later is told then.
+
+        The file is there before the signal, so that a handler finds it.
+        """
+        self._context.observers.notice.write(command.left_ms, command.reason)
+        if command.signum is not None:
+            self._notified_by = command.signum
+            self._context.runner.notify_workers(command.round, command.signum)
+
+    def _cancel_start(self) -> None:
+        self._start_is_over = True
+        if self._starting is not None:
+            self._starting.cancel()
+
+    # ------------------------------------------------------------------ the runner's events
+
+    def worker_started(self, local_rank: int, pid: int) -> None:
+        """Watch a worker that runs now."""
+        log.debug("local_rank %d is pid %d", local_rank, pid)
+        self._pids[local_rank] = pid
+        self._context.witness.worker_started(local_rank, pid)
+        self._context.observers.worker_started(local_rank, pid)
+
+    async def explain_failure(
+        self, exited: runner_link.WorkerExited
+    ) -> tuple[runner_link.WorkerExited, WorkerError]:
+        """Return a failed worker's exit with its error file, which may not answer."""
+        heard_ms, file = now_ms(), self.outputs[exited.local_rank].error
+        try:
+            error = await self._context.error_files.answer(
+                read_error, file, exited.signal, exited.pid, self._context.launch.identity
+            )
+        except Exception as failure:
+            error = unread(failure)
+        return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
+
+    def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
+        """Take note of an exit; of a failure with what its error file says."""
+        self._context.observers.worker_exited(exited.local_rank)
+        self._context.decisions.post(
+            events.WorkerExited(
+                round=exited.round,
+                local_rank=exited.local_rank,
+                pid=exited.pid,
+                exit_code=exited.exit_code,
+                signal=exited.signal,
+                message=error.message,
+                traceback=error.traceback,
+                age_ms=max(exited.age_ms, error.age_ms),
+            )
+        )
+
+    def workers_gone(self) -> None:
+        """Take note that no process of the round is left."""
+        self._cancel_start()
+        self._gone.set()
+
+    # ------------------------------------------------------------------ what others ask for
+
+    def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
+        """Return the workers that have been started and are alive."""
+        return tuple(
+            Target(self.assignment.rank_first + local_rank, local_rank, pid)
+            for local_rank, pid in sorted(self._pids.items())
+            if local_rank in alive
+        )

@@ -1,0 +1,152 @@
+"""Takes what a job's runner says to the round that it concerns, and to the agent core."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from rdzv.agent import runner_link
+from rdzv.agent.agent_metrics_hooks import JobMeter
+from rdzv.agent.core import events
+from rdzv.agent.handover import leaked_processes
+from rdzv.agent.job.context import JobContext
+from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
+from rdzv.agent.system.side_thread import in_time
+
+log = logging.getLogger("rdzv.agent")
+
+SWEEP_WITHIN_S = 10.0
+"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
+SWEEP_AGAIN_S = 1.0
+"""How soon the next attempt follows one that failed: until then they count as there."""
+
+
+class RunnerEventRouter:
+    """The events of one job's runner, in the order in which the runner says them."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        socket: Path | None,
+        meter: Callable[[], JobMeter],
+    ) -> None:
+        """Take events for a job, and show them to its present `meter`.
+
+        `socket` is where the runner listens for the next agent, if it outlives this one.
+        """
+        self._context = context
+        self._rdzv_id = context.launch.job.rdzv_id
+        self._socket = socket
+        self._meter = meter
+        self._ending_leftovers: asyncio.Task[None] | None = None
+
+    def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
+        """Take an event; return what is done when it is taken, if it is not yet."""
+        tasks = self._context.tasks
+        match event:
+            case runner_link.WorkerExited() if event.exit_code != 0:
+                return tasks.start(self._take_failure(event), f"exit in {self._rdzv_id}")
+            case runner_link.RunnerExited():
+                lost = self._lose_runner(event)
+                self._ending_leftovers = tasks.start(lost, f"runner of {self._rdzv_id}")
+                return self._ending_leftovers
+            case _:
+                self._context.decisions.guard(self._take, event)
+                return None
+
+    async def leftovers_ended(self, within_s: float) -> None:
+        """Wait until nothing is left of a runner that died.
+
+        Raises:
+            TimeoutError: something may be.
+
+        """
+        if self._ending_leftovers is not None:
+            async with asyncio.timeout(within_s):
+                await asyncio.shield(self._ending_leftovers)
+
+    async def _take_failure(self, exited: runner_link.WorkerExited) -> None:
+        """Take a failed worker's exit once its error file was read, or does not answer."""
+        if (round_ := self._context.round_of(exited.round)) is not None:
+            late, error = await round_.explain_failure(exited)
+            self._meter().runner_said(late)
+            round_.worker_exited(late, error)
+
+    def _take(self, event: runner_link.RunnerEvent) -> None:
+        self._meter().runner_said(event)
+        post = self._context.decisions.post
+        match event:
+            case (
+                runner_link.WorkerStarted() | runner_link.WorkerExited() | runner_link.WorkersGone()
+            ):
+                self._take_of_round(event)
+            case runner_link.WorkersStartFailed():
+                post(events.StartFailed(event.round, event.reason))
+            case runner_link.WorkersStuck():
+                post(events.WorkersStuck(event.round, tuple(event.pids)))
+            case runner_link.WorkersFenced():
+                age_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
+                post(events.Fenced(event.round, age_ms))
+            case runner_link.StoreHostReady():
+                post(events.StoreHostReady(event.round))
+            case runner_link.StoreHostExited():
+                how = describe_exit(event.exit_code, event.signal)
+                post(events.StoreHostExited(event.round, how))
+            case runner_link.ServeFailed():
+                pass  # Its workers end with this process; nothing else depends on it.
+            case runner_link.RunnerRefused():
+                log.error("%s: its runner refuses to go on: %s", self._rdzv_id, event.reason)
+                self._context.runner.kill()
+
+    def _take_of_round(
+        self, event: runner_link.WorkerStarted | runner_link.WorkerExited | runner_link.WorkersGone
+    ) -> None:
+        """Take an event to its round; one of an older round changes nothing any more."""
+        if (round_ := self._context.round_of(event.round)) is None:
+            return
+        match event:
+            case runner_link.WorkerStarted():
+                round_.worker_started(event.local_rank, event.pid)
+            case runner_link.WorkerExited():
+                round_.worker_exited(event, WorkerError("", "", 0))
+            case runner_link.WorkersGone():
+                round_.workers_gone()
+
+    async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
+        """Kill what a dead runner has left behind, before anyone is told that it is gone."""
+        self._meter().runner_said(event)
+        if event.exit_code != 0 or not self._has_ended:
+            while not await self._end_leftovers():  # noqa: ASYNC110
+                await asyncio.sleep(SWEEP_AGAIN_S)
+        if not self._has_ended:
+            self._context.decisions.post(
+                events.RunnerLost(f"its runner {_how_lost(event.exit_code)}")
+            )
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._context.ended.done()
+
+    async def _end_leftovers(self) -> bool:
+        """Kill what a dead runner has left; say whether all processes could be looked at."""
+        try:
+            await runner_link.sweep_orphans()
+            if self._socket is not None:
+                # If the runner was adopted, they are init's children.
+                mark = leaked_processes.mark_of(self._socket)
+                await in_time(SWEEP_WITHIN_S, leaked_processes.kill_strays, mark)
+        except OSError as error:
+            text = "%s: what its dead runner has left behind can not be looked for: %s"
+            log.error(text, self._rdzv_id, error)
+            return False
+        return True
+
+
+def _how_lost(exit_code: int | None) -> str:
+    """Say how a runner ended that was not told to end."""
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by {signal_name(-exit_code)}, and its workers with it"
+    how = "" if exit_code is None else f" with exit code {exit_code}"
+    return f"ended unexpectedly{how}, and its workers with it"

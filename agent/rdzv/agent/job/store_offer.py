@@ -1,0 +1,56 @@
+"""What this node offers to the next round of a job: its address, and a port for the c10d store."""
+
+from __future__ import annotations
+
+import socket
+
+from rdzv.agent.launch.launch import Launch, has_torch, local_address, reachable_host_name
+from rdzv.core.model import Offer
+from rdzv.structs import replace
+from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
+from rdzv.transport.endpoints import Endpoint
+
+
+class StoreOffer:
+    """The offer of one job on this node, with the socket that is held ready for a round's store."""
+
+    def __init__(self, fixed: Offer) -> None:
+        self.fixed = fixed
+        """The part that is the same in every round: without a port."""
+        only_loopback = is_loopback(fixed.address) and not fixed.host_name
+        self._socket = StoreSocket(loopback_only=only_loopback)
+
+    @classmethod
+    async def make(cls, launch: Launch, endpoint: Endpoint) -> StoreOffer:
+        """Find out what this node offers, as it is seen from a server at `endpoint`."""
+        address = launch.local_addr or await local_address(endpoint)
+        host_name = await reachable_host_name() if is_loopback(address) else ""
+        return cls(
+            Offer(
+                address=address,
+                local_world_size=launch.job.local_world_size,
+                role=launch.role,
+                topology=launch.topology,
+                host_name=host_name,
+                machine=machine_id(),
+                can_host_store=await has_torch(launch.python, launch.environ, launch.account),
+                shutdown_timeout_ms=launch.job.shutdown_timeout_ms,
+            )
+        )
+
+    def with_port(self) -> Offer:
+        """Return the offer with the port that is held ready now, bound anew if none is.
+
+        Raises:
+            OSError: no port can be bound.
+
+        """
+        return replace(self.fixed, store_port=self._socket.port)
+
+    def take_socket(self) -> socket.socket | None:
+        """Hand the socket over to the caller, who closes it; None if none is held."""
+        return self._socket.take()
+
+    def release(self) -> None:
+        """Free the port; it is not offered again."""
+        self._socket.release()

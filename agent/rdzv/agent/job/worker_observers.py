@@ -1,0 +1,76 @@
+"""The observers of one job's workers: progress, notice, snapshot, hangs; opened round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.job.reports import Reports
+from rdzv.agent.launch.launch import Launch
+from rdzv.agent.observers.hang_watch import HangWatch
+from rdzv.agent.observers.notice import NoticeFile
+from rdzv.agent.observers.progress_files import ProgressFiles
+from rdzv.agent.observers.snapshot import Snapshot
+
+
+class WorkerObservers:
+    """The observers of one job on this node.
+
+    For each round `open_round`, `watch_hangs` when its workers are started, `stop_watching_hangs`
+    when they are told to end, and `close_round` when they are gone.
+    """
+
+    def __init__(self, launch: Launch, reports: Reports) -> None:
+        self._local_world_size = launch.job.local_world_size
+        self.progress = ProgressFiles(reports.progress, launch.progress_dir, launch.identity)
+        self.notice = NoticeFile(self.progress.beside, launch.identity)
+        self.snapshot = Snapshot(launch.snapshot, identity=launch.identity)
+        self._hangs = HangWatch(
+            launch.job.rdzv_id, launch.hang_timeout, reports.hung, launch.identity
+        )
+
+    def open_round(self, assignment: Assignment) -> None:
+        """Make room for the files by which workers and agent tell each other of a round."""
+        self.progress.open_round(assignment, self._local_world_size)
+        self.notice.open_round()
+
+    def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
+        """Go on with the files that the agent before this one has made; None: of no round."""
+        self.progress.resume(folder, assignment, self._local_world_size)
+        self.notice.open_round()
+
+    def watch_hangs(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
+        """Watch the workers of a round as they start, and those that are `running`: their pids."""
+        self._hangs.open_round(assignment)
+        for local_rank, pid in (running or {}).items():
+            self.worker_started(local_rank, pid)
+
+    def worker_started(self, local_rank: int, pid: int) -> None:
+        """Watch a worker."""
+        self._hangs.worker_started(local_rank, pid, self.progress.file(local_rank))
+
+    def worker_exited(self, local_rank: int) -> None:
+        """Watch a worker no more."""
+        self._hangs.worker_exited(local_rank)
+
+    def stop_watching_hangs(self) -> None:
+        """Watch no worker any more: they are told to end."""
+        self._hangs.close_round()
+
+    def close_round(self) -> int | None:
+        """Take note that the workers are gone; return the highest step that any of them was at."""
+        self._hangs.close_round()
+        step = self.progress.furthest()
+        self.progress.close_round()
+        return step
+
+    def say_again(self) -> None:
+        """Report progress and hung workers to a server that may not know of them."""
+        self.progress.say_again()
+        self._hangs.say_again()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._hangs.close_round()
+        self.progress.close()

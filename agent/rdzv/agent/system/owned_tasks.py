@@ -1,0 +1,40 @@
+"""Tasks that outlive the call that started them, and whose errors reach their owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+_R = TypeVar("_R")
+
+
+class OwnedTasks:
+    """The tasks of one owner, which hears of each exception at once, and ends them by `close`.
+
+    It is for an owner whose methods are called from callbacks of the event loop; a coroutine that
+    waits for its tasks uses an `asyncio.TaskGroup`.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, _R], name: str) -> asyncio.Task[_R]:
+        """Run `work`, whatever becomes of the caller."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._on_error(error)
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait for its end."""
+        running = tuple(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
