@@ -1,21 +1,21 @@
-"""What the HTTP API has: its operations, their parameters, and the OpenAPI document of them.
+"""The operations of the HTTP API, their parameters, and its OpenAPI document.
 
-`api` reads requests by the same parameters, and the schemas are made from the values that rdzvctl
-prints: so the document can not say anything else than the code. `docs/openapi.json` is this
-document at the default limits.
+`api` reads requests by the same parameters, and msgspec makes the schemas from the values that
+rdzvctl prints, so the document cannot differ from the code. `docs/openapi.json` is this document
+at the default limits.
 """
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from rdzv.core.model import JobState, NodeState
 from rdzv.errors import ERRORS, InvalidRequestError
 from rdzv.server.settings.config import Limits
-from rdzv.structs import field_names, struct
+from rdzv.structs import struct
 from rdzv.view import answers, as_json
 
 PREFIX = "/api/v1"
@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 @struct(frozen=True)
 class Number:
-    """A parameter that is a whole number. Without a default it need not be given."""
+    """A parameter that is a whole number; without a default it is optional."""
 
     name: str
     text: str
@@ -37,13 +37,13 @@ class Number:
         """Return the number.
 
         Raises:
-            InvalidRequestError: it is none, or out of bounds.
+            InvalidRequestError: it is not a number, or out of bounds.
 
         """
         if given is None:
             return self.default
         if not given.isascii() or not given.isdigit() or len(given) > 10:
-            raise self._refusal(given, "is no whole number")
+            raise self._refusal(given, "is not a whole number")
         if not self.least <= int(given) <= self.most:
             raise self._refusal(given, "is out of bounds")
         return int(given)
@@ -56,7 +56,7 @@ class Number:
 
     @property
     def schema(self) -> Schema:
-        """Its name in OpenAPI."""
+        """Its type in OpenAPI."""
         default = {} if self.default is None else {"default": self.default}
         return {"type": "integer", "minimum": self.least, "maximum": self.most, **default}
 
@@ -69,21 +69,21 @@ class Flag:
     text: str
 
     def read(self, given: str | None) -> bool:
-        """Return what it says; raises InvalidRequestError if that is neither."""
+        """Return its value; another text is an InvalidRequestError."""
         if given not in (None, "true", "false"):
             shown = given if len(given) <= 40 else f"{given[:40]}..."
-            raise InvalidRequestError(f"{self.name}={shown!r} is neither; give true or false")
+            raise InvalidRequestError(f"{self.name}={shown!r} is not valid; give true or false")
         return given == "true"
 
     @property
     def schema(self) -> Schema:
-        """Its name in OpenAPI."""
+        """Its type in OpenAPI."""
         return {"type": "boolean", "default": False}
 
 
 @struct(frozen=True)
 class Name:
-    """A parameter that names a job. It may have any characters, percent-encoded."""
+    """A parameter that names a job; it may have any characters, percent-encoded."""
 
     name: str
     text: str
@@ -94,7 +94,7 @@ class Name:
 
     @property
     def schema(self) -> Schema:
-        """Its name in OpenAPI."""
+        """Its type in OpenAPI."""
         return {"type": "string"}
 
 
@@ -103,7 +103,7 @@ Parameter = Number | Flag | Name
 
 @struct(frozen=True)
 class Operation:
-    """One thing that can be asked for. `schema` is None where the answer is no JSON."""
+    """One operation. `schema` is None if the answer is not JSON."""
 
     name: str
     path: str
@@ -113,43 +113,47 @@ class Operation:
     schema: str | None = None
     media_type: str = "application/json"
     of: str = ""
-    """The kind of thing that a name in the path stands for: job, node."""
+    """The kind of object that the path names: job, node."""
     refuses: tuple[int, ...] = ()
-    """Statuses beside those that all have."""
+    """Statuses beside those of every operation."""
 
 
 _ALWAYS = {
-    400: "The request makes no sense; the message says what to give instead.",
-    429: "A limit of the server is reached: try again later.",
-    503: "This server stands by for another, which `leader` names, or is stopping: ask that one, "
-    "or again.",
+    400: "The request is not valid; the message says what is.",
+    429: "The server has reached a limit: try again later.",
+    503: "This server stands by for another, which `leader` names, or it is stopping: ask the "
+    "leader, or try again.",
 }
 _MORE = {
-    404: "There is none of this name.",
-    409: "The run that is meant is over.",
+    404: "There is no object of this name.",
+    409: "The run has ended.",
 }
 
 U32 = 2**32 - 1
 
 
 def operations(limits: Limits) -> tuple[Operation, ...]:
-    """Return all that can be asked for."""
-    limit = Number("limit", "Only the newest so many.", 1, limits.history_rows)
-    rank = Number("rank", "Only the worker with this RANK; all if not given.", 0, U32)
-    round_ = Number("round", "This round; the last if not given.", 0, U32)
+    """Return all operations."""
+    limit = Number("limit", "At most this number of events, the newest.", 1, limits.history_rows)
+    rank = Number("rank", "The worker with this RANK; all workers if not given.", 0, U32)
+    round_ = Number("round", "The round; the last if not given.", 0, U32)
     most = limits.http_log_lines
-    tail = Number("tail", "So many lines of the end of each file.", 1, most, min(200, most))
-    follow = Flag("follow", "Go on with what is written, until the run ends.")
-    job = Name("job", "Follow this job; the whole fleet if not given.")
+    tail = Number("tail", "The number of lines from the end of each file.", 1, most, min(200, most))
+    follow = Flag("follow", "Continue with new lines until the run ends.")
+    job = Name("job", "The job to follow; the whole fleet if not given.")
     return (
         Operation("listJobs", "/jobs", "Every job, one line each", schema="Jobs"),
         Operation(
-            "getJob", "/jobs/{rdzv_id}", "What a job does, and why", schema="JobStatus", of="job"
+            "getJob",
+            "/jobs/{rdzv_id}",
+            "The state of a job, with the reason",
+            schema="JobStatus",
+            of="job",
         ),
         Operation(
             "listEvents",
             "/jobs/{rdzv_id}/events",
-            "What has happened to a job, oldest first",
+            "The events of a job, oldest first",
             query=(limit,),
             schema="Events",
             of="job",
@@ -157,9 +161,9 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
         Operation(
             "readLogs",
             "/jobs/{rdzv_id}/logs",
-            "What a job's workers have written, from the nodes that have it",
-            "Whole lines; where all RANKs are asked for, each begins with its worker's. Of a node "
-            "that can not be read a line that begins with `rdzv: ` says why. At most "
+            "The output of a job's workers, from the nodes that have it",
+            "Whole lines; without `rank`, each begins with the RANK of its worker. If the logs of "
+            "a node cannot be read, a line that begins with `rdzv: ` says why. At most "
             f"{limits.http_log_bytes} bytes, unless `follow` is true.",
             query=(rank, round_, tail, follow),
             media_type="text/plain",
@@ -169,10 +173,10 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
         Operation(
             "readStacks",
             "/jobs/{rdzv_id}/stacks",
-            "What a job's workers were doing when a round of it hung",
-            "They are kept, of the latest hangs. No worker is looked at for this: `rdzvctl stacks` "
-            "does that.",
-            query=(Number("round", "When this round hung; the last if not given.", 0, U32),),
+            "The stacks of a job's workers when a round hung",
+            "The server keeps those of the latest hangs. This takes no new ones: `rdzvctl stacks` "
+            "does.",
+            query=(Number("round", "The round that hung; the last one if not given.", 0, U32),),
             schema="StackReport",
             of="job",
         ),
@@ -181,13 +185,13 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
         Operation(
             "listServers",
             "/servers",
-            "The servers that share a store; one that stands by answers too",
+            "The servers that share a store; a standby answers, too",
             schema="Servers",
         ),
         Operation(
             "stream",
             "/stream",
-            "What changes, as it changes: server-sent events",
+            "Changes as they happen: server-sent events",
             _STREAM,
             query=(job,),
             media_type="text/event-stream",
@@ -198,45 +202,37 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
 
 
 _STREAM = (
-    "It begins with `begin`, then everything, then `ready`, and goes on with what has changed. "
-    "Of the fleet: `jobs` and `nodes`, documents as of the operations listJobs and listNodes with "
-    "some of their rows, each of which takes the place of the one with its name; `gone`, the names "
-    "of `jobs` and `nodes` that are not there any more. Of one job: `job` (getJob) and `events` "
-    "(listEvents), whole each time. `beat` comes, with a comment, while nothing else does. `end` "
-    "says with a code and a message why the server ends the stream: it leads no more, it stops, or "
-    "the reader was too slow. After it, or a break, connect again: it begins anew."
+    "It begins with `begin`, then the whole state, then `ready`, and continues with changes. Of "
+    "the fleet: `jobs` and `nodes`, documents like those of listJobs and listNodes with some of "
+    "the rows, each of which replaces the row of its name; `gone`, the names of `jobs` and "
+    "`nodes` that no longer exist. Of one job: `job` (getJob) and `events` (listEvents), always "
+    "complete. `beat` comes, with a comment, when nothing else does. `end` says with a code and a "
+    "message why the server ends the stream: it no longer leads, it stops, or the reader was too "
+    "slow. After `end` or a lost connection, connect again: the stream starts from the beginning."
 )
 
 # ------------------------------------------------------------------------------------ the document
 
 _STORE_AWAY: Schema = {
     "type": ["string", "null"],
-    "description": "Why the server stores nothing new, since when, and what waits; null: it does.",
+    "description": "Why the server cannot store changes, since when, and what waits; null: it can.",
 }
 
 
 def document(limits: Limits) -> Schema:
     """Return the OpenAPI document."""
-    schemas: dict[str, Schema] = {}
+    schemas = _values()
+    # A document stands alone; within another it has no version of its own.
+    schemas["NodeRow"] = schemas["Node"]
+    for name in ("JobStatus", "Node", "StackReport"):
+        schemas[name] = _document(schemas[name]["properties"])
     for name, fields in (
-        ("Jobs", {"jobs": _array(_ref(answers.JobSummary, schemas)), "store_away": _STORE_AWAY}),
-        (
-            "Events",
-            {"rdzv_id": {"type": "string"}, "events": _array(_ref(answers.Event, schemas))},
-        ),
-        ("Nodes", {"nodes": _array(_ref(answers.Node, schemas))}),
-        ("Servers", {"servers": _array(_ref(answers.Server, schemas))}),
+        ("Jobs", {"jobs": _array("JobSummary"), "store_away": _STORE_AWAY}),
+        ("Events", {"rdzv_id": {"type": "string"}, "events": _array("Event")}),
+        ("Nodes", {"nodes": _array("NodeRow"), "store_away": _STORE_AWAY}),
+        ("Servers", {"servers": _array("Server")}),
     ):
         schemas[name] = _document(fields)
-    _ref(answers.JobStatus, schemas)
-    _ref(answers.StackReport, schemas)
-    for name in ("JobStatus", "Node", "StackReport"):
-        # A document stands alone; within another it has no version of its own.
-        if name == "Node":
-            schemas["NodeRow"] = schemas[name]
-        schemas[name] = _document(schemas[name]["properties"])
-    rows = _array({"$ref": "#/components/schemas/NodeRow"})
-    schemas["Nodes"] = _document({"nodes": rows, "store_away": _STORE_AWAY})
     schemas["Error"] = _error()
     schemas["OpenApi"] = {"type": "object", "required": ["openapi", "info", "paths"]}
     return {
@@ -244,10 +240,10 @@ def document(limits: Limits) -> Schema:
         "info": {
             "title": "rdzvd",
             "version": "1",
-            "summary": "What jobs, nodes and servers do, and why. Read-only.",
+            "summary": "The state of jobs, nodes and servers, with reasons. Read-only.",
             "description": "The documents are those of `rdzvctl -o json`. `version` grows when a "
-            "key changes its meaning or goes; new keys may come at any time. A key's unit is the "
-            "end of its name (`_ms`), and what is not known is null.",
+            "key changes its meaning or is removed; new keys may be added at any time. The unit of "
+            "a key is the end of its name (`_ms`), and an unknown value is null.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": PREFIX}],
@@ -306,12 +302,12 @@ def _error() -> Schema:
             "code": {
                 "type": "string",
                 "description": f"The name of an error, stable: {', '.join(sorted(ERRORS))}, or "
-                "HttpError for what HTTP itself refuses.",
+                "HttpError for a request that is not valid HTTP.",
             },
             "message": {"type": "string"},
             "leader": {
                 "type": ["string", "null"],
-                "description": "HOST:PORT at which the one that leads serves nodes and rdzvctl.",
+                "description": "HOST:PORT at which the leader serves nodes and rdzvctl.",
             },
         }
     )
@@ -327,54 +323,45 @@ def _document(properties: Mapping[str, Schema]) -> Schema:
     }
 
 
-def _array(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+def _array(name: str) -> Schema:
+    return {"type": "array", "items": {"$ref": _REF.format(name=name)}}
 
 
-_KNOWN_STATES = {
-    (answers.JobStatus, "state"): tuple(str(state) for state in JobState),
-    (answers.JobSummary, "state"): tuple(str(state) for state in JobState),
-    (answers.NodeStatus, "state"): tuple(str(state) for state in NodeState),
-    (answers.Node, "state"): ("connected", "away", "gone"),
+_REF = "#/components/schemas/{name}"
+
+_VALUES = (
+    *(answers.Event, answers.JobStatus, answers.JobSummary, answers.Node, answers.Server),
+    answers.StackReport,
+)
+
+_STATES: Mapping[str, tuple[str, ...]] = {
+    "JobStatus": tuple(map(str, JobState)),
+    "JobSummary": tuple(map(str, JobState)),
+    "NodeStatus": tuple(map(str, NodeState)),
+    "Node": ("connected", "away", "gone"),
 }
 
 
-def _ref(kind: type, schemas: dict[str, Schema]) -> Schema:
-    """Refer to the schema of a value, and write it down with all that it refers to."""
-    if kind.__name__ not in schemas:
-        hints = typing.get_type_hints(kind)
-        properties = {}
-        schemas[kind.__name__] = {}
-        for name in field_names(kind):
-            properties[name] = _schema(hints[name], schemas)
-            if (states := _KNOWN_STATES.get((kind, name))) is not None:
-                properties[name] = {"type": "string", "enum": list(states)}
-        schemas[kind.__name__] = {
+def _values() -> dict[str, Schema]:
+    """Return the schemas of the values in the answers, each of which has all of its fields."""
+    _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
+    for name, schema in schemas.items():
+        properties = {key: _plain(one) for key, one in schema["properties"].items()}
+        if name in _STATES:
+            properties["state"]["enum"] = [*_STATES[name]]
+        schemas[name] = {
             "type": "object",
-            "description": (kind.__doc__ or "").strip().splitlines()[0],
-            "required": list(properties),
+            "description": schema["description"].splitlines()[0],
+            "required": [*properties],
             "properties": properties,
         }
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return schemas
 
 
-_PLAIN = {int: "integer", str: "string", bool: "boolean", float: "number"}
-
-
-def _schema(hint: Any, schemas: dict[str, Schema]) -> Schema:
-    if hint is Any:
-        return {}
-    if hint in _PLAIN:
-        return {"type": _PLAIN[hint]}
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        (kind,) = (one for one in inner if one is not type(None))
-        known = _schema(kind, schemas)
-        if "type" in known and isinstance(known["type"], str) and len(known) == 1:
-            return {"type": [known["type"], "null"]}
-        return {"anyOf": [known, {"type": "null"}]}
-    if origin is tuple:
-        return _array(_schema(inner[0], schemas))
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(inner[1], schemas)}
-    return _ref(hint, schemas)
+def _plain(schema: Schema) -> Schema:
+    """Return a schema without a default, and a type or null as a list of two types."""
+    match {key: value for key, value in schema.items() if key != "default"}:
+        case {"anyOf": [{"type": kind, **more}, {"type": "null"}]} if not more:
+            return {"type": [kind, "null"]}
+        case plain:
+            return plain
