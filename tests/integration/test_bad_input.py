@@ -71,7 +71,7 @@ USAGE = [
     ("--redirects=" + "1" * 5000 + ":1", "is too large; give at most 1000000"),
     (
         "--rdzv-endpoint=head:port --rdzv-id=a",
-        "'port' is no port; a port is a number from 1",
+        "'port' is not a port; a port is a number from 1",
     ),
     ("--rdzv-id=\udcff", r"--rdzv-id='\udcff' has characters that can not be printed"),
     ("--rdzv-id=a\x1b[31m", r"--rdzv-id='a\x1b[31m' has characters that can not be printed"),

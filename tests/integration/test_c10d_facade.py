@@ -314,7 +314,7 @@ def refused(c: Cluster, *options: str) -> tuple[int, str]:
     ("options", "code", "why"),
     [
         (["--c10d=0.0.0.0:0"], 2, "can be reached from other machines"),
-        (["--c10d=29400"], 2, "is not HOST:PORT"),
+        (["--c10d=29400"], 2, "it has no port; write HOST:PORT"),
         (["--c10d=127.0.0.1:4711", "--listen=127.0.0.1:4711"], 2, "give one of them another port"),
         (["--c10d=no-such-host.invalid:0", "--insecure"], 1, "host no-such-host.invalid"),
         (["--c10d=127.0.0.1:0", "--c10d-python=/no/such"], 1, "/no/such can not be run"),

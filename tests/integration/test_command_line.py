@@ -411,7 +411,7 @@ BAD_CONFIGS = [
     (JOB_TABLE, "`server` is missing: The address of rdzvd; "),
     (f'server = ""\n{JOB_TABLE}', '`server` = "" must not be empty; give it a value'),
     (f"server = 5\n{JOB_TABLE}", "`server` = 5 must be HOST:PORT in quotes"),
-    (f'server = "a:b"\n{JOB_TABLE}', "'b' is no port; a port is a number from 1 to 65535"),
+    (f'server = "a:b"\n{JOB_TABLE}', "'b' is not a port; a port is a number from 1 to 65535"),
     (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` = 7 must be a text in quotes"),
     (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is not a name of a node; give 1 to 128"),
     ('server = "a"\njob = "b"', '`job` = "b" must be a list of tables; begin with [[job]]'),

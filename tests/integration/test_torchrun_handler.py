@@ -177,7 +177,7 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
     [
         ({"run_id": "none"}, "--rdzv-id is missing"),
         ({"endpoint": ""}, "--rdzv-endpoint is missing"),
-        ({"endpoint": "a:b"}, "'b' is no port"),
+        ({"endpoint": "a:b"}, "'b' is not a port"),
         ({"join_timeout": "soon"}, "join_timeout=soon is no number of seconds"),
         ({"join_timeout": "-1"}, "join_timeout=-1 is no number of seconds"),
         ({"read_timeout": "nan"}, "read_timeout=nan is no number of seconds"),

@@ -34,13 +34,13 @@ def test_endpoints_are_read_with_and_without_scheme() -> None:
 @pytest.mark.parametrize(
     ("endpoints", "says"),
     [
-        ("", "endpoint '' can not be used: it names no host"),
+        ("", "endpoint '' cannot be used: it names no host"),
         ("a:1,,b:1", "it names no host"),
-        ("a:x", "'x' is no port"),
+        ("a:x", "'x' is not a port"),
         ("ftp://a:1", "'ftp' is no scheme of etcd's; give http, https or none"),
         ("a:1,a:1", "a:1 is given twice; leave one out"),
         ("https://a:1,b:1", "some are https and some are not"),
-        ("http://a:1/v3", "no port"),
+        ("http://a:1/v3", "is not a port"),
     ],
 )
 def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> None:

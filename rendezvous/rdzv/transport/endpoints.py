@@ -1,4 +1,4 @@
-"""Where servers listen, as users write it. It needs no gRPC: a command line is read before that."""
+"""Where servers listen, as users write it, without gRPC: a command line is read before that."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, short
 from rdzv.structs import struct
+from rdzv.transport.addresses import is_loopback
 from rdzv.transport.protocol import DEFAULT_PORT
 
 __all__ = ["DEFAULT_PORT", "Endpoint", "Listen", "parse_endpoint", "parse_endpoints"]
@@ -40,6 +41,12 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7"))
     ('head-1:29400', '[::1]:7')
     """
+    host, port = _host_and_port(text, least_port=1)
+    return Endpoint(host, default_port if port is None else port)
+
+
+def _host_and_port(text: str, least_port: int) -> tuple[str, int | None]:
+    """Divide HOST or HOST:PORT; an IPv6 host is in brackets."""
     value = text.strip()
     if bracketed := _BRACKETED.fullmatch(value):
         host, port = bracketed["host"], bracketed["port"]
@@ -48,42 +55,44 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
         host, colon, rest = value.partition(":")
         port = rest if colon else None
         _check_host(text, host, rest)
-    return Endpoint(host, default_port if port is None else _parse_port(text, port))
+    return host, None if port is None else _parse_port(text, port, least_port)
 
 
 def _check_v6(text: str, host: str) -> None:
     try:
         ipaddress.IPv6Address(host)
     except ValueError:
-        raise _bad_endpoint(
-            text, f"{short(host)!r} is no IPv6 address", "only IPv6 addresses stand in brackets"
+        raise _unusable(
+            text, f"{short(host)!r} is not an IPv6 address", "only IPv6 addresses are in brackets"
         ) from None
 
 
 def _check_host(text: str, host: str, rest: str) -> None:
     """Refuse a host that no server can have, with a remedy for the usual slips."""
     if rest.startswith("//"):
-        raise _bad_endpoint(text, "it is a URL", "leave out everything but HOST:PORT")
+        raise _unusable(text, "it is a URL", "leave out everything but HOST:PORT")
     if ":" in rest:
-        raise _bad_endpoint(text, "it has more than one colon", "write IPv6 as [ADDRESS]:PORT")
+        raise _unusable(text, "it has more than one colon", "write IPv6 as [ADDRESS]:PORT")
     if not host:
-        raise _bad_endpoint(text, "it names no host", "write HOST or HOST:PORT")
+        raise _unusable(text, "it names no host", "write HOST or HOST:PORT")
     if not _HOST_NAME.fullmatch(host):
-        raise _bad_endpoint(
+        raise _unusable(
             text,
-            f"{short(host)!r} is no host name or address",
+            f"{short(host)!r} is not a host name or address",
             "write HOST, HOST:PORT or [IPv6]:PORT",
         )
 
 
-def _parse_port(text: str, port: str) -> int:
-    if port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535:
+def _parse_port(text: str, port: str, least: int) -> int:
+    if port.isascii() and port.isdigit() and least <= int(port[:6]) <= 65535:
         return int(port)
-    raise _bad_endpoint(text, f"{short(port)!r} is no port", "a port is a number from 1 to 65535")
+    raise _unusable(
+        text, f"{short(port)!r} is not a port", f"a port is a number from {least} to 65535"
+    )
 
 
-def _bad_endpoint(text: str, reason: str, remedy: str) -> InvalidRequestError:
-    return InvalidRequestError(f"endpoint {short(text)!r} can not be used: {reason}; {remedy}")
+def _unusable(text: str, reason: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(f"endpoint {short(text)!r} cannot be used: {reason}; {remedy}")
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
@@ -95,7 +104,7 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
     """
     found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())
     if not found:
-        raise _bad_endpoint(text, "it names no host", "write HOST:PORT, or several with commas")
+        raise _unusable(text, "it names no host", "write HOST:PORT, or several with commas")
     return found
 
 
@@ -108,38 +117,25 @@ class Listen:
 
     @classmethod
     def parse(cls, text: str) -> Listen:
-        """Read HOST:PORT; an IPv6 host stands in brackets.
+        """Read HOST:PORT; an IPv6 host is in brackets, and port 0 takes a free one.
 
         >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
         (Listen(host='127.0.0.1', port=29400), '[::1]:0')
         """
-        host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isascii() or not port.isdigit():
-            raise InvalidRequestError(
-                f"{text!r} is not HOST:PORT; give, for example, 127.0.0.1:{DEFAULT_PORT}"
-            )
-        if int(port) > 65_535:
-            raise InvalidRequestError(f"port {port} of {text!r} is above 65535; give 0 to 65535")
-        bracketed = host.startswith("[") and host.endswith("]")
-        if ":" in host and not bracketed:
-            raise InvalidRequestError(
-                f"{text!r} has an IPv6 address without brackets; give [{host}]:{port}"
-            )
-        return cls(host[1:-1] if bracketed else host, int(port))
+        host, port = _host_and_port(text, least_port=0)
+        if port is None:
+            example = f"127.0.0.1:{DEFAULT_PORT}"
+            raise _unusable(text, "it has no port", f"write HOST:PORT, for example {example}")
+        return cls(host, port)
 
     @property
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def unspecified(self) -> bool:
-        """Whether it means every address of this machine, and so is none to connect to."""
+        """Whether it stands for every address of this machine, to which nothing can connect."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:

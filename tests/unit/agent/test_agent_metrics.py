@@ -386,7 +386,7 @@ def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
     assert read_config(config(tmp_path, "")).settings.metrics_listen is None
     local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))
     assert local.settings.metrics_listen == Listen("127.0.0.1", 0)
-    with pytest.raises(ConfigurationError, match="is not HOST:PORT"):
+    with pytest.raises(ConfigurationError, match="it has no port; write HOST:PORT"):
         read_config(config(tmp_path, 'metrics_listen = "29481"\n'))
     assert not settings_of(AgentSettings)["metrics_listen"].reload
 

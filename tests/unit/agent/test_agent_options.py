@@ -368,11 +368,11 @@ REFUSED = [
     ),
     (
         "--rdzv-endpoint=head:x --rdzv-id=j",
-        "endpoint 'head:x' can not be used: 'x' is no port; a port is a number from 1 to 65535",
+        "endpoint 'head:x' cannot be used: 'x' is not a port; a port is a number from 1 to 65535",
     ),
     (
         "--rdzv-endpoint=, --rdzv-id=j",
-        "endpoint ',' can not be used: it names no host; write HOST:PORT, or several with commas",
+        "endpoint ',' cannot be used: it names no host; write HOST:PORT, or several with commas",
     ),
     (
         "--rdzv-backend=etcd",

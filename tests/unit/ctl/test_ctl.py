@@ -402,7 +402,7 @@ def test_options_after_the_command_win(
         (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
         (["--timeout", "0", "list"], "0.0 is not in the range"),
         (["--timeout", "nan", "list"], "timeout nan s can not be used"),
-        (["--server", "::1", "list"], "endpoint '::1' can not be used"),
+        (["--server", "::1", "list"], "endpoint '::1' cannot be used"),
         (["events", "a", "-n", "0"], "0 is not in the range"),
     ],
 )
@@ -581,7 +581,7 @@ def test_an_empty_server_is_none_rather_than_the_default(
 ) -> None:
     for words in (["--server=", "list"], ["list", "--server="], ["submit", "--server=", "t.py"]):
         assert run(words) == 2
-        assert "endpoint '' can not be used: it names no host" in capsys.readouterr().err
+        assert "endpoint '' cannot be used: it names no host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

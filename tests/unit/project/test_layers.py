@@ -178,7 +178,9 @@ RULES = (
     Rule(
         "a command line names servers, and is read without gRPC",
         "transport/endpoints.py",
-        only=of("rdzv.errors", "rdzv.transport.protocol", "rdzv.structs"),
+        only=of(
+            "rdzv.errors", "rdzv.transport.addresses", "rdzv.transport.protocol", "rdzv.structs"
+        ),
     ),
     Rule(
         "operators' requests are values; gRPC and HTTP are the services'",

@@ -128,7 +128,11 @@ def test_a_token_that_nobody_has_to_show_is_not_made(file: Path) -> None:
 def test_what_is_wrong_on_the_command_line_is_a_usage_error() -> None:
     assert run("--check-config", "--etcd-ttl=0")[0] == 2
     code, said = run("--check-config", "--listen=x")
-    assert code == 2 and "`listen` = \"x\" cannot be used: 'x' is not HOST:PORT; give" in said
+    assert (
+        code == 2
+        and "`listen` = \"x\" cannot be used: endpoint 'x' cannot be used: it has no port; write"
+        in said
+    )
 
 
 def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:

@@ -342,9 +342,9 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_hello(instance="a b"), "instance 'a b'"),
         (read_hello(kind=0), "kind 0 is not known to this server; give one of 1, 2"),
         (read_hello(address="a b"), "address 'a b'"),
-        (read_hello(metrics="10.0.0.5"), "metrics '10.0.0.5' is no HOST:PORT"),
+        (read_hello(metrics="10.0.0.5"), "metrics '10.0.0.5' is not HOST:PORT"),
         (read_hello(metrics="10.0.0.5:0"), "metrics '10.0.0.5:0' has no port"),
-        (read_hello(metrics="a b:1"), "metrics 'a b'"),
+        (read_hello(metrics="a b:1"), "metrics 'a b:1' is not HOST:PORT"),
         (read_hello(protocol_version=0), "speaks protocol 0, this server speaks 1; upgrade the a"),
         (read_hello(protocol_version=2), "speaks protocol 2, this server speaks 1; upgrade the s"),
         (read_hello(beliefs=[pb.Belief()] * 257), "has 257 jobs; at most 256"),
@@ -390,7 +390,10 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (lambda: inbound_nodes.away_ms_of(pb.Away(), LIMITS), "deadline '0 s' is out of bounds"),
         (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline '"),
         (lambda: inbound_operators.history_limit(10_001, LIMITS), "limit 10001"),
-        (lambda: Listen.parse("host"), "'host' is not HOST:PORT"),
+        (lambda: Listen.parse("host"), "'host' cannot be used: it has no port"),
+        (lambda: Listen.parse("host:65536"), "'65536' is not a port; a port is a number from 0"),
+        (lambda: Listen.parse("host:" + "9" * 5_000), "is not a port; a port is a number from 0"),
+        (lambda: Listen.parse("::1:80"), "more than one colon; write IPv6 as [ADDRESS]:PORT"),
     ],
 )
 def test_what_is_wrong_is_refused_with_value_reason_and_remedy(

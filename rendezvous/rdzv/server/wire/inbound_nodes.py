@@ -185,7 +185,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
     try:
         listen = Listen.parse(text)
     except InvalidRequestError:
-        raise bounds.refusal(what, text, "is no HOST:PORT", "leave it out, or give one") from None
+        raise bounds.refusal(what, text, "is not HOST:PORT", "leave it out, or give one") from None
     if not listen.port:
         raise bounds.refusal(what, text, "has no port", "give 1 to 65535")
     bounds.address(what, listen.host, limits)
