@@ -193,9 +193,9 @@ MUTANTS = (
     ),
     Mutant(
         "that it was not well for a moment is held against a node",
-        "apply_to_submitted",
-        "        case Decline(passing=True):\n",
-        "        case Decline(passing=True) if False:\n",
+        "decline_job",
+        "    if command.passing:",
+        "    if False:",
         by=_unit("tests/unit/server/test_placer.py"),
     ),
     Mutant(
@@ -215,21 +215,21 @@ MUTANTS = (
     # ---------------------------------------------------------- whose a job is, and who may join it
     Mutant(
         "strangers join a job that has a secret",
-        "joining.join",
-        "    check_secret(work, command)\n    node_id = command.node_id\n",
-        "    node_id = command.node_id\n",
+        "refuse_join",
+        "    _refuse_stranger(before, command)\n",
+        "",
         by="tests/unit/shared/test_job_secret.py",
     ),
     Mutant(
         "strangers resume a seat of a job that has a secret",
-        "rebuilding.resume",
-        "    check_secret(work, command)\n    if command.claim is not None:",
-        "    if command.claim is not None:",
+        "refuse_resume",
+        "    _refuse_stranger(before, command)\n",
+        "",
         by="tests/unit/shared/test_job_secret.py",
     ),
     Mutant(
         "who comes back late does not hear that its run is over, for the next has another secret",
-        "check_secret",
+        "_refuse_stranger",
         "    if any(earlier.run == command.run for earlier in membership.earlier):",
         "    if False:",
         by="tests/unit/shared/test_job_secret.py",
@@ -371,36 +371,36 @@ MUTANTS = (
     # ---------------------------------------------------------- rendezvous: command rules
     Mutant(
         "an old incarnation is heard",
-        "rendezvous._apply",
-        "            if work.open and held == command.incarnation:",
-        "            if work.open and held is not None:",
+        "conditions.from_holder",
+        "    return None if held == command.incarnation else Ignored.OTHER_INSTANCE",
+        "    return None",
         by=_unit(),
     ),
     Mutant(
         "a superseded speaker may join",
-        "check_speaker",
+        "_refuse_former_instance",
         "    if held is not None and command.incarnation < held:",
         "    if held is not None and command.incarnation < 0:",
         by=_unit(),
     ),
     Mutant(
         "a word about another run counts",
-        "_apply_to_present",
-        "        case _ if command.run != work.membership.run:\n            pass\n",
+        "rendezvous._OF_ROUND",
+        "of_this_run, ",
         "",
         by=_unit(),
     ),
     Mutant(
         "any join confirms that workers are gone",
         "joining.join",
-        "    if number is not None and number == command.left_round:",
-        "    if number is not None:",
+        "    confirms = number is not None and number == command.left_round",
+        "    confirms = number is not None",
     ),
     Mutant(
         "a join that names an older round confirms this one",
         "joining.join",
-        "    if number is not None and number == command.left_round:",
-        "    if number is not None and command.left_round is not None:",
+        "    confirms = number is not None and number == command.left_round",
+        "    confirms = number is not None and command.left_round is not None",
         by=_unit(),
     ),
     Mutant(
@@ -418,9 +418,9 @@ MUTANTS = (
     ),
     Mutant(
         "other settings are let in",
-        "_admit",
-        "command.run or work.membership.submission:\n            raise",
-        "False:\n            raise",
+        "refuse_join",
+        "        raise _settings_mismatch(membership, command)",
+        "        pass",
         by=_unit(),
     ),
     Mutant(
@@ -446,15 +446,15 @@ MUTANTS = (
     Mutant(
         "failures of a live round do not end it",
         "ending.fail",
-        "    if round_.live:\n        end_by_failure(work, failures)\n    else:",
-        "    if False:\n        end_by_failure(work, failures)\n    else:",
+        "    if round_.live:\n        end_by_failure",
+        "    if False:\n        end_by_failure",
         by=_unit(),
     ),
     Mutant(
         "success of an older round counts",
-        "leaving.succeed",
-        "    if round_ is None or round_.number != command.round:\n        return\n    seat = work",
-        "    if round_ is None:\n        return\n    seat = work",
+        "COMMAND_RULES",
+        "    Succeed: CommandRule(succeed, (run_is_open, of_this_run, of_latest_round)),",
+        "    Succeed: CommandRule(succeed, (run_is_open, of_this_run)),",
         by=_unit(),
     ),
     Mutant(
@@ -478,9 +478,9 @@ MUTANTS = (
     Mutant(
         "a store host that fails is a worker failure",
         "report_store_host",
-        "        end_round(work, Cause.STORE_HOST, reason, broken=True)\n"
-        "        charge_instead(work, Cause.STORE_HOST, reason)",
-        "        end_round(work, Cause.WORKER_FAILURE, reason, broken=True)",
+        "    end_round(work, Cause.STORE_HOST, reason, broken=True)\n"
+        "    charge_instead(work, Cause.STORE_HOST, reason)",
+        "    end_round(work, Cause.WORKER_FAILURE, reason, broken=True)",
     ),
     Mutant(
         "a node that is back stays away",
@@ -627,14 +627,14 @@ MUTANTS = (
     # ---------------------------------------------------------- rendezvous: state rules
     Mutant(
         "an away node holds up an ended round",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    release_away_seats,\n    ",
         "    ",
         by=_unit(),
     ),
     Mutant(
         "a node that does not stop is waited for without end",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    release_unstopped_seats,\n",
         "",
         by=_unit(),
@@ -655,7 +655,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run never succeeds",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    succeed_run,\n",
         "",
     ),
@@ -686,7 +686,7 @@ MUTANTS = (
     ),
     Mutant(
         "all have left and the run goes on",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    close_when_all_left,\n",
         "",
         by=_unit(),
@@ -759,14 +759,14 @@ MUTANTS = (
     ),
     Mutant(
         "newcomers are never let in",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    admit_newcomers,\n",
         "",
         by=_unit(),
     ),
     Mutant(
         "joining never times out",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    time_out_joining,\n",
         "",
         by=_unit(),
@@ -826,7 +826,7 @@ MUTANTS = (
     ),
     Mutant(
         "a place that nobody claims is held for ever",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    release_unclaimed_seats,\n",
         "",
     ),
@@ -1150,13 +1150,13 @@ MUTANTS = (
     # ---------------------------------------------------------- operators
     Mutant(
         "other bounds are forgotten",
-        "_scale",
+        "operator_commands.scale",
         "    work.store(replace(membership, scaled=bounds))\n",
         "",
     ),
     Mutant(
         "a round above its bounds goes on",
-        "_scale",
+        "operator_commands.scale",
         "    if round_ is not None and len(work.state.seats) > command.max_nodes:\n",
         "    if False:\n",
     ),
@@ -1250,7 +1250,7 @@ MUTANTS = (
     ),
     Mutant(
         "a job keeps a quarantined node",
-        "_STATE_RULES",
+        "STATE_RULES",
         "    withdraw_barred,\n",
         "",
         by=QUARANTINE_TESTS,
@@ -1322,16 +1322,16 @@ MUTANTS = (
     ),
     Mutant(
         "who was barred since it was chosen is placed",
-        "apply_to_submitted",
-        "        chosen = [n for n in command.node_ids if n not in work.state.barred]",
-        "        chosen = list(command.node_ids)",
+        "choose_nodes",
+        "    chosen = [n for n in command.node_ids if n not in work.state.barred]",
+        "    chosen = list(command.node_ids)",
         by=QUARANTINE_TESTS,
     ),
     Mutant(
         "who was let go of is let in by the echo of its join",
-        "_admit",
-        "    if work.open and work.membership.submission and command.node_id in work.state.barred:",
-        "    if False:",
+        "conditions.is_barred",
+        "    return submitted and node_id in state.barred",
+        "    return False",
         by=QUARANTINE_TESTS,
     ),
     Mutant(
@@ -1431,23 +1431,22 @@ MUTANTS = (
     Mutant(
         "who comes back to a run that goes on as another is not heard",
         "_hear_belief",
-        "                or went_along(state, node_id, incarnation, belief.run)\n",
+        "                or joined_replaced_run(state, node_id, incarnation, belief.run)\n",
         "",
         by="tests/unit/server/test_driver.py",
     ),
     Mutant(
         "who waits in an adopted run can not join it again by the name of its own",
-        "joining.join",
-        "    if command.run and not has_gone_along(work, command):\n",
-        "    if command.run:\n",
+        "refuse_join",
+        "    if not joined_replaced_run(state, node_id, command.incarnation, command.run):\n",
+        "    if True:\n",
         by=ADOPT_TESTS,
     ),
     Mutant(
         "who waits in an adopted run can not leave it by the name of its own",
-        "_apply_to_present",
-        "        case Leave() if has_gone_along(work, command):\n"
-        "            leave(work, command)\n",
-        "",
+        "of_run_joined",
+        "    return None if joined else Ignored.OTHER_RUN",
+        "    return Ignored.OTHER_RUN",
         by=ADOPT_TESTS,
     ),
     Mutant(
@@ -1488,8 +1487,8 @@ MUTANTS = (
     Mutant(
         "a node that is heard again is waited for all the same",
         "absences.note_heard",
-        "    if any(d.may_run and d.node_id == node_id for d in departures):",
-        "    if False:",
+        "    if not any(d.may_run and d.node_id == node_id for d in departures):",
+        "    if True:",
         by="tests/unit/core/test_rendezvous.py tests/unit/server/test_driver.py",
     ),
     # ---------------------------------------------------------- success

@@ -282,6 +282,10 @@ def check_step(before: State, command: Command, transition: Transition, now_ms: 
         raise BrokenPromiseError(f"busy loop: wakes at {wake_at_ms}, and it is {now_ms}")
     if transition.events and after == before:
         raise BrokenPromiseError(f"{command} changed nothing and said {transition.events}")
+    if transition.ignored is not None:
+        tick = step(before, Tick(), now_ms)
+        if (after, transition.events) != (tick.state, tick.events):
+            raise BrokenPromiseError(f"{command} is ignored ({transition.ignored}), and is not")
 
 
 def check_calm(command: Command, transition: Transition, now_ms: int) -> None:

@@ -28,7 +28,8 @@ A job's life, run by run::
 * Every node without workers *waits*, newcomers, spares and survivors alike, and one rule seats.
 
 `step` first applies the command, then state rules until none applies, so that each conclusion is
-written once, wherever it follows from.
+written once, wherever it follows from. A command takes effect, is *refused* by an error, or is
+*ignored* for a reason that the transition has; docs/protocol.md is the table.
 """
 
 from rdzv.core.rebuilding import restore

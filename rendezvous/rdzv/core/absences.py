@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from rdzv.core.commands import MarkAway
+from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeCameBack, NodeWentAway
 from rdzv.core.model import Away, Participant, Round, State, Tuning, is_stand_in
 from rdzv.structs import replace
 
 
-def mark_away(work: Draft, command: MarkAway) -> None:
+def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
     """Keep the place of a node whose stream has ended, for now."""
-    since_ms = work.now_ms
-    if command.node_id in work.state.away:
-        since_ms = work.state.away[command.node_id].since_ms
-    else:
-        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
+    known = work.state.away.get(command.node_id)
+    since_ms = work.now_ms if known is None else known.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
+    if away == known:
+        return Ignored.KNOWN
+    if known is None:
+        work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
     work.put(away={**work.state.away, command.node_id: away})
+    return None
 
 
-def mark_back(work: Draft, node_id: str) -> None:
+def mark_back(work: Draft, node_id: str) -> Ignored | None:
     """Note that a node is connected again."""
     away = work.state.away.get(node_id)
     if away is None:
-        return
+        return Ignored.KNOWN
     work.put(away=without(work.state.away, node_id))
     work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
     if node_id in work.state.seats:
@@ -34,14 +37,17 @@ def mark_back(work: Draft, node_id: str) -> None:
         # It may hear only now that the round has ended.
         late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
+    return None
 
 
-def note_heard(work: Draft, node_id: str) -> None:
+def note_heard(work: Draft, node_id: str) -> Ignored | None:
     """No worker is left on a node that was given up, for it says so itself."""
     departures = work.membership.departures
-    if any(d.may_run and d.node_id == node_id for d in departures):
-        heard = (replace(d, may_run=d.may_run and d.node_id != node_id) for d in departures)
-        work.store(replace(work.membership, departures=tuple(heard)))
+    if not any(d.may_run and d.node_id == node_id for d in departures):
+        return Ignored.KNOWN
+    heard = (replace(d, may_run=d.may_run and d.node_id != node_id) for d in departures)
+    work.store(replace(work.membership, departures=tuple(heard)))
+    return None
 
 
 def unheard(state: State) -> tuple[str, ...]:

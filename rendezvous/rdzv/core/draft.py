@@ -26,8 +26,8 @@ class Draft:
 
     @property
     def open(self) -> bool:
-        """Whether there is a run that is not closed."""
-        return bool(self.membership.run) and self.membership.ended is None
+        """Whether there is a run that has not ended."""
+        return self.state.run_is_open
 
     def put(
         self,
@@ -54,6 +54,11 @@ class Draft:
         """Replace the latest round."""
         self.store(replace(self.membership, round=round_))
 
+    def store_submission(self, submission: Submission) -> None:
+        """Replace the submission, if it has changed."""
+        if submission != self.membership.submission:
+            self.store(replace(self.membership, submission=submission))
+
 
 _V = TypeVar("_V")
 
@@ -63,9 +68,3 @@ def without(mapping: Mapping[str, _V], key: str) -> dict[str, _V]:
     others = dict(mapping)
     others.pop(key, None)
     return others
-
-
-def store_submission(work: Draft, submission: Submission) -> None:
-    """Replace the submission, if it has changed."""
-    if submission != work.membership.submission:
-        work.store(replace(work.membership, submission=submission))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rdzv.core.absences import longest_stop_ms
 from rdzv.core.budgets import exceeded, spend
 from rdzv.core.commands import Fail, FailureReport, ReportStoreHost
+from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft
 from rdzv.core.events import RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.model import UNMOVED, Cause, Failure, Membership, Result, Round, RoundEnd, State
@@ -13,29 +14,28 @@ from rdzv.core.runs import close
 from rdzv.structs import replace
 
 
-def fail(work: Draft, command: Fail) -> None:
-    """Apply failures that a node reports: they end a live round, or add to why one has ended."""
+def fail(work: Draft, command: Fail) -> Ignored | None:
+    """Apply what follows when workers of a node fail.
+
+    A live round ends, and everyone stops. Of an ended one the failures are added to its causes,
+    of which `settle_charge` takes the root cause when everyone has stopped, and spends a restart.
+    """
     round_ = work.membership.round
-    if round_ is None or round_.number != command.round or command.node_id not in work.state.seats:
-        return
+    assert round_ is not None
     failures = failures_from(work, command.node_id, round_, command.failures)
     if round_.live:
         end_by_failure(work, failures)
-    else:
-        add_failures(work, failures)
+        return None
+    return None if add_failures(work, failures) else Ignored.KNOWN
 
 
-def report_store_host(work: Draft, command: ReportStoreHost) -> None:
-    """End the round whose c10d store has died; only the node that hosts it can tell."""
-    round_ = work.membership.round
-    if (
-        round_ is not None
-        and round_.number == command.round
-        and round_.participants[0].node_id == command.node_id
-    ):
-        reason = f"on {command.node_id}: {command.reason}"
-        end_round(work, Cause.STORE_HOST, reason, broken=True)
-        charge_instead(work, Cause.STORE_HOST, reason)
+def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
+    """End the round whose c10d store has died, or charge its end to that."""
+    before = work.state
+    reason = f"on {command.node_id}: {command.reason}"
+    end_round(work, Cause.STORE_HOST, reason, broken=True)
+    charge_instead(work, Cause.STORE_HOST, reason)
+    return Ignored.ROUND_ENDED if work.state is before else None
 
 
 def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
@@ -70,19 +70,20 @@ def failures_from(
     )
 
 
-def add_failures(work: Draft, failures: tuple[Failure, ...]) -> None:
-    """Note failures of the ended round, as long as its charge is not settled."""
+def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
+    """Note failures of the ended round until its charge is settled; say whether any are new."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled or not failures:
-        return
+        return False
     kept = keep_earliest((*round_.end.failures, *failures))
     if kept == round_.end.failures:
-        return
+        return False
     known = {(f.node_id, f.local_rank) for f in round_.end.failures}
     work.store_round(replace(round_, end=replace(round_.end, failures=kept)))
     work.events += [
         WorkerFailed(round_.number, f) for f in kept if (f.node_id, f.local_rank) not in known
     ]
+    return True
 
 
 def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: int = 0) -> None:

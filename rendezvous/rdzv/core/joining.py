@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from rdzv.core.absences import mark_back, note_heard, unheard
+from rdzv.core.absences import mark_back, note_heard
 from rdzv.core.budgets import further
 from rdzv.core.commands import Join
+from rdzv.core.conditions import Ignored, is_barred
 from rdzv.core.draft import Draft, without
 from rdzv.core.ending import add_failures, charge_instead, end_by_failure, end_round, failures_from
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.leaving import give_up
 from rdzv.core.model import Cause, Result, State, Waiting, is_stand_in
-from rdzv.core.reachability import check_reachable
+from rdzv.core.reachability import note_reach
 from rdzv.core.rebuilding import adopt
-from rdzv.core.refusals import (
-    check_run,
-    check_secret,
-    check_speaker,
-    has_gone_along,
-    settings_mismatch,
-)
-from rdzv.core.runs import begin_run, close
-from rdzv.core.words import duration, listed
-from rdzv.errors import RunStoppingError
+from rdzv.core.refusals import refuse_join, replaces_run
+from rdzv.core.runs import REPLACED, begin_run, close
+from rdzv.core.words import duration
 from rdzv.structs import replace
 
 
-def join(work: Draft, command: Join) -> None:
+def join(work: Draft, command: Join) -> Ignored | None:
     """Admit a node, confirm that its workers are gone, or hear it again; see `Join`."""
-    check_secret(work, command)
-    node_id = command.node_id
-    claim = command.claim
+    before, node_id, claim = work.state, command.node_id, command.claim
     if claim and claim.round == command.left_round and not _others_run_on(work.state, command):
         adopt(work, command, claim)
     held = work.state.incarnation(node_id)
-    if held is None:
-        if work.open and work.membership.stopping and not command.run:
-            raise RunStoppingError(
-                f"the last run of {work.membership.rdzv_id} is being stopped; the next begins when "
-                f"the workers on {listed((*work.state.seats, *unheard(work.state)))} are gone"
-            )
-        _admit(work, command)
-        return
-    check_speaker(work, command)
-    if command.run and not has_gone_along(work, command):
-        check_run(work, command)
     number = _round_to_stop(work.state, node_id)
-    if number is not None and number == command.left_round:
+    confirms = number is not None and number == command.left_round
+    admits = held != command.incarnation and not confirms
+    refuse_join(before, work.state, command, admits=admits)
+    barred = is_barred(work.state, node_id)
+    if confirms and number is not None:
         _confirm_stopped(work, command, number)
-    elif held != command.incarnation:
-        give_up(work, node_id, "a new instance of the node took its place", heard=True)
-        _admit(work, command)
+    elif held is None and barred:
+        # This is the echo of a join: the node is told that it was let go of.
+        return Ignored.BARRED
+    elif admits:
+        if held is not None:
+            give_up(work, node_id, "a new instance of the node took its place", heard=True)
+        if not barred:
+            _admit(work, command)
     elif node_id in work.state.waiting:
         _wait(work, command, work.state.waiting[node_id].since_ms)
+        return Ignored.KNOWN if work.state is before else None
+    else:
+        return Ignored.SEATED
+    return None
 
 
 def _others_run_on(state: State, command: Join) -> bool:
@@ -83,21 +77,11 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 def _admit(work: Draft, command: Join) -> None:
     """Admit a node that is not present, into this run or, if need be, a new one."""
-    if command.run and work.membership.run:
-        check_run(work, command)
-    if work.open and work.membership.submission and command.node_id in work.state.barred:
-        # It was let go of, and is told so; this is the echo of a join.
-        return
+    if replaces_run(work.state, command):
+        close(work, Result.STOPPED, REPLACED)
     if not work.open:
         begin_run(work, command)
-    elif command.settings != work.membership.settings:
-        if work.state.anybody or command.run or work.membership.submission:
-            raise settings_mismatch(work.membership, command)
-        close(
-            work, Result.STOPPED, "everyone was gone, and it was launched anew with other settings"
-        )
-        begin_run(work, command)
-    check_reachable(work, command)
+    note_reach(work, command.offer)
     if command.left_round is not None and command.left_round >= work.membership.next_round:
         work.store(replace(work.membership, next_round=command.left_round + 1))
     _wait(work, command, work.now_ms)

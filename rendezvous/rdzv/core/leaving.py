@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rdzv.core.absences import may_run, note_heard, orphans_end_after_ms, participant_of
-from rdzv.core.commands import Leave, ReportStuck, Succeed
-from rdzv.core.draft import Draft, store_submission, without
+from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
+from rdzv.core.conditions import Ignored
+from rdzv.core.draft import Draft, without
 from rdzv.core.ending import charge_instead, end_round, some_succeeded
 from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
 from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
@@ -17,26 +18,28 @@ MAX_DEPARTURES = 64
 """How many losses and leaves a job remembers."""
 
 
-def succeed(work: Draft, command: Succeed) -> None:
+def succeed(work: Draft, command: Succeed) -> Ignored | None:
     """Note that a node is done. That stays true when it was given up, or the round has ended."""
     round_, node_id = work.membership.round, command.node_id
-    if round_ is None or round_.number != command.round:
-        return
+    assert round_ is not None
     seat = work.state.seats.get(node_id)
+    if node_id in round_.succeeded:
+        return Ignored.KNOWN
     if seat is not None and seat.incarnation == command.incarnation and round_.live:
-        if not seat.succeeded:
-            _note_success(work, round_, node_id)
-            done = replace(seat, succeeded=True, since_ms=work.now_ms)
-            work.put(seats={**work.state.seats, node_id: done})
-    elif round_.end is not None and node_id not in round_.succeeded:
-        own = (
-            p
-            for p in round_.participants
-            if p.node_id == node_id and p.incarnation <= command.incarnation
-        )
-        if any(own):
-            _note_success(work, round_, node_id)
-            note_heard(work, node_id)
+        _note_success(work, round_, node_id)
+        done = replace(seat, succeeded=True, since_ms=work.now_ms)
+        work.put(seats={**work.state.seats, node_id: done})
+        return None
+    own = (
+        p
+        for p in round_.participants
+        if p.node_id == node_id and p.incarnation <= command.incarnation
+    )
+    if round_.live or not any(own):
+        return Ignored.NO_SEAT if seat is None else Ignored.OTHER_INSTANCE
+    _note_success(work, round_, node_id)
+    note_heard(work, node_id)
+    return None
 
 
 def _note_success(work: Draft, round_: Round, node_id: str) -> None:
@@ -44,13 +47,13 @@ def _note_success(work: Draft, round_: Round, node_id: str) -> None:
     work.events.append(NodeSucceeded(node_id, round_.number))
 
 
-def leave(work: Draft, command: Leave) -> None:
+def leave(work: Draft, command: Leave) -> Ignored | None:
     """A node without workers goes at once; one with workers keeps its seat until they are gone."""
     round_ = work.membership.round
     seat = work.state.seats.get(command.node_id)
     if seat is None or round_ is None:
         depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
-        return
+        return None
     failed = command.cause is LeaveCause.FAILED
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
         # It was told to leave, but its workers were done, as those of others were.
@@ -66,10 +69,13 @@ def leave(work: Draft, command: Leave) -> None:
         charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
     if seat.succeeded or command.left_round == round_.number:
         depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
-    elif not seat.leaving:
+    elif seat.leaving:
+        return Ignored.KNOWN
+    else:
         leaving = replace(seat, leaving=command.reason)
         work.put(seats={**work.state.seats, command.node_id: leaving})
         work.events.append(NodeLeaving(command.node_id, command.reason))
+    return None
 
 
 _CAUSE_OF_LEAVE = {
@@ -81,9 +87,7 @@ _CAUSE_OF_LEAVE = {
 def report_stuck(work: Draft, command: ReportStuck) -> None:
     """Give the seat away; the node is not seated again until it says that the workers are gone."""
     round_ = work.membership.round
-    seat = work.state.seats.get(command.node_id)
-    if round_ is None or round_.number != command.round or seat is None:
-        return
+    assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)
     reason = f"workers survive SIGKILL (pid {pids})"
     if round_.live:
@@ -92,6 +96,11 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
     work.put(stuck={**work.state.stuck, command.node_id: stuck})
     work.events.append(NodeStuck(command.node_id, round_.number, reason))
+
+
+def mark_lost(work: Draft, command: MarkLost) -> None:
+    """Give a node up that the nodes core has lost."""
+    give_up(work, command.node_id, command.reason, heard=command.heard)
 
 
 def give_up(
@@ -146,9 +155,9 @@ def depart(
     work.store(replace(work.membership, departures=departures))
     if (submission := work.membership.submission) is not None:
         if cause is LeaveCause.START_FAILED:
-            store_submission(work, decline(submission, node_id, reason))
+            work.store_submission(decline(submission, node_id, reason))
         else:
-            store_submission(work, withdraw(submission, (node_id,)))
+            work.store_submission(withdraw(submission, (node_id,)))
     work.state = replace(work.state, last_leave=cause)
     lost = how is NodeState.LOST
     event = NodeLost(node_id, reason, departure.may_run) if lost else NodeLeft(node_id, reason)

@@ -566,6 +566,11 @@ class State:
     barred: Mapping[str, str] = field(default_factory=dict)
     """By node_id: nodes that a submitted job may not keep, and why. The server says so anew."""
 
+    @property
+    def run_is_open(self) -> bool:
+        """Whether there is a run that has not ended."""
+        return bool(self.membership.run) and self.membership.ended is None
+
     def present(self, node_id: str) -> bool:
         """Whether the node is in this job now, away or not."""
         return node_id in self.seats or node_id in self.waiting or node_id in self.stuck

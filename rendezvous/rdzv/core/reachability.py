@@ -12,20 +12,30 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 
 
-def check_reachable(work: Draft, command: Join) -> None:
+def refuse_unreachable(state: State, command: Join) -> None:
     """Refuse a node that only its own machine can reach beside one that is elsewhere."""
-    offer, local_to = command.offer, work.state.loopback_machine
+    offer, local_to = command.offer, state.loopback_machine
+    if local_to == offer.machine:
+        return
+    others = ((n, there) for n, there in _offers(state) if n != command.node_id)
+    if only_local(offer):
+        elsewhere = [n for n, there in others if there.machine != offer.machine]
+        if elsewhere:
+            raise _unreachable(command.node_id, offer, elsewhere[0])
+    elif local_to is not None:
+        for node_id, there in others:
+            if only_local(there):
+                raise _unreachable(node_id, there, command.node_id)
+
+
+def note_reach(work: Draft, offer: Offer) -> None:
+    """Note which machine everyone must be on from now on: that of a loopback address, or any."""
+    local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return
     if only_local(offer):
-        elsewhere = [n for n, there in _offers(work.state) if there.machine != offer.machine]
-        if elsewhere:
-            raise _unreachable(command.node_id, offer, elsewhere[0])
         work.state = replace(work.state, loopback_machine=offer.machine)
     elif local_to is not None:
-        for node_id, there in _offers(work.state):
-            if only_local(there):
-                raise _unreachable(node_id, there, command.node_id)
         work.state = replace(work.state, loopback_machine=None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rdzv.core.absences import longest_stop_ms, mark_back
 from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known, spent_known
 from rdzv.core.commands import Join, Resume
+from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
 from rdzv.core.leaving import give_up
@@ -27,9 +28,8 @@ from rdzv.core.model import (
     stand_in,
 )
 from rdzv.core.reachability import only_local
-from rdzv.core.refusals import check_run, check_secret, check_speaker
+from rdzv.core.refusals import refuse_resume
 from rdzv.core.runs import close, next_run
-from rdzv.errors import UnknownNodeError
 from rdzv.structs import replace
 
 
@@ -59,26 +59,23 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
     )
 
 
-def resume(work: Draft, command: Resume) -> None:
+def resume(work: Draft, command: Resume) -> Ignored | None:
     """Hand a seat to the incarnation that speaks for its workers now."""
-    check_secret(work, command)
+    before = work.state
     if command.claim is not None:
         adopt(work, command, command.claim)
-    if not work.membership.run:
-        raise UnknownNodeError(
-            f"{work.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
-            f"round {command.round} of it"
-        )
-    check_run(work, command)
-    check_speaker(work, command)
+    refuse_resume(before, work.state, command)
     seat = work.state.seats.get(command.node_id)
     round_ = work.membership.round
-    if seat is None or round_ is None or command.round != round_.number:
-        return
+    if round_ is None or command.round != round_.number:
+        return Ignored.OTHER_ROUND
+    if seat is None:
+        return Ignored.NO_SEAT
     if seat.incarnation != command.incarnation:
         moved = replace(seat, incarnation=command.incarnation)
         work.put(seats={**work.state.seats, command.node_id: moved})
     mark_back(work, command.node_id)
+    return Ignored.KNOWN if work.state is before else None
 
 
 def adopt(work: Draft, command: Join | Resume, claim: Claim) -> None:

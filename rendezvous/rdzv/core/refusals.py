@@ -1,24 +1,157 @@
-"""Who may join or resume, and how it is refused."""
+"""Every refusal of a command, in the order in which the reasons are checked.
+
+A refusal raises, so nothing has changed. What a job ignores is in `conditions`.
+"""
 
 from __future__ import annotations
 
-from rdzv.core.commands import Join, Leave, Resume
-from rdzv.core.draft import Draft
-from rdzv.core.model import Membership, Settings, State
-from rdzv.core.runs import ended_run
+from rdzv.core.absences import unheard
+from rdzv.core.commands import Join, Restart, Resume, Scale, Stop, Submit
+from rdzv.core.conditions import is_barred, joined_replaced_run
+from rdzv.core.model import Membership, Result, Settings, State
+from rdzv.core.reachability import refuse_unreachable
+from rdzv.core.runs import REPLACED, ended_run
+from rdzv.core.words import duration, listed
 from rdzv.errors import (
     DeniedError,
+    InvalidRequestError,
+    JobExistsError,
     NodeSupersededError,
     RendezvousClosedError,
+    RunStoppingError,
     SettingsMismatchError,
+    UnknownNodeError,
 )
 from rdzv.structs import field_names
 
 
-def check_secret(work: Draft, command: Join | Resume) -> None:
+def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> None:
+    """Refuse a join, for the first of these reasons that applies.
+
+    `before` is the job as the server knew it, `state` the job with what the join reports of a
+    round that the server did not know. `admits`: the join would bring the node into the job,
+    because it is not there or is replaced by this instance.
+
+    Raises:
+        DeniedError: the node does not know the secret of the job.
+        NodeSupersededError: a newer instance has the node's place.
+        RendezvousClosedError: the run that it names has ended.
+        RunStoppingError: the last run is being stopped; to be tried again.
+        SettingsMismatchError: the job was launched with other settings.
+        RendezvousClosedError: the last run has ended, and this node may not begin another.
+        InvalidRequestError: another node could not reach this one, or this one another.
+
+    """
+    membership, node_id = state.membership, command.node_id
+    _refuse_stranger(before, command)
+    _refuse_former_instance(state, command)
+    if not joined_replaced_run(state, node_id, command.incarnation, command.run):
+        _refuse_ended_run(state, command)
+    if not admits:
+        return
+    begins_next = not command.run and not state.present(node_id)
+    if state.run_is_open and membership.stopping and begins_next:
+        raise RunStoppingError(
+            f"the last run of {membership.rdzv_id} is being stopped; the next begins when the "
+            f"workers on {listed((*state.seats, *unheard(state)))} are gone"
+        )
+    if is_barred(state, node_id):
+        return
+    if replaces_run(state, command):
+        _refuse_reuse(membership.rdzv_id, Result.STOPPED, REPLACED, command)
+    elif state.run_is_open and command.settings != membership.settings:
+        raise _settings_mismatch(membership, command)
+    elif membership.ended is not None:
+        _refuse_reuse(membership.rdzv_id, membership.ended.result, membership.ended.reason, command)
+    refuse_unreachable(state, command)
+
+
+def refuse_resume(before: State, state: State, command: Resume) -> None:
+    """Refuse a node that says its workers run, for the first of these reasons that applies.
+
+    `before` and `state` are as in `refuse_join`.
+
+    Raises:
+        DeniedError: the node does not know the secret of the job.
+        UnknownNodeError: the job is not known.
+        RendezvousClosedError: the run that it names has ended.
+        NodeSupersededError: a newer instance has the node's place.
+
+    """
+    _refuse_stranger(before, command)
+    if not state.membership.run:
+        raise UnknownNodeError(
+            f"{state.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
+            f"round {command.round} of it"
+        )
+    _refuse_ended_run(state, command)
+    _refuse_former_instance(state, command)
+
+
+def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
+    """Refuse what an operator asks of a run other than the one that was looked at.
+
+    Raises:
+        RendezvousClosedError: the run has ended, or is being stopped (unless to stop it).
+        InvalidRequestError: the round to restart has not been.
+
+    """
+    membership, round_ = state.membership, state.membership.round
+    if command.run != membership.run or membership.ended is not None:
+        what = "been followed by another"
+        if membership.ended and command.run == membership.run:
+            ago = duration(now_ms - membership.ended.at_ms)
+            what = f"{membership.ended.result} {ago} ago"
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} has {what}; nothing was changed"
+        )
+    if membership.stopping and not isinstance(command, Stop):
+        raise RendezvousClosedError(
+            f"run {command.run} of {membership.rdzv_id} is being stopped ({membership.stopping}); "
+            "nothing was changed"
+        )
+    if isinstance(command, Restart) and (round_ is None or command.round > round_.number):
+        raise InvalidRequestError(
+            f"{membership.rdzv_id} has had no round {command.round}; nothing was changed"
+        )
+
+
+def refuse_submission(state: State, command: Submit) -> None:
+    """Refuse a submission while a run of the job is open.
+
+    Raises:
+        JobExistsError: a run has not ended.
+
+    """
+    old = state.membership
+    if not state.run_is_open:
+        return
+    if old.stopping:
+        raise JobExistsError(
+            f"job {old.rdzv_id} is being stopped; submit it again when its workers are gone, for "
+            f"which `rdzvctl wait {old.rdzv_id}` waits, or choose another name"
+        )
+    by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
+    raise JobExistsError(
+        f"a job {old.rdzv_id} is there already{by}, and has not ended; choose another name, or "
+        "stop that one first"
+    )
+
+
+def replaces_run(state: State, command: Join) -> bool:
+    """Whether a launch with other settings ends the open run, in which nobody else is left."""
+    if not state.run_is_open or command.settings == state.membership.settings:
+        return False
+    if command.run or state.membership.submission:
+        return False
+    present = (*state.seats, *state.waiting, *state.stuck)
+    return all(node_id == command.node_id for node_id in present)
+
+
+def _refuse_stranger(state: State, command: Join | Resume) -> None:
     """Keep strangers out of a run: whoever takes part in it knows its secret, if it has one."""
-    membership = work.membership
-    if not work.open or membership.secret == command.secret:
+    membership = state.membership
+    if not state.run_is_open or membership.secret == command.secret:
         return
     if any(earlier.run == command.run for earlier in membership.earlier):
         # It is to hear how that run has ended; of this one it hears nothing.
@@ -35,44 +168,33 @@ def check_secret(work: Draft, command: Join | Resume) -> None:
     )
 
 
-def check_speaker(work: Draft, command: Join | Resume) -> None:
-    """Refuse a former instance of a node."""
-    held = work.state.incarnation(command.node_id)
+def _refuse_former_instance(state: State, command: Join | Resume) -> None:
+    held = state.incarnation(command.node_id)
     if held is not None and command.incarnation < held:
         raise NodeSupersededError(
             f"a newer instance of node_id {command.node_id} has taken its place in "
-            f"{work.membership.rdzv_id}; this one is superseded and must stop its workers"
+            f"{state.membership.rdzv_id}; this one is superseded and must stop its workers"
         )
 
 
-def check_run(work: Draft, command: Join | Resume) -> None:
-    """Refuse a node of a run that has ended."""
-    ended = ended_run(work.state, command.run)
+def _refuse_ended_run(state: State, command: Join | Resume) -> None:
+    ended = ended_run(state, command.run)
     if ended is not None:
         raise RendezvousClosedError(
-            f"run {command.run} of {work.membership.rdzv_id} has ended: {ended.reason}"
+            f"run {command.run} of {state.membership.rdzv_id} has ended: {ended.reason}"
         )
 
 
-def went_along(state: State, node_id: str, incarnation: int, run: str) -> bool:
-    """Say whether a node that had joined the run of this uid waits in the present one.
-
-    That was adopted in the place of its own, which had begun no round, and of which nothing else is
-    left. It may not have heard so.
-    """
-    waiting, membership = state.waiting.get(node_id), state.membership
-    if waiting is None or waiting.incarnation != incarnation or run in ("", membership.run):
-        return False
-    return all(earlier.run != run for earlier in membership.earlier)
+def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> None:
+    if command.refuse_reuse:
+        raise RendezvousClosedError(
+            f"the last run of {rdzv_id} has {result} ({reason}) and "
+            "reuse=false was given; choose another --rdzv-id"
+        )
 
 
-def has_gone_along(work: Draft, command: Join | Leave) -> bool:
-    """Whether a node speaks of the run that an adopted one has replaced; see `went_along`."""
-    return went_along(work.state, command.node_id, command.incarnation, command.run)
-
-
-def settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
-    """Say in what the settings of a node differ from those of the job."""
+def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
+    """Name the settings in which a node differs from its job."""
     theirs, ours = command.settings, membership.settings
     differences = [
         f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "
@@ -87,9 +209,9 @@ def settings_mismatch(membership: Membership, command: Join) -> SettingsMismatch
 
 
 def _shown(name: str, value: object) -> str:
-    """Write a setting for people; some may be open."""
+    """Write the value of a setting for people; None has a meaning of its own."""
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"
-    # As it is said on the command line, which knows seconds.
+    # The command line takes seconds.
     return f"{value / 1000:g} s" if name.endswith("_ms") and isinstance(value, int) else str(value)

@@ -9,7 +9,8 @@ any command. The package's docstring tells the story of a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rdzv.core.absences import mark_away, mark_back, note_heard, unheard_until_ms
 from rdzv.core.commands import (
@@ -36,6 +37,17 @@ from rdzv.core.commands import (
     Tick,
     Withdraw,
 )
+from rdzv.core.conditions import (
+    Ignored,
+    from_holder,
+    from_seat,
+    from_store_host,
+    of_latest_round,
+    of_run_joined,
+    of_submitted_run,
+    of_this_run,
+    run_is_open,
+)
 from rdzv.core.draft import Draft
 from rdzv.core.ending import fail, report_store_host, settle_charge
 from rdzv.core.events import Event
@@ -50,8 +62,8 @@ from rdzv.core.forming import (
 from rdzv.core.joining import join
 from rdzv.core.leaving import (
     away_seats_due,
-    give_up,
     leave,
+    mark_lost,
     release_away_seats,
     release_unstopped_seats,
     report_stuck,
@@ -59,11 +71,18 @@ from rdzv.core.leaving import (
     succeed,
 )
 from rdzv.core.model import State
-from rdzv.core.operator_commands import obey_operator
+from rdzv.core.operator_commands import restart, scale, stop
 from rdzv.core.rebuilding import release_unclaimed_seats, resume, unclaimed_seat_due
-from rdzv.core.refusals import has_gone_along
 from rdzv.core.runs import close_when_all_left, close_when_stopped, succeed_run
-from rdzv.core.submitting import apply_to_submitted, submit, withdraw_barred
+from rdzv.core.submitting import (
+    bar_nodes,
+    choose_nodes,
+    decline_job,
+    give_up_job,
+    submit,
+    take_back,
+    withdraw_barred,
+)
 from rdzv.core.times_ahead import not_after
 from rdzv.structs import replace, struct
 
@@ -75,6 +94,8 @@ class Transition:
     state: State
     events: tuple[Event, ...] = ()
     wake_at_ms: int | None = None
+    ignored: Ignored | None = None
+    """Why the command itself changed nothing; state rules may have applied nevertheless."""
 
 
 def step(state: State, command: Command, now_ms: int) -> Transition:
@@ -84,82 +105,71 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
     repeated at once changes nothing; a `Tick` before `wake_at_ms` changes nothing.
 
     Raises:
-        InvalidRequestError: the node could not be reached by the others as it is.
-        SettingsMismatchError: the job was launched with other settings.
-        RendezvousClosedError: the run has ended, and this node may not begin another.
-        JobExistsError: the job is to be submitted while a run of it has not ended.
-        RunStoppingError: the last run is being stopped; to be tried again.
-        NodeSupersededError: a newer incarnation speaks for this node.
-        UnknownNodeError: a running node belongs to a job that is not known.
-        DeniedError: the node does not know the secret of the job.
+        RendezvousError: the command is refused, and nothing has changed; `refusals` has each
+            reason, with its error.
 
     """
     membership = not_after(state.membership, now_ms)
     if membership is not state.membership:
         state = replace(state, membership=membership)
     work = Draft(state, now_ms)
-    _apply(work, command)
-    while any(rule(work) for rule in _STATE_RULES):
+    ignored = _apply(work, command)
+    while any(rule(work) for rule in STATE_RULES):
         pass
-    return Transition(work.state, tuple(work.events), _wake_at_ms(work.state, now_ms))
+    wake_at_ms = _wake_at_ms(work.state, now_ms)
+    return Transition(work.state, tuple(work.events), wake_at_ms, ignored)
 
 
-def _apply(work: Draft, command: Command) -> None:
-    match command:
-        case Join():
-            join(work, command)
-        case Resume():
-            resume(work, command)
-        case Stop() | Restart() | Scale():
-            obey_operator(work, command)
-        case Submit():
-            submit(work, command)
-        case Place() | Withdraw() | Decline() | GiveUp():
-            apply_to_submitted(work, command)
-        case MarkHeard():
-            note_heard(work, command.node_id)
-        case Bar():
-            work.state = replace(work.state, barred=dict(command.barred))
-        case Tick():
-            pass
-        case Succeed():
-            if work.open and command.run == work.membership.run:
-                succeed(work, command)
-        case _:
-            held = work.state.incarnation(command.node_id)
-            if work.open and held == command.incarnation:
-                _apply_to_present(work, command)
+def _apply(work: Draft, command: Command) -> Ignored | None:
+    """Apply the rule of a command, unless one of its conditions does not hold."""
+    rule = COMMAND_RULES[type(command)]
+    for condition in rule.conditions:
+        if (reason := condition(work.state, command)) is not None:
+            return reason
+    return rule.effect(work, command)
 
 
-def _apply_to_present(
-    work: Draft,
-    command: Fail | Leave | ReportStuck | ReportStoreHost | MarkAway | MarkBack | MarkLost,
-) -> None:
-    """Apply what concerns a node that is present, in the incarnation that holds its place."""
-    match command:
-        case MarkAway():
-            mark_away(work, command)
-        case MarkBack():
-            mark_back(work, command.node_id)
-        case MarkLost():
-            give_up(work, command.node_id, command.reason, heard=command.heard)
-        case Leave(run=""):
-            leave(work, command)
-        case Leave() if has_gone_along(work, command):
-            leave(work, command)
-        case _ if command.run != work.membership.run:
-            pass
-        case Fail():
-            fail(work, command)
-        case Leave():
-            leave(work, command)
-        case ReportStuck():
-            report_stuck(work, command)
-        case ReportStoreHost():
-            report_store_host(work, command)
+@struct(frozen=True)
+class CommandRule:
+    """How one command is handled: ignored unless all conditions hold, else this is its effect.
+
+    An effect may refuse the command, by an error, or return why it ignores it.
+    """
+
+    effect: Callable[[Draft, Any], Ignored | None]
+    conditions: tuple[Callable[[State, Any], Ignored | None], ...] = ()
 
 
-_STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
+_FROM_HOLDER = (run_is_open, from_holder)
+_OF_ROUND = (*_FROM_HOLDER, of_this_run, of_latest_round)
+_OF_SUBMISSION = (run_is_open, of_submitted_run, of_this_run)
+
+COMMAND_RULES: Mapping[type, CommandRule] = {
+    Join: CommandRule(join),
+    Resume: CommandRule(resume),
+    Fail: CommandRule(fail, (*_OF_ROUND, from_seat)),
+    Succeed: CommandRule(succeed, (run_is_open, of_this_run, of_latest_round)),
+    Leave: CommandRule(leave, (*_FROM_HOLDER, of_run_joined)),
+    ReportStuck: CommandRule(report_stuck, (*_OF_ROUND, from_seat)),
+    ReportStoreHost: CommandRule(report_store_host, (*_OF_ROUND, from_store_host)),
+    MarkAway: CommandRule(mark_away, _FROM_HOLDER),
+    MarkBack: CommandRule(lambda work, command: mark_back(work, command.node_id), _FROM_HOLDER),
+    MarkLost: CommandRule(mark_lost, _FROM_HOLDER),
+    MarkHeard: CommandRule(lambda work, command: note_heard(work, command.node_id)),
+    Stop: CommandRule(stop),
+    Restart: CommandRule(restart),
+    Scale: CommandRule(scale),
+    Submit: CommandRule(submit),
+    Place: CommandRule(choose_nodes, _OF_SUBMISSION),
+    Withdraw: CommandRule(take_back, _OF_SUBMISSION),
+    Bar: CommandRule(bar_nodes),
+    Decline: CommandRule(decline_job, _OF_SUBMISSION),
+    GiveUp: CommandRule(give_up_job, _OF_SUBMISSION),
+    Tick: CommandRule(lambda work, command: None),
+}
+"""The protocol: docs/protocol.md shows what it comes to, command by command."""
+
+STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
     release_away_seats,
     release_unclaimed_seats,
     release_unstopped_seats,

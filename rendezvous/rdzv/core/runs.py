@@ -18,11 +18,12 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.words import listed
-from rdzv.errors import RendezvousClosedError
 from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16
 """How many earlier runs a job remembers the end of."""
+REPLACED = "everyone was gone, and it was launched anew with other settings"
+"""Why a run ended in which nobody was left, when nodes came that could not join it."""
 
 
 def vacant(rdzv_id: str, tuning: Tuning) -> State:
@@ -52,11 +53,6 @@ def ended_run(state: State, run: str) -> Ended | None:
 def begin_run(work: Draft, command: Join) -> None:
     """Begin the run that a join asks for."""
     old = work.membership
-    if old.ended is not None and command.refuse_reuse:
-        raise RendezvousClosedError(
-            f"the last run of {old.rdzv_id} has {old.ended.result} ({old.ended.reason}) and "
-            "reuse=false was given; choose another --rdzv-id"
-        )
     run = command.run or command.new_run
     membership = next_run(old, run, command.settings, work.now_ms, command.owner)
     membership = replace(membership, secret=command.secret)

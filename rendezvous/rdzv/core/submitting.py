@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from rdzv.core.commands import Decline, GiveUp, Place, Submit, Withdraw
-from rdzv.core.draft import Draft, store_submission
+from collections.abc import Iterable
+
+from rdzv.core.commands import Bar, Decline, GiveUp, Place, Submit, Withdraw
+from rdzv.core.conditions import Ignored
+from rdzv.core.draft import Draft
 from rdzv.core.events import NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
 from rdzv.core.leaving import depart
 from rdzv.core.model import NodeState, Result, State, Submission
+from rdzv.core.refusals import refuse_submission
 from rdzv.core.runs import close, next_run
 from rdzv.core.submissions import decline, place, withdraw, withdrawable
-from rdzv.errors import JobExistsError
 from rdzv.structs import replace
 
 
-def submit(work: Draft, command: Submit) -> None:
-    """Begin a run without nodes. Who submits again what was submitted, changes nothing."""
+def submit(work: Draft, command: Submit) -> Ignored | None:
+    """Begin a run without nodes. Submitting the same run again changes nothing."""
     old = work.membership
-    known = (old.run, *(earlier.run for earlier in old.earlier))
-    if command.run in known:
-        return
-    if work.open and old.stopping:
-        raise JobExistsError(
-            f"job {old.rdzv_id} is being stopped; submit it again when its workers are gone, for "
-            f"which `rdzvctl wait {old.rdzv_id}` waits, or choose another name"
-        )
-    if work.open:
-        by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
-        raise JobExistsError(
-            f"a job {old.rdzv_id} is there already{by}, and has not ended; choose another name, or "
-            "stop that one first"
-        )
+    if command.run in (old.run, *(earlier.run for earlier in old.earlier)):
+        return Ignored.KNOWN
+    refuse_submission(work.state, command)
     submission = Submission(command.spec, command.submitted_by, work.now_ms)
     membership = next_run(old, command.run, command.settings, work.now_ms, command.spec.submitter)
     work.state = State(
@@ -39,33 +31,67 @@ def submit(work: Draft, command: Submit) -> None:
     if submitter := command.spec.submitter:
         reason += f" [{submitter}]"
     work.events.append(RunBegan(membership.run, membership.run_number, reason))
+    return None
 
 
-def apply_to_submitted(work: Draft, command: Place | Withdraw | Decline | GiveUp) -> None:
-    """Change what a submission has got; of a run that is over, nothing is left to change."""
+def choose_nodes(work: Draft, command: Place) -> Ignored | None:
+    """Add nodes to those chosen for a submitted run."""
+    submission = _submission(work)
+    # One may have been barred since it was chosen.
+    chosen = [n for n in command.node_ids if n not in work.state.barred]
+    work.store_submission(place(submission, chosen))
+    added = work.state.placed[len(submission.placed) :]
+    if not added:
+        return Ignored.BARRED if chosen != list(command.node_ids) else Ignored.KNOWN
+    work.events.append(NodesPlaced(added))
+    return None
+
+
+def take_back(work: Draft, command: Withdraw) -> Ignored | None:
+    """Take back nodes chosen for a submitted run, except those that have a seat."""
+    node_ids = withdrawable(work.state, command.node_ids)
+    withdraw_nodes(work, node_ids, command.reason)
+    return None if node_ids else _not_withdrawn(work, command.node_ids)
+
+
+def decline_job(work: Draft, command: Decline) -> Ignored | None:
+    """Let go of a chosen node that cannot run the job, for this run or, if it passes, for now."""
+    submission, node_id = _submission(work), command.node_id
+    if node_id not in submission.placed or node_id in work.state.seats:
+        return _not_withdrawn(work, (node_id,))
+    if command.passing:
+        withdraw_nodes(work, (node_id,), command.reason)
+        return None
+    work.store_submission(decline(submission, node_id, command.reason))
+    work.events.append(NodeDeclined(node_id, command.reason))
+    if work.state.present(node_id):
+        depart(work, node_id, NodeState.LEFT, command.reason, None)
+    return None
+
+
+def _not_withdrawn(work: Draft, node_ids: Iterable[str]) -> Ignored:
+    seated = any(node_id in work.state.seats for node_id in node_ids)
+    return Ignored.SEATED if seated else Ignored.NOT_PLACED
+
+
+def give_up_job(work: Draft, command: GiveUp) -> None:
+    """Close a submitted run that no node can run."""
+    close(work, Result.FAILED, command.reason)
+
+
+def bar_nodes(work: Draft, command: Bar) -> Ignored | None:
+    """Note which nodes no submitted job may keep; `withdraw_barred` lets go of them."""
+    barred = dict(command.barred)
+    if barred == work.state.barred:
+        return Ignored.KNOWN
+    work.state = replace(work.state, barred=barred)
+    return None
+
+
+def _submission(work: Draft) -> Submission:
     submission = work.membership.submission
-    if not work.open or submission is None or command.run != work.membership.run:
-        return
-    match command:
-        case Place():
-            # One may have been barred since it was chosen.
-            chosen = [n for n in command.node_ids if n not in work.state.barred]
-            store_submission(work, place(submission, chosen))
-            if added := work.state.placed[len(submission.placed) :]:
-                work.events.append(NodesPlaced(added))
-        case Withdraw():
-            withdraw_nodes(work, withdrawable(work.state, command.node_ids), command.reason)
-        case Decline(passing=True):
-            if command.node_id in submission.placed:
-                withdraw_nodes(work, withdrawable(work.state, (command.node_id,)), command.reason)
-        case Decline():
-            if command.node_id in submission.placed and command.node_id not in work.state.seats:
-                store_submission(work, decline(submission, command.node_id, command.reason))
-                work.events.append(NodeDeclined(command.node_id, command.reason))
-                if work.state.present(command.node_id):
-                    depart(work, command.node_id, NodeState.LEFT, command.reason, None)
-        case GiveUp():
-            close(work, Result.FAILED, command.reason)
+    assert submission is not None
+    return submission
 
 
 def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
@@ -76,7 +102,7 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
     for node_id in node_ids:
         if work.state.present(node_id):
             depart(work, node_id, NodeState.LEFT, reason, None)
-    store_submission(work, withdraw(work.membership.submission or submission, node_ids))
+    work.store_submission(withdraw(work.membership.submission or submission, node_ids))
     work.events.append(NodesWithdrawn(node_ids, reason))
 
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from rdzv.core import nodes
 from rdzv.core.absences import may_run_on, unheard
 from rdzv.core.commands import Join, MarkHeard, MarkLost
+from rdzv.core.conditions import joined_replaced_run
 from rdzv.core.model import State, is_stand_in
-from rdzv.core.refusals import went_along
 from rdzv.core.runs import ended_run
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
@@ -122,7 +122,7 @@ class Recovery:
             if (
                 ended_run(state, belief.run) is None
                 or announcements.may_be_adopted(state, belief)
-                or went_along(state, node_id, incarnation, belief.run)
+                or joined_replaced_run(state, node_id, incarnation, belief.run)
             ):
                 for command in belief.commands:
                     state = await self._commands.insist(stream, belief.rdzv_id, command)
