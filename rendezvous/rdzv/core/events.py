@@ -1,4 +1,4 @@
-"""What has happened in a rendezvous. Events are past tense and were persisted before anyone hears.
+"""Events of a rendezvous. They are past tense, and are persisted before anyone hears of them.
 
 Logs, metrics, the event history and what nodes are told all come from these. History keeps most of
 them as they are (`rdzv.view.history`), so a field is never renamed, and a new one has a default.
@@ -55,7 +55,7 @@ class NodeLeaving:
 
 @struct(frozen=True)
 class NodeLeft:
-    """A node left of its own accord, its workers are gone."""
+    """A node left of its own accord; its workers are gone."""
 
     node_id: str
     reason: str
@@ -155,7 +155,7 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Failure | None = None
-    """Of a worker failure: the first of those that are shown, if any was reported."""
+    """The worker failure that is taken for the first, if any was reported."""
 
 
 @struct(frozen=True)
@@ -176,7 +176,7 @@ class NodesPlaced:
 
 @struct(frozen=True)
 class NodesWithdrawn:
-    """These nodes are not to take part in a submitted run any more; none has a seat in it."""
+    """The server no longer chooses these nodes for a submitted run; none has a seat in it."""
 
     node_ids: tuple[str, ...]
     reason: str
@@ -184,7 +184,7 @@ class NodesWithdrawn:
 
 @struct(frozen=True)
 class NodeDeclined:
-    """A node can not run a submitted job, and is not chosen for it again."""
+    """A node cannot run a submitted job, and is not chosen for it again."""
 
     node_id: str
     reason: str
@@ -211,7 +211,7 @@ class NodeNotQuarantined:
 
 @struct(frozen=True)
 class NodeDrained:
-    """A node was told, or wishes itself, to leave all its jobs; its workers have so long."""
+    """A node leaves all its jobs, as told or by itself; its workers have `within_ms`."""
 
     node_id: str
     reason: str
@@ -243,7 +243,7 @@ class WorkersHang:
 
 @struct(frozen=True)
 class StacksTaken:
-    """All workers were looked at, for some hang; they are kept."""
+    """Stacks of all workers were taken, because some hang; they are kept."""
 
     round: int
     summary: str
@@ -251,14 +251,14 @@ class StacksTaken:
 
 @struct(frozen=True)
 class HangOver:
-    """Nobody hangs any more, and the round goes on."""
+    """No worker hangs any more, and the round goes on."""
 
     round: int
 
 
 @struct(frozen=True)
 class RankStraggles:
-    """A worker takes far longer for a step than the others of its role, and has for a while."""
+    """A worker has taken far longer for a step than the others of its role for a while."""
 
     round: int
     rank: int
@@ -269,7 +269,7 @@ class RankStraggles:
 
 @struct(frozen=True)
 class RankCaughtUp:
-    """A worker does not straggle any more."""
+    """A worker no longer straggles."""
 
     round: int
     rank: int

@@ -6,7 +6,7 @@ so that whoever shows it a while later need not look for them there: anybody may
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rdzv.core.words import duration
 from rdzv.structs import struct
@@ -76,13 +76,33 @@ def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
     'n7 was lost 17 s ago; gives up in 9 min 43 s'
     """
     read, end = TimedText(""), 0
-    for time in times:
-        # What another server sends may not fit together.
-        if end <= time.at <= time.at + time.length <= len(text):
-            ms = time.ms + more_ms if time.grows else max(time.ms - more_ms, 0)
-            read += text[end : time.at] + _timed(ms, grows=time.grows, waits_for=time.waits_for)
-            end = time.at + time.length
+    for time in _fitting(text, times):
+        ms = time.ms + more_ms if time.grows else max(time.ms - more_ms, 0)
+        read += text[end : time.at] + _timed(ms, grows=time.grows, waits_for=time.waits_for)
+        end = time.at + time.length
     return read + text[end:]
+
+
+def without_times(text: str, times: Iterable[TimeInText]) -> str:
+    """Return a text without the durations that go on: it is the same while nothing else changes.
+
+    >>> text = "gives up in " + left(588_000) + ", 2 s after n7"
+    >>> without_times(text, text.times)
+    'gives up in , 2 s after n7'
+    """
+    read, end = "", 0
+    for time in _fitting(text, times):
+        read, end = read + text[end : time.at], time.at + time.length
+    return read + text[end:]
+
+
+def _fitting(text: str, times: Iterable[TimeInText]) -> Iterator[TimeInText]:
+    """Yield the times that are in a text, one after the other; another server may send others."""
+    end = 0
+    for time in times:
+        if end <= time.at <= time.at + time.length <= len(text):
+            yield time
+            end = time.at + time.length
 
 
 def _timed(ms: int, *, grows: bool, waits_for: str | None) -> TimedText:

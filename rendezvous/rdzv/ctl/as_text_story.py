@@ -1,4 +1,4 @@
-"""A job's story in sentences: what happened, what failed first, what it cost, what it waits for.
+"""A job's story in sentences: its rounds, its first failure, the time it lost, its wait.
 
 All of it is said by its history and its status; nothing is guessed.
 """
@@ -17,9 +17,9 @@ from rdzv.view.history import read
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""Rounds of a long story that are told one by one; those between are summed up."""
+"""Rounds of a long story that are shown one by one; those between are summed up."""
 NODES_TOLD = 8
-"""Nodes whose reason for not being seated is told."""
+"""Nodes whose reason for not being seated is shown."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
@@ -60,7 +60,7 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Tell what happened, each with its time before it."""
+    """Show what happened, each fact after its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -90,7 +90,7 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
 
 
 def _is_said(run: Run, event: Event) -> bool:
-    """Whether the end of a round, or of the run, says of a node that is gone what an event says."""
+    """Whether the end of a round, or of the run, says why a node is gone as the event does."""
     gone = read(event.name, event.fields)
     if not isinstance(gone, NodeLost | NodeLeft) or (isinstance(gone, NodeLost) and gone.may_run):
         return False
@@ -99,7 +99,7 @@ def _is_said(run: Run, event: Event) -> bool:
 
 
 def _reasons(run: Run) -> Iterator[str]:
-    """Yield why rounds ended, and the run; but not what a worker may have said."""
+    """Yield the reasons of the ends of rounds, and of the run, except those that quote a worker."""
     cause: str = ""
     for round_ in run.rounds:
         for cause, reason in (
@@ -130,7 +130,7 @@ def _beginning(run: Run) -> str:
 
 
 def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, str]]:
-    """Tell of one round: how it came to be, and how it ended."""
+    """Show one round: how it began, and how it ended."""
     told = []
     who = _participants(round_)
     if round_.adopted:
@@ -155,7 +155,7 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Tell why a round ended, what that was charged to, and how long there was no other."""
+    """Say why a round ended, what its end was charged to, and how long there was no other."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -198,7 +198,7 @@ def _sentence(text: str) -> str:
 
 
 def _first_failure(run: Run, page: Page) -> list[str]:
-    """Tell which worker failed first; of those of one moment the server has weighed which."""
+    """Name the worker that failed first; among those of one moment the server decides."""
     at_ms, text = run.failures[0]
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
@@ -240,7 +240,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _now(status: JobStatus, page: Page) -> list[str]:
-    """Tell what it does now, and what it waits for."""
+    """Say what the job does now, and what it waits for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = (status.reason or "").removeprefix(f"{status.state}: ")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import click
 
 from rdzv.client import ControlClient
+from rdzv.core.timed_text import without_times
 from rdzv.ctl.as_text_logs import show
 from rdzv.ctl.watch import EXIT_CODES, exit_code, watching
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.view.answers import JobStatus
 from rdzv.view.log_lines import harmless
-
-_TIMES = re.compile(r"[0-9.]+ (ms|s|min|h|d)\b")
-"""Numbers in a reason that change while nothing happens."""
 
 
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
@@ -52,7 +49,8 @@ class _Story:
         self._client = client
         self._rdzv_id = rdzv_id
         self._run = run
-        self._said = ""
+        self._told = ("", "")
+        """State and reason as last told, but for the times that go on in it."""
         self._end: JobStatus | RendezvousError | None = None
 
     def tell(self) -> None:
@@ -75,10 +73,10 @@ class _Story:
             self._end = status
             return
         reason = (status.reason or "").removeprefix(f"{status.state}: ")
-        said = f"{status.state}: {reason}"
-        if _TIMES.sub("", said) != _TIMES.sub("", self._said):
-            _say(f"{self._rdzv_id} is {said}")
-            self._said = said
+        news = (status.state, without_times(status.reason or "", status.reason_times))
+        if news != self._told:
+            _say(f"{self._rdzv_id} is {status.state}: {reason}")
+            self._told = news
 
     def end(self) -> int:
         """Say how the run has ended; return its exit code."""

@@ -78,7 +78,7 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
-    """Return how long the wait of a job is in all, as far as it was seen; None if it is in none.
+    """Return how long the wait of a job is in all, as far as it was seen; None if it does not wait.
 
     `before_ms` is what this returned for the status before.
     """
@@ -107,7 +107,7 @@ def screen(
     *,
     blocks: bool = True,
 ) -> list[str]:
-    """Show a job on so many lines: its reason, bars, nodes, and the latest events.
+    """Show a job on `height` lines: its reason, bars, nodes, and the latest events.
 
     `whole_ms` is how long its present wait is in all. Lines that do not fit are left out, seated
     nodes first. Without `blocks` bars are of ASCII.
@@ -130,7 +130,7 @@ def screen(
 
 
 def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
-    """Show as many nodes as there is room for; a line at the end counts those that are not."""
+    """Show as many nodes as there is room for; a line at the end counts the others."""
     fits = len(job.nodes) + 1 <= room
     if not job.nodes or (not fits and room < 3):
         return []
@@ -139,7 +139,7 @@ def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
 
 
 def _facts(job: JobStatus, page: Page) -> list[str]:
-    """Show what changes while one looks, on a few lines."""
+    """Show the round, progress and placement, on a few lines."""
     round_ = "none yet" if job.round is None else str(job.round)
     parts = [f"round {round_}"]
     if job.world_size is not None:
@@ -174,13 +174,13 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar that is full to this part; something is never shown as nothing, or all."""
+        """Return a bar that is full to this part; a part is never shown as empty or full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
 
     def line(self, label: str, bar: str, text: str) -> list[str]:
-        """Put a bar between its label and what it says."""
+        """Put a bar between its label and its text."""
         return self.page.fact(label, Cell(f"{bar} {text}"))
 
 

@@ -78,7 +78,7 @@ def _slice(
 
 
 def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield what the job as a whole did: a round, stopping, forming, the next round."""
+    """Yield the phases of the job: a round, stopping, forming, the next round."""
     for span in spans_of(run, until_ms):
         times_ms = (span.since_ms, span.until_ms)
         if span.phase is Phase.LIVE and span.round is not None:
@@ -120,7 +120,7 @@ def _node_slices(
 def _instants(
     process: int, run: Run, history: Iterable[Event], tracks: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what happened at one moment, on the track of its node or of the job."""
+    """Yield each event as an instant, on the track of its node or of the job."""
     for event in history:
         if (event.run or "") != run.run or (event.fields and event.name in _NO_INSTANTS):
             continue

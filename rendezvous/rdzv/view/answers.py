@@ -1,4 +1,4 @@
-"""What rdzvd answers, as values: in them None means "not known".
+"""The answers of rdzvd, as values: in them None means "not known".
 
 The server makes these values of its own (`rdzv.server.operations.answer_values`). Its HTTP API
 writes them as JSON, its gRPC services as messages, and here messages become the same values again.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rdzv.stores.base import Record
 
 OWN_BACKEND = "rdzv"
-"""Who forms the group of a job unless something else is said; an older server does not say."""
+"""The backend of a job unless the server names another; older servers name none."""
 
 
 @struct(frozen=True)
@@ -69,7 +69,7 @@ class NodeStatus:
 
 @struct(frozen=True)
 class RankProgress:
-    """How far one worker is, as it has said itself so long ago. `rate` is in steps a second.
+    """The progress of one worker, as it reported `age_ms` ago. `rate` is in steps a second.
 
     `behind` is how many steps it is behind the foremost worker, at least, at one and the same
     moment: the steps themselves are of different moments.
@@ -94,9 +94,9 @@ class Straggler:
 
 @struct(frozen=True)
 class Token:
-    """A token, but for its text. `expires_in_ms` is None if it never expires, 0 if it has.
+    """A token without its text. `expires_in_ms` is None if it never expires, 0 if it has expired.
 
-    When it was last used is known give or take an hour; None: never.
+    `used_age_ms` is accurate to an hour; None: it was never used.
     """
 
     id: str
@@ -119,8 +119,9 @@ class DeclinedNode:
 class Submission:
     """How a job was submitted, and how far it is placed. `placed` are the nodes that are chosen.
 
-    `jobs_before` are served before it; None for one that does not wait. Of its environment only
-    names are told. `gpus_per_node` is None if each worker has one where there are any.
+    `jobs_before` jobs are served before it; None if it does not wait. `env_names` are the names of
+    its environment; values are never sent. `gpus_per_node` is None if each worker gets one GPU, as
+    far as there are any.
     """
 
     submitted_by: str | None
@@ -135,14 +136,14 @@ class Submission:
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
     submitter: str | None = None
-    """Who has proven to the server to have submitted it; None where nobody has to."""
+    """The proven name of the submitter; None where no proof is asked for."""
     account: str | None = None
     """The account that it asks to run as; None: the one that each node has for its submitter."""
 
 
 @struct(frozen=True)
 class Budgets:
-    """What the rounds of a run have ended by, and how often they may; None: any number.
+    """How often rounds of a run ended by each cause, and how often they may; None: any number.
 
     `restarts_in_vain` are those in a row that did not move the job on, beyond `furthest_step` or to
     another snapshot; after `no_progress_restarts` of them it has failed, unless that is 0.
@@ -160,11 +161,11 @@ class Budgets:
 
 @struct(frozen=True)
 class JobStatus:
-    """What a job is doing, and why. `round` and `world_size` are those of the last complete one.
+    """One job: its state, and why. `round` and `world_size` are those of the last complete one.
 
-    `backend` is who forms its group: `rdzv`, or `c10d`, which the server only watches. `progress`
-    has those workers of the round that runs which have said how far they are, by RANK.
-    `submission` is None if its nodes were not chosen by the server.
+    `backend` forms its group: `rdzv`, or `c10d`, which the server only watches. `progress` has the
+    workers of the live round that report progress, by RANK. `submission` is None if the server
+    does not choose its nodes.
     """
 
     rdzv_id: str
@@ -190,15 +191,15 @@ class JobStatus:
     submission: Submission | None = None
     budgets: Budgets | None = None
     no_progress: bool = False
-    """It has failed for it did not move on: the same launch would do no better."""
+    """The job failed because it made no progress: the same launch would do no better."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have straggled for a while, by RANK."""
     owner: str | None = None
-    """Who alone, beside an admin, may stop it, and so on; None: an admin."""
+    """The only caller, besides admins, that may stop it, and so on; None: only admins."""
     has_secret: bool = False
     """Whether those who join must know a secret."""
     reason_times: tuple[TimeInText, ...] = ()
-    """What in `reason` is another duration a while later."""
+    """The durations in `reason` that go on with time."""
 
 
 @struct(frozen=True)
@@ -219,7 +220,7 @@ class JobSummary:
     max_restarts: int | None
     backend: str
     hangs: str | None = None
-    """Who hangs now, in words; None: nobody."""
+    """The workers that hang now, in words; None: none do."""
     reason_times: tuple[TimeInText, ...] = ()
 
 
@@ -234,7 +235,7 @@ class Gpu:
 
 @struct(frozen=True)
 class Resources:
-    """What a node has for submitted jobs; it takes at most `capacity` of them at once."""
+    """The resources of a node for submitted jobs; it takes at most `capacity` jobs at once."""
 
     cpus: int | None
     memory_bytes: int | None
@@ -305,11 +306,10 @@ class Server:
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of what one worker has written, or a `note` why something of its node is missing.
+    """A piece of one worker's output, or a `note` why output of its node is missing.
 
-    Where it is missing of the whole job, `node_id` is empty.
-
-    A piece may end anywhere in a line; those of one worker, round and stream are in order.
+    A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; pieces of
+    one worker, round and stream are in order.
     """
 
     node_id: str
@@ -341,7 +341,7 @@ class ThreadStack:
 
 @struct(frozen=True)
 class WorkerStack:
-    """What one worker was doing. `state` is that of its process, as in /proc."""
+    """The stack of one worker. `state` is that of its process, as in /proc."""
 
     rank: int
     node_id: str
@@ -363,7 +363,7 @@ class StackGroup:
 
 @struct(frozen=True)
 class SilentNode:
-    """A node of which nothing is known."""
+    """A node that has not answered."""
 
     node_id: str
     rank_first: int
@@ -373,7 +373,7 @@ class SilentNode:
 
 @struct(frozen=True)
 class StackReport:
-    """What the workers of one round were doing at one moment."""
+    """The stacks of the workers of one round at one moment."""
 
     rdzv_id: str
     run: str
@@ -421,7 +421,7 @@ def _optional(message: _Message, field: str) -> int | None:
 
 
 def token_of(token: pb.Token) -> Token:
-    """Return what a message says of a token."""
+    """Read a token."""
     return Token(
         id=token.id,
         name=token.name,
@@ -433,7 +433,7 @@ def token_of(token: pb.Token) -> Token:
 
 
 def server_of(server: pb.Server) -> Server:
-    """Return what a message says of an rdzvd."""
+    """Read an rdzvd."""
     return Server(
         address=server.address,
         leads=server.leads,
@@ -447,7 +447,7 @@ def server_of(server: pb.Server) -> Server:
 
 
 def job_status_of(status: pb.JobStatus) -> JobStatus:
-    """Return what a message says of a job; `ControlClient.status` answers with the same."""
+    """Read a job."""
     return JobStatus(
         rdzv_id=status.rdzv_id,
         run=status.run or None,
@@ -528,7 +528,7 @@ def _labels(labels: Iterable[pb.Label]) -> dict[str, str]:
 
 
 def node_of(node: pb.Node) -> Node:
-    """Return what a message says of a node."""
+    """Read a node."""
     return Node(
         node_id=node.node_id,
         state=node.state,
@@ -613,7 +613,7 @@ def _worker_failure(failed: pb.NodeFailure) -> WorkerFailure:
 
 
 def job_summary_of(job: pb.JobSummary) -> JobSummary:
-    """Return what a message says of a job in a list."""
+    """Read a job of a list."""
     return JobSummary(
         rdzv_id=job.rdzv_id,
         run=job.run or None,
@@ -634,7 +634,7 @@ def job_summary_of(job: pb.JobSummary) -> JobSummary:
 
 
 def log_lines_of(lines: pb.LogLines) -> LogLines:
-    """Return what a message carries of a log."""
+    """Read a piece of a log."""
     return LogLines(
         node_id=lines.node_id,
         rank=lines.rank,
@@ -647,7 +647,7 @@ def log_lines_of(lines: pb.LogLines) -> LogLines:
 
 
 def stack_report_of(report: pb.StackReport) -> StackReport:
-    """Return what a message says of what workers were doing."""
+    """Read the stacks of the workers of a round."""
     return StackReport(
         rdzv_id=report.rdzv_id,
         run=report.run,
@@ -687,7 +687,7 @@ def _worker_stack(stack: pb.WorkerStack) -> WorkerStack:
 
 
 def event_of(event: pb.Event) -> Event:
-    """Return what a message says of something that has happened to a job."""
+    """Read an event."""
     fields = fields_in(event.fields)
     known = read(event.name, fields)
     text = sentence(known) if known is not None else event.text
@@ -695,7 +695,7 @@ def event_of(event: pb.Event) -> Event:
 
 
 def event_in(row: Record) -> Event:
-    """Return what a row of history says."""
+    """Read a row of history."""
     fields = fields_in(row.data)
     text = row.data if fields is None else sentence_of(row.name, fields)
     return Event(row.unix_ms, row.run or None, row.name, text, fields)

@@ -1,12 +1,12 @@
-"""History as data: what each event is kept as in the store, on the wire and in documents.
+"""History as data: the fields of each event, in the store, on the wire and in documents.
 
 An event's *fields* are a JSON object. Most are those of the core's event; here are those that
 history keeps of an event whose core holds a whole round, traceback or list of nodes: history rows
 are small, however large the job. Fields that a later version has added are kept and passed on, and
 so is an event of a name that is not known here.
 
-What rdzvd wrote before it kept fields, is a sentence. It is shown as it is, and no fact is read
-from it: a sentence may quote what a worker has said, so that it can not be trusted.
+Rows of older versions hold a sentence instead. It is shown as it is, and no fact is read from it:
+it may quote a worker, so it cannot be trusted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Worker:
 
 @struct(frozen=True)
 class Place:
-    """What one node has in a round; its ranks begin with `rank_first`."""
+    """The place of one node in a round; its ranks begin with `rank_first`."""
 
     node_id: str
     rank_first: int

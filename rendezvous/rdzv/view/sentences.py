@@ -86,12 +86,12 @@ def _of_round(event: Kept) -> str:
         case events.StacksTaken():
             return f"stacks of round {event.round}: {event.summary}"
         case events.HangOver():
-            return f"nobody hangs any more in round {event.round}, which goes on"
+            return f"no worker hangs any more in round {event.round}, which goes on"
         case events.RankStraggles():
             pace = f"{event.step_s:.3g} s a step, where the median is {event.median_s:.3g} s"
             return f"RANK {event.rank} on {event.node_id} straggles: {pace}"
         case events.RankCaughtUp():
-            return f"RANK {event.rank} on {event.node_id} straggles no more"
+            return f"RANK {event.rank} on {event.node_id} no longer straggles"
         case history.RunEnded():
             return f"run {event.run} {event.result}: {event.reason}"
         case _:
@@ -123,7 +123,7 @@ def _of_node(event: Kept) -> str:
         case events.NodeAdopted():
             return f"{event.node_id} has GROUP_RANK {event.group_rank} in round {event.round}"
         case events.NodeDeclined():
-            return f"{event.node_id} can not run it: {event.reason}"
+            return f"{event.node_id} cannot run it: {event.reason}"
         case events.NodeQuarantined():
             return f"{event.node_id} is quarantined for {duration(event.for_ms)}: {event.reason}"
         case events.NodeNotQuarantined():

@@ -1,4 +1,4 @@
-"""What a job as a whole did, one span after the other: the one mapping that every trace is made by.
+"""A run as a sequence of spans: forming, live, stopping. Every trace is made of these.
 
 `rdzvctl trace` draws it for Perfetto, and rdzvd sends it to OpenTelemetry.
 """
@@ -15,7 +15,7 @@ _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 
 class Phase(StrEnum):
-    """What a job does at a time."""
+    """The phase that a job is in."""
 
     FORMING = "forming"
     LIVE = "live"
@@ -24,17 +24,17 @@ class Phase(StrEnum):
 
 @struct(frozen=True)
 class Span:
-    """What a job did for a while."""
+    """The time that a job was in one phase."""
 
     phase: Phase
     round: Round | None
-    """The round that was formed, live, or stopped; None: what was formed is no round yet."""
+    """The round that was formed, live or stopped; None: no round has come of the forming."""
     since_ms: int
     until_ms: int
 
 
 def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
-    """Yield what a run did, from its beginning; what goes on ends at `until_ms`."""
+    """Yield the phases of a run, from its beginning; a phase that goes on ends at `until_ms`."""
     yield from _between(run, None, until_ms)
     for round_ in run.rounds:
         live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
@@ -43,7 +43,7 @@ def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
 
 
 def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
-    """Yield what came after a round, or before the first: stopping, and then forming."""
+    """Yield the phases after a round, or before the first: stopping, then forming."""
     after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
     since_ms = run.began_ms if before is None else before.live_until_ms
     if since_ms is None or (after is not None and after.adopted):
@@ -58,7 +58,7 @@ def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
 
 
 def went_wrong(round_: Round) -> bool:
-    """Say whether a round ended by what nobody wanted."""
+    """Say whether a round ended by a failure."""
     return (round_.charge or round_.cause) in _BAD_CAUSES
 
 

@@ -87,7 +87,7 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
         lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
         assert lines == [
             "job-7: RANK 3 on n2 straggles: 2 s a step, where the median is 0.5 s",
-            "job-7: RANK 3 on n2 straggles no more",
+            "job-7: RANK 3 on n2 no longer straggles",
         ]
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import control_samples
 import grpc
 import pytest
+from control_samples import give_reason
 from fake_control import FakeControl, serving
 
 import rdzv.client
 from rdzv.core.model import ScaleUp
+from rdzv.core.timed_text import left
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import run
 from rdzv.errors import InvalidRequestError, JobExistsError, RendezvousConnectionError
@@ -35,6 +37,7 @@ class SubmitControl(FakeControl):
         self.no_progress = False
         self.log_error: grpc.StatusCode | None = None
         self.logs_read: list[pb.ReadLogsRequest] = []
+        self.meanwhile: list[str] = []
         self.watched = threading.Event()
 
     def SubmitJob(  # noqa: N802
@@ -48,7 +51,7 @@ class SubmitControl(FakeControl):
         status = control_samples.joining()
         status.rdzv_id, status.run = request.rdzv_id, request.run
         del status.nodes[:]
-        status.reason = "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected"
+        give_reason(status, "queued: needs 2 nodes with gpu=h100, and no rdzv-agent is connected")
         status.submission.submitted_by = request.submitted_by
         status.submission.args.extend(request.spec.args)
         status.submission.env_names.extend(one.name for one in request.spec.env)
@@ -62,7 +65,11 @@ class SubmitControl(FakeControl):
         status.CopyFrom(self.jobs[request.rdzv_id])
         yield status
         self.watched.set()
-        status.state, status.reason = self.ends_as, "so it was told"
+        for reason in self.meanwhile:
+            give_reason(status, reason)
+            yield status
+        give_reason(status, "so it was told")
+        status.state = self.ends_as
         status.no_progress = self.no_progress
         if not self.ends_as:
             status.run = "another"
@@ -661,6 +668,19 @@ def test_followed_to_its_end(
     ]
     assert [request.run for request in control.logs_read] == [control.requests[0].run]
     assert control.logs_read[0].follow
+
+
+def test_what_it_waits_for_is_told_once_however_time_goes_on(
+    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = ["n1 failed after 5 s; gives up in " + left(ms) for ms in (9_000, 8_000, 7_000)]
+    control.meanwhile = [*waits, "n1 failed after 6 s; gives up in " + left(6_000)]
+    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "gives up" in line]
+    assert told == [
+        "rdzvctl: night is joining: n1 failed after 5 s; gives up in 9.0 s",
+        "rdzvctl: night is joining: n1 failed after 6 s; gives up in 6.0 s",
+    ]
 
 
 def test_logs_that_can_not_be_shown_end_nothing(

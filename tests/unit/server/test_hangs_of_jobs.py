@@ -176,7 +176,7 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         assert await live(s)
         assert s.driver.diagnosis.hangs._episodes == {}
         last = (await s.driver.views.history("job-7", 100))[-1]
-        assert event_in(last).text == "nobody hangs any more in round 0, which goes on"
+        assert event_in(last).text == "no worker hangs any more in round 0, which goes on"
 
 
 async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:

@@ -21,7 +21,7 @@ from rdzv.view.sentences import sentence
 from tests.unit.server.test_driver import every_event
 
 RECORDED = Path(__file__).parents[1] / "protocol" / "history.json"
-"""Rows as they were once stored, with what they say. Rows are added, and none is changed."""
+"""Rows as they were once stored, and their sentences. Rows are added, and no fields are changed."""
 
 
 def row(event: events.Event) -> Record:

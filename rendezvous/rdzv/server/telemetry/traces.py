@@ -35,15 +35,15 @@ PAST = 500
 """Rows that are read of a run that others have seen begin."""
 
 HAPPENINGS = 100
-"""Rows that one round tells of, the first ones: what has caused an end comes first."""
+"""Rows that one round shows, the first ones: the cause of an end comes first."""
 
 ENDED = 1_000
-"""Runs that are known to have been sent, so that what is heard of them later opens none anew."""
+"""Runs that are known to have been sent, so that late rows open none of them anew."""
 
 SLICE = 100
 """Rows that are taken before others get their turn: less than a millisecond."""
 
-# Each node says these of each round; the spans say how many nodes there were.
+# There is one of each node in each round; the spans have the number of nodes.
 _NOT_TOLD = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
 
 Attribute = str | int | Sequence[str]
@@ -51,7 +51,7 @@ Attribute = str | int | Sequence[str]
 
 @struct(frozen=True)
 class TraceSpan:
-    """One span, ready to be sent. Its name is the only one of its kind in its trace."""
+    """One span, ready to be sent."""
 
     rdzv_id: str
     run: str
@@ -84,7 +84,7 @@ class _Tale:
 
 
 class Traces(Meter):
-    """Makes spans of what happens. Made by `tracing`."""
+    """Makes spans of rows of history. Made by `tracing`."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
         """Take the reader of a run's past, and the sender of spans."""
@@ -92,7 +92,7 @@ class Traces(Meter):
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None: what is known of all runs is out of date from here on."""
+        """None: all that is known of runs is out of date from here on."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
@@ -111,19 +111,19 @@ class Traces(Meter):
         self._news.set()
 
     def forget_jobs(self) -> None:
-        """Note that this server leads no more: what happens to its jobs is another's to tell."""
+        """Note that this server no longer leads: another server sends the spans of its jobs."""
         self._rows.append(None)
         self._news.set()
 
     async def run(self) -> None:
-        """Make spans of what comes in, until cancelled."""
+        """Make spans of rows as they come, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
             await self.drain()
 
     async def drain(self) -> None:
-        """Make spans of all that has come in."""
+        """Make spans of all rows that have come."""
         number = 0
         while self._rows:
             row = self._rows.popleft()
@@ -153,7 +153,7 @@ class Traces(Meter):
             self._tell(row.rdzv_id, tale)
 
     async def _begun(self, row: Record) -> _Tale:
-        """Return what is known of a run before this row."""
+        """Return the facts known about a run before this row."""
         tale = _Tale(Run(row.run, row.unix_ms))
         if row.name == "RunBegan":
             return tale
@@ -199,7 +199,7 @@ def _last(run: Run) -> int:
 
 
 def _tidy(tale: _Tale) -> None:
-    """Keep of a run what the next round's spans are made of."""
+    """Keep of a run only the facts that the next round's spans need."""
     run = tale.run
     del run.rounds[:-1]
     run.happenings.clear()
@@ -294,7 +294,7 @@ def _happenings(run: Run) -> tuple[tuple[int, str, str], ...]:
 
 
 def _latest_ms(run: Run) -> int:
-    """Return when the last thing that is known of a run was."""
+    """Return the time of the last fact known about a run."""
     if run.ended_ms is not None:
         return run.ended_ms
     times_ms = (run.began_ms, *(r.settled_ms or r.ended_ms or r.at_ms for r in run.rounds))
@@ -306,7 +306,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, and of what has come in by then."""
+    """Make spans until the body ends, and of all rows that have come by then."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())
