@@ -248,7 +248,7 @@ async def run(configuration: Configuration) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # Before anything is bound: files that can not be used are refused.
+    # Before anything is bound: files that cannot be used are refused.
     tls = _tls(config)
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()

@@ -65,8 +65,7 @@ class Driver:
         self._config = config
         self._meter = meter
         self.tasks = tasks
-        limits, timings = config.limits, config.timings
-        retry_ms = timings.store_retry_ms
+        timings, retry_ms = config.timings, config.timings.store_retry_ms
         self.loop_watch = LoopWatch(
             clock,
             self._renew_leases,
@@ -75,9 +74,7 @@ class Driver:
             settle_ms=timings.settle_ms,
             on_look=meter.loop_late,
         )
-        self.store = StoreAccess(
-            store, clock, tasks, meter, timings.store_retry_ms, on_change=self._show_store
-        )
+        self.store = StoreAccess(store, clock, tasks, meter, retry_ms, on_change=self._show_store)
         self.engine = Engine(
             self.store,
             clock,
@@ -102,11 +99,18 @@ class Driver:
             on_event=self._on_node_event,
         )
         self.presence = Presence(self.engine, self.leases, self.streams, clock, tasks, retry_ms)
+        self._make_services()
+        self._make_entrances_of_nodes()
+        self._make_entrances_of_operators()
+
+    def _make_services(self) -> None:
+        """Make the parts that serve both nodes and operators."""
+        clock, config, tasks = self._clock, self._config, self.tasks
         self.tokens = Tokens(
             self.store,
             clock,
             tasks,
-            limits.tokens,
+            config.limits.tokens,
             self.streams.close_opened_with,
             auth=config.auth,
         )
@@ -123,11 +127,10 @@ class Driver:
             send=self.streams.send,
             on_quarantine=self.watchers.nodes_changed,
         )
-        self.scrape_targets = ScrapeTargets(limits.nodes)
-        self._make_entrances()
+        self.scrape_targets = ScrapeTargets(config.limits.nodes)
 
-    def _make_entrances(self) -> None:
-        """Make the parts through which nodes and operators reach the others."""
+    def _make_entrances_of_nodes(self) -> None:
+        """Make the parts through which nodes reach the others."""
         clock, limits = self._clock, self._config.limits
         self.connections = Connections(
             clock,
@@ -168,6 +171,10 @@ class Driver:
             diagnosis=self.diagnosis,
             watchers=self.watchers,
         )
+
+    def _make_entrances_of_operators(self) -> None:
+        """Make the parts through which operators reach the others."""
+        clock = self._clock
         self.views = JobViews(
             self.engine,
             self.store.state,
@@ -175,7 +182,7 @@ class Driver:
             scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             watchers=self.watchers,
-            most_watchers=limits.watchers,
+            most_watchers=self._config.limits.watchers,
         )
         self.operations = JobOperations(
             self.engine,
@@ -207,9 +214,7 @@ class Driver:
     ) -> AsyncIterator[Driver]:
         """Take over the store, run until the body ends, and close every stream.
 
-        `meter` counts; without one, nothing is counted.
-
-        The store remains open; it belongs to the caller.
+        `meter` counts; without one, nothing is counted. The store stays open: the caller owns it.
         """
         with single_error():
             async with asyncio.TaskGroup() as group:
@@ -227,7 +232,7 @@ class Driver:
         """Take over the store, and learn all that is stored.
 
         Raises:
-            RendezvousError: the store is away, or what is stored can not be read.
+            RendezvousError: the store is away, or what is stored cannot be read.
 
         """
         self.leases.start(await self.store.take_over())

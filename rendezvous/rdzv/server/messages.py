@@ -18,7 +18,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Hello:
-    """Who opens a stream. What it believes about its jobs follows as `Belief`s."""
+    """The node that opens a stream. What it believes about its jobs follows as `Belief`s."""
 
     node_id: str
     instance: str
@@ -28,7 +28,7 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """After how long unheard it kills its workers; 0: it does not."""
+    """It kills its workers after this time without an answer; 0: never."""
     version: str = ""
     resources: Resources | None = None
     """None: it takes no submitted jobs."""
@@ -43,12 +43,12 @@ class Hello:
 
 @struct(frozen=True)
 class Draining:
-    """That a node is about to leave all its jobs; with `own` because it wishes so itself."""
+    """The node is about to leave all its jobs; with `own`, by its own wish."""
 
     left_ms: int
     reason: str
     number: int
-    """The drain that a server has told it of; 0: none has."""
+    """The number of the drain that a server has ordered; 0: none has."""
     own: bool
 
 
@@ -63,7 +63,7 @@ class Holding:
 
 @struct(frozen=True)
 class Holdings:
-    """All the submitted jobs of which something may still be left on the node."""
+    """All submitted jobs of which something may still be left on the node."""
 
     held: tuple[Holding, ...]
 
@@ -88,9 +88,9 @@ class RankProgress:
     rank: int
     step: int
     age_ms: int
-    """How long ago it has said so."""
+    """The age of this report."""
     rate: float
-    """Steps a second over the last while; 0 if it is not known."""
+    """Steps a second of late; 0 if it is not known."""
 
 
 @struct(frozen=True)
@@ -115,14 +115,14 @@ class LogPiece:
     offset: int = 0
     data: bytes = b""
     last: bool = False
-    """No more comes."""
+    """Whether this is the last piece."""
     error: str = ""
-    """Why something, or with `last` anything more, does not come."""
+    """Why something is missing, or with `last` everything that follows."""
 
 
 @struct(frozen=True)
 class Hung:
-    """All workers of one round on a node that hang; none: none does any more."""
+    """All workers of one round on a node that hang; empty: none hangs any more."""
 
     rdzv_id: str
     run: str
@@ -137,9 +137,9 @@ class Stacks:
     request: int
     workers: tuple[WorkerStack, ...] = ()
     last: bool = False
-    """No more comes."""
+    """Whether this is the last piece."""
     error: str = ""
-    """Why there is nothing."""
+    """Why there are no stacks."""
 
 
 # ------------------------------------------------------------------ what nodes are told
@@ -237,7 +237,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How far the log of one worker has been read. To a node, its own name is not said."""
+    """How far the log of one worker has been read. A message to a node leaves out its name."""
 
     node_id: str
     round: int
@@ -248,7 +248,7 @@ class LogPosition:
 
 @struct(frozen=True)
 class ReadLog:
-    """What the node's workers have written is wanted. None: see `rdzv.proto`."""
+    """A request for what the node's workers have written. None: see `rdzv.proto`."""
 
     request: int
     rdzv_id: str
@@ -265,7 +265,7 @@ class ReadLog:
 
 @struct(frozen=True)
 class LogCredit:
-    """The node may send so many more bytes for a request, or none any more."""
+    """The number of bytes that the node may still send for a request; none: it stops."""
 
     request: int
     bytes: int
@@ -297,7 +297,7 @@ class LookAgain:
 
 @struct(frozen=True)
 class TakeStacks:
-    """What the node's workers of a round are doing is wanted."""
+    """A request for the stacks of the node's workers of a round."""
 
     request: int
     rdzv_id: str
@@ -363,7 +363,7 @@ class LogsWanted:
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of what one worker has written, or a note why something does not come."""
+    """A piece of what one worker has written, or a note why something is missing."""
 
     node_id: str
     run: str
@@ -430,6 +430,6 @@ class ServerView:
     version: str
     state_age_ms: int
     insecure: str = ""
-    """Why everyone who reaches it may do everything; of this server alone."""
+    """Why every caller may do everything; known of this server alone."""
     store_away: str = ""
-    """Why it can store nothing at present; of this server alone."""
+    """Why it can store nothing at present; known of this server alone."""

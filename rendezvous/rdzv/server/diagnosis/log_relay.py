@@ -164,7 +164,7 @@ class LogRelay:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Refuse what can not be read."""
+    """Refuse what cannot be read."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
         raise RendezvousClosedError(

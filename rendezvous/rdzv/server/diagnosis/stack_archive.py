@@ -2,7 +2,7 @@
 
 Each is a document of its own in the store, in one of a fixed number of places, so that what is
 kept is bounded whatever jobs do. A new one takes the place of the oldest: of the same job's, if
-that has its share already. Nothing depends on them: what can not be read is told of, and written
+that has its share already. Nothing depends on them: what cannot be read is told of, and written
 over.
 """
 

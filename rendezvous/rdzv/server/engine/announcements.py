@@ -1,7 +1,7 @@
-"""Who is to hear what: pure functions from states and events to messages.
+"""Messages to nodes, worked out from states and events by pure functions.
 
-`news` is for those who were there when something happened; `owed` is for a node that comes back
-and may have missed it. A node that hears the same thing from both is not harmed.
+`news` is for nodes that are connected when something happens; `owed` is for a node that comes back
+and may have missed it. Hearing the same thing from both does no harm.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from rdzv.server.messages import (
 )
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
-"""Only after these do all who wait hear the reason anew: n joins must not cost n * n messages."""
+"""Waiting nodes hear the reason anew only after these: n joins must not cost n * n messages."""
 
 
 def news(
     before: State, after: State, events: Sequence[Event], now_ms: int
 ) -> Iterator[tuple[str, Told]]:
-    """Yield what one transition announces, and to whom, in the order in which it happened."""
+    """Yield the messages of one transition, each with its node, in the order of the events."""
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
     # Only an end is told to everybody; a step must not cost a look at every node.
@@ -68,7 +68,7 @@ def news(
             case NodeJoined():
                 present.add(event.node_id)
             case RunBegan():
-                # Who waited for a first round goes on in a run that was adopted, seated or not.
+                # Nodes that waited for a first round go on in the adopted run, seated or not.
                 for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
@@ -88,10 +88,10 @@ def news(
                 )
                 for node_id in awaited(before):
                     yield node_id, over_for
-                # Who joins after this, in the same transition, is in the next run.
+                # A node that joins after this, in the same transition, is in the next run.
                 present = set()
             case NodeLeft() | NodeLost():
-                # Also who has taken it up again meanwhile is to know that it is not placed.
+                # A node that has taken it up again meanwhile must also know that it is not placed.
                 gone = event.node_id in before.placed and event.node_id not in after.placed
                 if gone and membership.ended is None:
                     yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
@@ -115,7 +115,7 @@ def placed(membership: Membership) -> Placed:
 
 
 def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Told]:
-    """Yield what a node must hear that comes back, of a submitted job that it holds or should.
+    """Yield what a returning node must hear of a submitted job that it holds or should hold.
 
     `held` are the runs that it holds. Where it is present its `Belief` has told, and it has heard
     what it is `owed`.
@@ -128,7 +128,7 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
         if run == membership.run and (chosen or state.present(node_id)):
             continue
         ended = ended_run(state, run)
-        # What a server without memory does not know it lets alone.
+        # A server that has lost its memory leaves alone what it does not know.
         if ended is not None or (membership.submission and run == membership.run):
             reason = (
                 f"the job has {ended.result}"
@@ -139,7 +139,7 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
-    """Tell those who hold seats of an older round that a later one was known elsewhere."""
+    """Tell nodes with seats of an older round that a later one was known elsewhere."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
@@ -160,7 +160,7 @@ def concerns(state: State, node_id: str, incarnation: int, message: Told) -> boo
 
 
 def unheard_line(before: State, command: Join, now_ms: int) -> Line | RoundOver | None:
-    """Return what a seated node has not taken in that asks for a seat: its line, or its end."""
+    """Return what a seated node that asks for a seat has missed: its line, or its end."""
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
         return None

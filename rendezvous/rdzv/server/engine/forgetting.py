@@ -48,7 +48,7 @@ class Forgetting:
         self._kept_ms = config.timings.ended_kept_ms
         self._every_ms = config.timings.prune_every_ms
         self._time_noted = False
-        """This server has written down that it runs."""
+        """Whether this server has stored that it runs."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
@@ -56,7 +56,7 @@ class Forgetting:
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, with its history: what joins by its name is a new job.
+        """Delete a job that has ended, with its history; a later join by its name begins a new job.
 
         A caller that is cancelled does not cut it short.
 
@@ -85,7 +85,7 @@ class Forgetting:
             await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
-                # Whoever claims it next finds out.
+                # The next claim finds out.
                 job.loaded = None
             raise
         log.info("job %s is forgotten: %s", job.rdzv_id, why)
@@ -96,7 +96,7 @@ class Forgetting:
     def start_pruning(self) -> None:
         """Forget ended jobs that are too many or too old, now and from time to time.
 
-        Nobody waits for it. A job that was never loaded, for it can not be read, is left alone.
+        Nobody waits for it. A job that cannot be read was never loaded, and is left alone.
         """
         self._timer.arm(self._clock.now_ms() + self._every_ms)
         self._tasks.start(self._prune())
@@ -128,7 +128,7 @@ class Forgetting:
                 log.error("job %s can not be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Write down that a server runs now; return that, with what was written before."""
+        """Store that a server runs now; return that, with what was stored before."""
         data, revision = await self._store.load_document(TIME_SEEN) or (b"{}", 0)
         try:
             past = _time_seen_decoder.decode(data)
@@ -146,7 +146,7 @@ class Forgetting:
 def outlived(
     ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
 ) -> tuple[tuple[str, str], ...]:
-    """Say which ended jobs are to be forgotten, and why; what ended first goes first.
+    """Return which ended jobs are to be forgotten, and why; the first to end goes first.
 
     >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
     (('b', '2 other jobs have ended since'),)

@@ -73,12 +73,12 @@ class History:
         return job.noted if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
-        """Write rows by themselves; if they can not be stored, the log has them alone."""
+        """Write rows by themselves; if they cannot be stored, the log has them alone."""
         try:
             if rows:
                 await self._store.append(rows)
         except RendezvousError as error:
-            # It is in the log all the same; a job never waits for its history.
+            # The log has them all the same; a job never waits for its history.
             log.warning("%d rows of history are lost: %s", len(rows), error)
 
     async def flush(self) -> None:

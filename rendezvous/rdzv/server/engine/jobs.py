@@ -73,7 +73,7 @@ class Jobs:
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
             LimitExceededError: too many jobs.
 
         """
@@ -204,7 +204,7 @@ class Jobs:
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load what has not ended, and note what has; one that can not be read is left alone.
+        """Load what has not ended, and note what has; one that cannot be read is left alone.
 
         Raises:
             RendezvousConnectionError: the store is away.

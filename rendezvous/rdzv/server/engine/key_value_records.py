@@ -1,4 +1,4 @@
-"""One document of the store as a server that leads knows it, and what follows where that fails."""
+"""One document of the store as the leading server knows it, also after a write that failed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ T = TypeVar("T")
 class Document(Generic[T]):
     """A document: its value as it was read or written last, and the revision to be written over.
 
-    Whoever writes does so under a lock of its own, from the value to the end of `swap`. Of a write
-    that fails, what is known afterwards is what is stored:
+    A writer holds a lock of its own from reading the value to the end of `swap`. After a write that
+    fails, the value is what is stored:
 
     * `RevisionConflictError`: somebody else has written it. It is read anew, and to be tried again.
     * `RendezvousConnectionError`: perhaps it was written. It is read anew.
     * Any other: nothing was written, and what was known still holds.
 
-    Where it can not be read anew either, the revision keeps the next write from passing over what
-    is there, and `known` reads it first.
+    Where it cannot be read anew either, the revision keeps the next write from overwriting what is
+    there, and `known` reads it first.
     """
 
     def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
@@ -42,7 +42,7 @@ class Document(Generic[T]):
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
 
         """
         self._sure = False
@@ -61,7 +61,7 @@ class Document(Generic[T]):
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, and only then go by `value`, which it says.
+        """Store `data`, and only then replace the value by `value`, which it encodes.
 
         Raises:
             StoreRefusedError: somebody else has written it, or nothing could be; to be repeated.
@@ -81,7 +81,7 @@ class Document(Generic[T]):
 
 
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    """Say that a document can not be read, and the remedy."""
+    """Return the error that a document cannot be read, with the remedy."""
     return RendezvousStateError(
         f"the document {name} can not be read: {error}; it was left untouched. Restore it from a "
         "backup"

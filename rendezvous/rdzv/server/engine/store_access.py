@@ -52,7 +52,7 @@ class StoreAccess:
         return result
 
     async def _probe(self) -> None:
-        """Find out whether the store is back, and takes writes if that was what it did not."""
+        """Find out whether the store is back, and takes writes if it was writes that failed."""
         with contextlib.suppress(RendezvousError):
             found = await self._ask(self._store.load_document(PROBE))
             if self.state.unwritable:
@@ -72,7 +72,7 @@ class StoreAccess:
         return await self._ask(self._store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
-        """Yield every stored job, or why it can not be read, by rdzv_id."""
+        """Yield every stored job, or why it cannot be read, by rdzv_id."""
         async with aclosing(self._store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:
@@ -111,7 +111,7 @@ class StoreAccess:
         """Yield all that the store holds, as the lines of a file that `rdzvd --restore` reads.
 
         Raises:
-            RendezvousError: it can not be read as a whole; what was yielded is worth nothing.
+            RendezvousError: it cannot be read as a whole; what was yielded is worth nothing.
 
         """
         from rdzv.stores import backup

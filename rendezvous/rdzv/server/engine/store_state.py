@@ -1,4 +1,4 @@
-"""Whether the store takes what is decided; while it does not: since when, why, and what waits."""
+"""Whether the store takes writes; while it does not: since when, why, and what waits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""Waiting commands that one sentence names."""
+"""The most waiting commands that one sentence names."""
 FRESH_RETRIES = 3
-"""A command that was not retried for so many retries waits no longer: its node has gone."""
+"""A command not repeated during this many retries no longer waits: its node has gone."""
 
 
 class StoreState:
-    """What is known of the store, from how its calls end."""
+    """The state of the store, concluded from how its calls end."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """Call `on_change` with the job of which there is something else to say, None for all.
+        """Call `on_change` with the job for which the sentence has changed; None: for all.
 
         `probe` is called from time to time while the store is away and nobody writes to it: it
         has to try a write.
@@ -58,7 +58,7 @@ class StoreState:
         self._since_ms: int | None = None
         self._why = ""
         self.unwritable = False
-        """A write has failed, and none has succeeded since: that reads succeed says nothing."""
+        """Whether a write has failed and none has succeeded since; reads do not count."""
         self._waiting: dict[str, dict[str, int]] = {}
         """By rdzv_id, in words: the commands that wait, and when each was tried last."""
 

@@ -173,7 +173,7 @@ class GuardedSite(web.BaseSite):
         return f"{scheme}://{self._listen}"
 
     async def start(self) -> None:
-        """Begin to listen; `OSError` if that can not be."""
+        """Begin to listen; `OSError` if that cannot be."""
         await super().start()
         self._server = await asyncio.get_running_loop().create_server(
             self._door,

@@ -63,7 +63,7 @@ async def serving_http(
     """Serve until the body ends.
 
     Raises:
-        InvalidRequestError: the address can not be listened on.
+        InvalidRequestError: the address cannot be listened on.
 
     """
     gate = gate or Gate(replica, clock, config, metrics)

@@ -42,7 +42,7 @@ async def check(config: Config) -> Found:
     """Look at the store that a configuration means, and change nothing.
 
     Raises:
-        RendezvousError: it can not be looked at, or holds no data that this rdzvd can read.
+        RendezvousError: it cannot be looked at, or holds no data that this rdzvd can read.
 
     """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]

@@ -1,7 +1,7 @@
 """This rdzvd among those that share a store: whether it leads, and its driver while it does.
 
 Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they name
-the leader, and refuse all else with its address. A leader that can not prove itself any more closes
+the leader, and refuse all else with its address. A leader that cannot prove itself any more closes
 its streams at once, before another can lead, and stands by again.
 """
 

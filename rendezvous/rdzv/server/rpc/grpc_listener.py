@@ -58,10 +58,10 @@ async def serving(
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
     At the end every stream is told to connect again, and open calls get a moment to end.
-    Without `reflection` nobody can ask what there is to call.
+    Without `reflection` callers cannot list the calls.
 
     Raises:
-        InvalidRequestError: the address can not be listened on.
+        InvalidRequestError: the address cannot be listened on.
         RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
 
     """
@@ -119,7 +119,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 
 def connections_at_once(limits: Limits) -> int:
-    """Leave files for the store and for all else that a server opens, whoever connects."""
+    """Return the limit of connections that leaves files for the store and all else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -128,7 +128,7 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """End the body if gRPC's server ends: nobody could reach this process, and it lived on."""
+    """End the body if gRPC's server ends: otherwise the process would live on, unreachable."""
     # It ends when the server has stopped: cancelled, it would cancel the stop as well.
     ended = asyncio.create_task(server.wait_for_termination())
 
@@ -144,7 +144,7 @@ async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:
-    # Its import is worth the time only where somebody may ask.
+    # Imported only where it is used: the import takes time.
     from grpc_reflection.v1alpha import reflection
 
     names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -182,7 +182,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
-    """Bind an address; `asks`: who connects has to show a certificate."""
+    """Bind an address; `asks`: clients must show a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
@@ -192,7 +192,7 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
 
 
 def _why_not(listen: Listen) -> str:
-    """Find out why an address can not be listened on, for gRPC does not say."""
+    """Return why an address cannot be listened on, which gRPC does not say."""
     advice = "give another address with --listen"
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)

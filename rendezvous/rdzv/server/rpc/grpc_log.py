@@ -1,4 +1,4 @@
-"""What gRPC logs of those who send it what is none."""
+"""gRPC log lines caused by malformed input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ which may be a token that came damaged. Who sends that is refused, and that is l
 
 
 def quiet_grpc() -> None:
-    """Have gRPC quote nobody's metadata in the log."""
+    """Keep gRPC from quoting metadata of callers in the log."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_quotes_nobody)
 
 

@@ -1,7 +1,6 @@
-"""gRPC's server, which no path that somebody calls ends.
+"""gRPC's server, which survives a call with any path.
 
-What HTTP/2 lets through as a path need not be UTF-8, and is read before anybody has asked whose it
-is.
+HTTP/2 lets paths through that are not UTF-8, and gRPC reads the path before the caller is known.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Server(_server.Server):
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """The server whose loop a path that is no UTF-8 does not end.
+    """The server, whose loop survives a path that is not UTF-8.
 
     The loop of gRPC decodes the path of a call to what is not registered, and an error there shuts
     the whole server down: one frame would end it, at 1.85.1. 1.78.0 has another loop, which bears
@@ -50,7 +49,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         return asyncio.get_running_loop().create_task(self._refuse_the_unknown())
 
     async def _refuse_the_unknown(self) -> NoReturn:
-        """Answer calls to what is not registered, without a look at their path.
+        """Answer calls of methods that are not registered, without reading their path.
 
         It ends as the server does, by an error that the loop of gRPC knows.
         """
@@ -65,7 +64,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """What gRPC asks for the handler of a call."""
+    """Handlers as gRPC looks them up: there are none."""
 
     def resolve_handler(self, _: object) -> None:
-        """Have none, which gRPC answers by UNIMPLEMENTED."""
+        """Return None, so that gRPC answers UNIMPLEMENTED."""

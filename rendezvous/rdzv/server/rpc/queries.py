@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""Jobs or nodes that are shown before others get their turn: a few milliseconds."""
+"""The number of jobs or nodes shown before other tasks run: a few milliseconds."""
 
 
 class Answers:
@@ -53,7 +53,7 @@ class Answers:
         try:
             return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
-            # Not before: a name that is none here may be one for torchrun's own rendezvous.
+            # Not before: a name that is invalid here may be valid for torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
                 raise
             return watched
@@ -90,7 +90,7 @@ class Answers:
         return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
     async def views(self) -> AsyncGenerator[JobView, None]:
-        """Show every job, one after the other; now and then others have their turn."""
+        """Show every job, one after the other; now and then other tasks run."""
         async with aclosing(self.replica.driver.views.each()) as found:
             number = 0
             async for view in found:
@@ -113,7 +113,7 @@ class Answers:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Say why a job that is not known has no logs here: if it is only watched, that is why."""
+        """Return the error for logs of an unknown job: a job that is only watched has none here."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

@@ -1,10 +1,10 @@
-"""How often somebody may do something: so much at once, and so much each second after it."""
+"""A rate limit: a burst at once, and a number each second after it."""
 
 from __future__ import annotations
 
 
 class Allowance:
-    """What one caller may still do.
+    """The allowance that one caller has left.
 
     >>> allowed = Allowance(burst=2, per_second=10)
     >>> [allowed.take(now_ms) for now_ms in (0, 0, 0, 99, 100, 100)]

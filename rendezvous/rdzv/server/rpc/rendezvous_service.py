@@ -80,9 +80,9 @@ class Conversation:
         self._timings = config.timings
         self._version = version
         self._early: dict[str, Progress] = {}
-        """By rdzv_id: what the node has said of its workers before its beliefs were decided."""
+        """By rdzv_id: progress that the node has sent before its beliefs were handled."""
         self._early_hung: dict[str, Hung] = {}
-        """Likewise: which of its workers hang."""
+        """Likewise: its workers that hang."""
         self._warned = False
         self._allowance = Allowance(self._limits.commands_at_once, self._limits.commands_per_second)
 
@@ -99,7 +99,7 @@ class Conversation:
         except grpc.aio.BaseError:
             end = None
         finally:
-            # Also when the node died, for then this call is cancelled.
+            # Also when the node has died: this call is cancelled then.
             self._driver.connections.detach(stream)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
@@ -134,14 +134,14 @@ class Conversation:
         return end
 
     async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
-        """Take in what the node says; it is heard at once, even while the store is away."""
+        """Read the node's messages; its lease is renewed at once, even while the store is away."""
         try:
             while (message := await _receive(context)) is not None:
                 self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
-        # The stream's end is no goodbye: see the contract. What was said before it is heard first.
+        # The end of a stream is no leave: see the contract. Earlier messages are handled first.
         await inbox.put(None)
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
@@ -183,7 +183,7 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
-        """Take note of progress at once: it must not wait in the inbox while the store is away.
+        """Note progress at once: it must not wait in the inbox while the store is away.
 
         It is for people: what is wrong with it is no reason to refuse the node anything.
         """
@@ -197,7 +197,7 @@ class Conversation:
             self._warn(stream, error)
 
     def _take_hung(self, said: Hung, stream: Stream) -> None:
-        """Take note of workers that hang at once; a job that is not adopted yet has none."""
+        """Note hanging workers at once; a job that is not adopted yet has none."""
         if stream.greeted:
             self._driver.reports.note_hung(stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
@@ -241,7 +241,7 @@ class Conversation:
             )
 
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
-        """Decide what the node says, in its order, beginning with what it believes."""
+        """Handle the node's messages in order, beginning with what it believes."""
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_progress(stream)
@@ -266,7 +266,7 @@ class Conversation:
         while True:
             told = await stream.next()
             if not self._replica.proven:
-                # Another server may have said something else by now.
+                # Another server may lead by now, and have sent something else.
                 stream.close(RendezvousConnectionError("this server can not prove that it leads"))
                 return
             message = outbound.server_message(

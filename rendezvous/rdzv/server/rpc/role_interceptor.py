@@ -35,7 +35,7 @@ _REFUSED = {
 }
 
 FIRST_MESSAGE_S = 1.0
-"""How long a stream that is refused may take to say what it begins with."""
+"""How long a refused stream may take to send its first message."""
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """How a call ends whose outcome is unknown."""
@@ -90,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 except RendezvousError as error:
                     await end_call(context, error)
                 except DecodeError as error:
-                    # Of a service that is not ours: gRPC's own, which tells what there is.
+                    # Of gRPC's own service, reflection.
                     await end_call(context, _unreadable(method, str(error)))
 
         return serve
@@ -149,7 +149,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 @struct(frozen=True)
 class _Unreadable:
-    """What stands for a request that is no message."""
+    """A request that could not be decoded."""
 
     why: str
 
@@ -162,7 +162,7 @@ def _unreadable(method: str, why: str) -> InvalidRequestError:
 
 
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Have what is no message refused; gRPC would log a traceback for each, as a bug of ours."""
+    """Have malformed requests refused; gRPC would log a traceback for each, as a bug of ours."""
 
     def read(data: bytes) -> Any:
         try:

@@ -22,12 +22,12 @@ CORDONS = "cordons"
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """That nothing more is placed on a node, and why; with a deadline, that it is drained."""
+    """Nothing more is placed on a node, for this reason; with a deadline, it is drained."""
 
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When the workers are ended that are still there; None: they may run on."""
+    """When workers that are still there are ended; None: they may run on."""
 
     @property
     def drain(self) -> Drain | None:
@@ -67,7 +67,7 @@ class Cordons:
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
 
         """
         await self._document.load()
@@ -106,7 +106,7 @@ class Cordons:
 
         def cordoned(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
             if node_id in cordons and cordons[node_id].due_ms is not None:
-                # It is drained, which is more.
+                # It is drained, which includes a cordon.
                 return cordons
             return {**cordons, node_id: Cordon(reason, now_ms)}
 
@@ -137,5 +137,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # If that has failed, of what was read anew.
+                # After a failure, of the cordons that were read anew.
                 self._on_change(before)

@@ -86,19 +86,19 @@ class Placer:
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Something has changed that may let a job be placed: look soon, once for all of it."""
+        """Place before long, once for all changes that may let a job be placed."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
     def wait(self, rdzv_id: str) -> Wait | None:
-        """Say what a job waits for; None if it waits for no node."""
+        """Return what a job waits for; None if it waits for no node."""
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide who gets which nodes now, and have it stored and announced."""
+        """Decide which job gets which nodes now, and have it stored and announced."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
@@ -142,7 +142,7 @@ class Placer:
         return True
 
     def _decide(self) -> list[tuple[str, Command]]:
-        """Say what is to be done now, and arm the timer for what is to be done later."""
+        """Return the commands that are due now, and arm the timer for later ones."""
         now_ms = self._clock.now_ms()
         states = [state for state in self._jobs.states if state.membership.submission is not None]
         going = self._drains.all()
@@ -166,7 +166,7 @@ class Placer:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Name who was chosen, has not joined, and is not known any more."""
+        """Name nodes that were chosen, have not joined, and are no longer known."""
         records = self._records()
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -178,7 +178,7 @@ class Placer:
     # ---------------------------------------------------------------- what would be placed
 
     def check_placeable(self, spec: JobSpec) -> None:
-        """Refuse a job that no node which is known could ever take.
+        """Refuse a job that no known node could ever take.
 
         Not while nodes may still be on their way back to a server that has just started.
 
@@ -251,7 +251,7 @@ def _withdrawn_from(
 def _commands(
     decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
-    """Write a plan as commands; what is given up or taken back comes first, for others wait."""
+    """Write a plan as commands; those that free nodes come first, for other jobs wait."""
     commands: list[tuple[str, Command]] = []
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))

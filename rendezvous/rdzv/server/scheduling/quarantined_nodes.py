@@ -1,4 +1,4 @@
-"""Remembers which nodes are quarantined: asks `core/quarantine`, and stores what it decides.
+"""The quarantined nodes: `core/quarantine` decides, and the decision is stored here.
 
 A strike is judged when a step has been decided and before it is stored, under the lock of its job.
 So the job lets go of a node in the very step in which its round is settled, and no round is formed
@@ -74,7 +74,7 @@ class Quarantine:
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
 
         """
         await self._document.load()
@@ -95,7 +95,7 @@ class Quarantine:
 
     @property
     def bar(self) -> Bar:
-        """What every submitted job must know."""
+        """The command that tells a submitted job which nodes it may not keep."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )
@@ -103,7 +103,7 @@ class Quarantine:
     async def judge(
         self, before: State, transition: Transition
     ) -> tuple[Bar | None, tuple[Row, ...]]:
-        """Hear of a step that is decided and not stored yet.
+        """Judge the strikes in a step that is decided and not stored yet.
 
         Return what the job has to be told first if it is to let go of a node now, and what is
         written into its history.

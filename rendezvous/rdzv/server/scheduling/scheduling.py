@@ -69,7 +69,7 @@ class Scheduling:
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
 
         """
         await self.cordons.load()

@@ -30,7 +30,7 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.access")
 
 AUDIT = "@rdzvd"
-"""The name under which it is remembered who has changed what. No job's name begins like it."""
+"""The name under which changes by operators are stored. No job's name begins like it."""
 
 LOG_EVERY_MS = 1_000
 """Refused calls are logged this often at most, so that nobody can fill a disk with them."""
@@ -60,7 +60,7 @@ def note_change(before: str, after: str) -> None:
 
 
 _VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls there are"}
-"""What calls do whose name is no verb with an object."""
+"""The words for calls whose name is not a verb with an object."""
 
 
 def verb_of(method: str) -> str:
@@ -139,7 +139,7 @@ class Gate:
         try:
             named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
-            # No job has this name: whoever serves the call says so.
+            # No job has this name, which the call itself answers.
             return
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
@@ -157,7 +157,7 @@ class Gate:
     async def audit(
         self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
     ) -> None:
-        """Write down who has changed what, from what to what."""
+        """Record which caller has changed what, from what to what."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
@@ -170,10 +170,10 @@ class Gate:
         try:
             await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
-            # It leads no more; the log has it.
+            # This server no longer leads; the log has the line.
             log.warning("not in the history, for %s: %s", error, text)
 
 
 def signed(reason: str, caller: Caller) -> str:
-    """Return a reason that people read, with the name of who gave it, as far as it is proven."""
+    """Return a reason for people, with the name of the caller that gave it, if that is proven."""
     return f"{reason} [{caller}]" if caller.name else reason

@@ -1,4 +1,4 @@
-"""Who calls: by the client's certificate, or by the token that it shows.
+"""The caller of a request: proven by the client's certificate, or by a token.
 
 The name of a caller is its certificate's common name (CN), and its roles are the organizations (O)
 that are names of roles; or both are those of its token. A token says more than the certificate that
@@ -19,7 +19,7 @@ from rdzv.transport.certificates import read_certificate
 
 
 class Role(StrEnum):
-    """What a caller may do; `roles` says it call by call."""
+    """A role of a caller; `roles` lists what it opens, call by call."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -47,7 +47,7 @@ class Caller:
     name: str
     roles: frozenset[Role]
     proof: str
-    """How it has proven its name: `certificate`, or `token` with the token's id."""
+    """The proof of its name: `certificate`, or `token` with the token's id."""
     token: str = ""
     """The id of the token that it has shown."""
 
@@ -57,12 +57,12 @@ class Caller:
 
     @property
     def admin(self) -> bool:
-        """Whether it may do anything, to whatever belongs to anybody."""
+        """Whether it may do everything, to every job and node."""
         return Role.ADMIN in self.roles
 
     @property
     def shown(self) -> str:
-        """Its roles, for people: those that imply others stand for them."""
+        """Its roles, for people, without those that another one implies."""
         own = [
             role
             for role in Role
@@ -76,13 +76,13 @@ class Caller:
 
 
 ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
-"""Every caller of a server that wants no proof."""
+"""Any caller of a server that asks for no proof."""
 
 NOBODY = Caller("", frozenset(), "nobody")
-"""A caller that has shown nothing to a server that wants proof."""
+"""A caller without proof at a server that asks for one."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
-"""Who makes the call that the present task serves."""
+"""The caller of the call that the present task serves."""
 
 
 def name_of(text: str) -> str:

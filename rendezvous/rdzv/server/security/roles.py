@@ -1,4 +1,4 @@
-"""Who may do what: one row for every call of the two services, and for every path of HTTP.
+"""The table of roles: one row for every call of the two services, and for every path of HTTP.
 
 `Gate` in `access` holds callers to it, for gRPC and HTTP alike. A call without a row is refused.
 """
@@ -15,18 +15,18 @@ from rdzv.structs import struct
 
 
 class Whose(StrEnum):
-    """What a caller may do it to, unless it is an admin."""
+    """The jobs or nodes that a caller may use a call on, unless it is an admin."""
 
     ANY = "any"
     OWN_JOB = "own job"
-    """A job that the caller has begun, or that nobody knows yet."""
+    """A job that the caller has begun, or one that is not known yet."""
     OWN_NODE = "own node"
     """The node of the caller's name; for `submit`, an rdzvrun of its own."""
 
 
 @struct(frozen=True)
 class Row:
-    """Which roles open a call (any of them), and to whose things."""
+    """The roles of which any opens a call, and whose jobs or nodes it may be used on."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
@@ -40,7 +40,7 @@ class Row:
 
 
 OPEN = None
-"""The row of what everybody may ask for, also who has proven nothing."""
+"""The row of calls that are open to every caller, also without proof."""
 
 _READ = Row(frozenset({Role.READ}))
 _LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
@@ -55,7 +55,7 @@ CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Control/ListJobs": _READ,
     "/rdzv.v1.Control/ListEvents": _READ,
     "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
-    # What workers print and do is their user's: data, paths, now and then a password.
+    # Output and stacks of workers belong to their user: data, paths, now and then a password.
     "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
     "/rdzv.v1.Control/TakeStacks": _LOOK_INSIDE,
     "/rdzv.v1.Control/ListServers": _READ,
@@ -85,7 +85,7 @@ PATHS: dict[str, Row | None] = {
     "/readyz": OPEN,
     "/metrics": _READ,
     "/sd": _READ,
-    # The page's files are the same for everybody, and say nothing: what it shows, it asks /api for.
+    # The page's files are the same for everybody; its data comes from /api.
     "/": OPEN,
     "/web/": OPEN,
     "/api/v1/jobs": _READ,
@@ -162,7 +162,7 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return to whom a job belongs that the caller begins; empty: to nobody.
+    """Return the owner of a job that the caller begins; empty: nobody owns it.
 
     What nodes begin by themselves is the work of whoever has configured them.
     """
@@ -170,7 +170,7 @@ def owner_by(caller: Caller) -> str:
 
 
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
-    """Refuse a hello by which a caller would speak for what is not its own.
+    """Refuse a hello for a node that is not the caller's own.
 
     A node is its name, and each rdzvrun on it that name with a process id, as rdzvrun makes it.
     `bound_to` is the name of the caller that speaks for this node_id already; None: nobody does.

@@ -1,7 +1,7 @@
-"""The server's certificate and key, and whom it asks for one: read anew whenever they change.
+"""The server's certificate and key, and the CA of its clients: read anew whenever they change.
 
 The files are looked at when somebody connects, and at SIGHUP: whoever connects next meets the new
-ones, and open connections stay as they are. Files that can not be used are not: those from before
+ones, and open connections stay as they are. Files that cannot be used are not: those from before
 stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context, of gRPC by
 `rdzv.server.__main__`.
 """
@@ -27,15 +27,14 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 EXPIRY_WARNING = timedelta(days=14)
 
 READS = 3
-"""How often files are read that change at that very moment; then it is left to who connects next.
-"""
+"""The most reads of files that keep changing; after that, the next connection reads them."""
 
 log = logging.getLogger("rdzv.server")
 
 
 @struct(frozen=True)
 class _Loaded:
-    """One state of the files, as it is shown to whoever connects."""
+    """One state of the files, as clients see it."""
 
     stamp: Stamp
     shown: Certificate
@@ -45,7 +44,7 @@ class _Loaded:
 
 
 class Tls:
-    """What the server shows to those who connect, and what it asks of them.
+    """The certificate that the server shows, and the one that it asks of clients.
 
     Used by the event loop and by gRPC's own threads.
     """
@@ -54,7 +53,7 @@ class Tls:
         """Read the files.
 
         Raises:
-            InvalidRequestError: they can not be used; the message names file, reason and remedy.
+            InvalidRequestError: they cannot be used; the message names file, reason and remedy.
 
         """
         self._files = files
@@ -64,7 +63,7 @@ class Tls:
         """The files as they were when they were read last, whether they could be used or not."""
         self._warn()
         self.http = _context(files)
-        """For who connects by HTTP: each handshake goes on with the files as they then are."""
+        """The context of HTTP: each handshake uses the files as they are at that time."""
         self.http.sni_callback = self._choose
         quiet_handshakes()
 
@@ -74,16 +73,16 @@ class Tls:
         return self._now.shown
 
     def expires(self) -> datetime:
-        """Say when the certificate expires that who connects now would be shown."""
+        """Return when the certificate expires that a new connection would be shown."""
         self.refresh()
         return self.shown.not_after
 
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
-        """Return what a gRPC port is opened with; `asks`: for a certificate of who connects."""
+        """Return the credentials of a gRPC port; `asks`: clients must show a certificate."""
         told = self._now
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Say, at a handshake, what has changed since this was called last."""
+            """Return, at a handshake, what has changed since the last call."""
             nonlocal told
             with self._lock:
                 self._refresh()
@@ -96,7 +95,7 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
-        """Read the files anew if they have changed; if they can not be used, those before stay."""
+        """Read the files anew if they have changed; unusable ones leave the former in use."""
         with self._lock:
             self._refresh()
 
@@ -119,7 +118,7 @@ class Tls:
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
     ) -> None:
-        """Let one handshake by HTTP go on with the files as they are now."""
+        """Have one handshake of HTTP use the files as they are now."""
         self.refresh()
         connection.context = self._now.context
 
@@ -131,11 +130,11 @@ class Tls:
             try:
                 loaded = self._read(stamp)
             except OSError as error:
-                # Of the TLS library, too: they have changed since they were checked.
+                # The TLS library raises it, too: the files have changed since they were checked.
                 raise InvalidRequestError(
                     f"{error.filename or self._files.cert} can not be read: {error.strerror}"
                 ) from error
-            # Else what was checked may not be what was read.
+            # Otherwise the files that were checked may not be those that were read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
         raise InvalidRequestError(

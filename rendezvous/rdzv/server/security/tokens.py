@@ -1,7 +1,7 @@
-"""Tokens: what callers without a certificate show. A server keeps hashes of them, and no text.
+"""Tokens, for callers without a certificate. A server keeps their hashes, and never the text.
 
 A token's text is `rdzv_ID_SECRET`. The id is no secret: tokens are listed and revoked by it. The
-secret has 256 random bits, so a plain hash of it can not be turned round, and none can be guessed.
+secret has 256 random bits, so a plain hash of it cannot be turned round, and none can be guessed.
 Several tokens may be good for one name: make the new one, hand it out, revoke the old one.
 """
 
@@ -41,7 +41,7 @@ TOKENS = "tokens"
 """The document that has them."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
-"""How exactly it is remembered when a token was last used: no call waits for a commit."""
+"""The precision of a token's last use as it is stored; no call waits for a commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
 """How long an expired token is listed, so that people see why it does not work any more."""
@@ -62,7 +62,7 @@ class Token:
     used_ms: int | None = None
 
     def valid(self, now_ms: int) -> bool:
-        """Whether it is good for anything."""
+        """Whether it has not expired."""
         return self.expires_ms is None or now_ms < self.expires_ms
 
 
@@ -78,7 +78,7 @@ def new_text() -> str:
 
 
 def _hash(text: str) -> str:
-    # What HTTP has carried may be no text; no token is written so.
+    # HTTP may carry bytes that are no text; no token has such.
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
@@ -88,7 +88,7 @@ def text_in(file: Path) -> str:
     Only who runs rdzvd can read it.
 
     Raises:
-        InvalidRequestError: the file can not be read or made, or has something else in it.
+        InvalidRequestError: the file cannot be read or made, or has something else in it.
 
     """
     try:
@@ -147,7 +147,7 @@ class Tokens:
         Raises:
             InvalidRequestError: there are tokens, and this server asks nobody for one.
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored can not be read.
+            RendezvousStateError: what is stored cannot be read.
 
         """
         await self._document.load()
@@ -164,11 +164,11 @@ class Tokens:
         return self._document.value
 
     def listed(self) -> tuple[Token, ...]:
-        """Return those that are remembered, the oldest first."""
+        """Return the stored tokens, the oldest first."""
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def caller(self, text: str) -> Caller:
-        """Return who shows this token.
+        """Return the caller that shows this token.
 
         Raises:
             UnauthenticatedError: it is none of ours, was revoked, or has expired.
@@ -205,10 +205,10 @@ class Tokens:
         return token, text
 
     async def ensure_admin(self, file: Path) -> None:
-        """See to it that somebody can administer: if nobody can, who has the file's token can.
+        """Make the file's token an admin's, unless there is another admin's token.
 
         Raises:
-            InvalidRequestError: the file can not be used.
+            InvalidRequestError: the file cannot be used.
             RendezvousError: it was not stored.
 
         """
@@ -263,11 +263,11 @@ class Tokens:
             self._storing_use = False
 
     async def _write(self, tokens: dict[str, Token]) -> None:
-        """Store tokens, and only then go by them. If that fails, what is stored holds."""
+        """Store tokens, and only then use them. After a failure the stored ones are used."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
         await self._document.swap(tokens, data)
-        # What was used meanwhile is known here alone.
+        # Only this server knows which were used meanwhile.
         self._document.value = {
             i: replace(token, used_ms=known[i].used_ms) if i in known else token
             for i, token in tokens.items()
@@ -278,7 +278,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
     """Read the document.
 
     Raises:
-        RendezvousStateError: it can not be read.
+        RendezvousStateError: it cannot be read.
 
     """
     try:
@@ -294,7 +294,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return who shows this text. What was shown is in no error: it may be nearly right.
+    """Return the caller that shows this text. No error quotes it: it may be nearly right.
 
     Raises:
         UnauthenticatedError: nobody does.
@@ -302,7 +302,7 @@ def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
     """
     found = _TEXT.fullmatch(text)
     token = tokens.get(found.group(1)) if found else None
-    # Compared in any case, and to the end, so that no time tells how much of it is right.
+    # Always compared, and to the end: the time must not tell how much of it is right.
     same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
     if token is None or not same:
         raise UnauthenticatedError(

@@ -1,4 +1,4 @@
-"""The nodes of one server: their streams, leases and timers around the pure cores.
+"""The nodes of one server, on their streams: connections, leases, commands and reports.
 
-In: what nodes and operators send, as values. Out: messages to streams. It speaks no gRPC.
+In: messages of nodes, as values. Out: messages to streams, commands to jobs. It speaks no gRPC.
 """

@@ -69,7 +69,7 @@ class NodeCommands:
         return self._jobs.peek(rdzv_id) or state
 
     async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
-        """Submit until it is decided: while the store is away, the node's word waits here.
+        """Submit a command until it is decided: while the store is away, it waits here.
 
         Raises:
             RendezvousError: it was refused.
@@ -97,7 +97,7 @@ class NodeCommands:
             await sleep_ms(self._clock, self._retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit what follows from a node's word. A job that fails here concerns no other job."""
+        """Submit a command that follows from a report; if it is refused, log that."""
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
@@ -139,7 +139,7 @@ class NodeCommands:
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Leave a node alone that runs what is not known here: that is no reason to stop it."""
+    """Log that a node runs a job that is not known here, and is left alone."""
     log.warning(
         "%s runs round %s of run %s of %s, which this server does not know; it is left alone",
         stream.node_id,

@@ -310,7 +310,7 @@ class TlsFiles:
         """Return what the certificate says.
 
         Raises:
-            InvalidRequestError: the files can not be used; the message names file and remedy.
+            InvalidRequestError: the files cannot be used; the message names file and remedy.
 
         """
         if self.client_ca is not None:
@@ -359,7 +359,7 @@ class Config:
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
 
     def check(self) -> None:
-        """Refuse what would be unsafe, and files that can not be used.
+        """Refuse what would be unsafe, and files that cannot be used.
 
         Raises:
             InvalidRequestError: one of these; the message has the remedy.

@@ -1,6 +1,6 @@
 """The /metrics page of rdzvd; `docs/metrics.md` lists it.
 
-Counters and histograms are fed by the events that make log and history, so they can not disagree.
+Counters and histograms are fed by the events that make log and history, so they cannot disagree.
 They count what this process has seen since it started, and so begin anew in the server that takes
 over; gauges are computed from the present state when they are asked for.
 

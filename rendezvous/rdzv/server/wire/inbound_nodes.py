@@ -57,7 +57,7 @@ _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
 
 @struct(frozen=True)
 class Speaker:
-    """Who says something on a stream."""
+    """The node, and its incarnation, that has sent a message."""
 
     node_id: str
     incarnation: int
@@ -85,7 +85,7 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers; of too many, the earliest are the ones that matter."""
+    """Read reports of failed workers; of too many, the earliest count."""
     reports = [_failure(message, limits) for message in messages]
     return tuple(sorted(reports, key=lambda report: -report.age_ms)[: limits.failures])
 
@@ -134,7 +134,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
 
 
 def draining_of(message: pb.Draining, limits: Limits) -> Draining:
-    """Read that a node is about to leave all its jobs."""
+    """Read the drain of a node that is about to leave all its jobs."""
     left_ms = min(message.deadline_ms, limits.timeout_ms)
     return Draining(left_ms, bounds.sentence(message.reason, limits), message.number, message.own)
 
@@ -162,7 +162,7 @@ def _resources(message: pb.Resources, limits: Limits) -> Resources:
 
 
 def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
-    """Read of which submitted jobs something may be left on a node."""
+    """Read the submitted jobs of which something may be left on a node."""
     if len(message.holdings) > limits.beliefs:
         most = f"at most {limits.beliefs}"
         raise bounds.refusal(
@@ -193,7 +193,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read what is wrong with a node; the first of too many are reason enough."""
+    """Read the failing checks of a node; of too many, the first count."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -217,7 +217,7 @@ def check_protocol(version: int) -> None:
 def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     """Read what a node believes about one job, and the commands that say so."""
     phase = message.phase
-    # Only who waits for a round holds a port ready for its store.
+    # Only a node that waits for a round holds a port ready for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0
     join = _join(message.join, speaker, limits, least_port)
     rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id, limits)
@@ -234,7 +234,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if round_ is not None and message.store_host_failed:
         reason = bounds.sentence(message.store_host_failed, limits)
         failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
-        # Who has moved to another incarnation is heard of its seat after it has taken it.
+        # A node of a new incarnation takes its seat first, and then reports about it.
         store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
         join = replace(join, claim=claim)
@@ -260,9 +260,9 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 
 
 def _claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
-    """Read what was announced to the node; None if no round can be rebuilt from it.
+    """Read the line that was announced to the node; None if no round can be rebuilt from it.
 
-    That is no reason to refuse what else the node says: it may be needed by nobody.
+    That is no reason to refuse the rest of the hello: the claim may not be needed.
     """
     try:
         return _checked_claim(line, join, limits)
@@ -411,7 +411,7 @@ def away_ms_of(message: pb.Away, limits: Limits) -> int:
 
 
 def progress_of(message: pb.Progress, limits: Limits) -> Progress:
-    """Read how far the workers of a node are. Which of them it has is for the job to say."""
+    """Read how far the workers of a node are. The job knows which of them the node has."""
     ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
     if len(ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
@@ -456,7 +456,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
 
 
 def hung_of(message: pb.Hung, limits: Limits) -> Hung:
-    """Read who hangs on a node. Which workers it has is for the job to say."""
+    """Read which workers of a node hang. The job knows which of them the node has."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)
@@ -480,7 +480,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
 
 
 def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
-    """Read what some workers are doing; what is too long is cut."""
+    """Read what some workers are doing; text that is too long is cut."""
     if len(message.workers) > limits.stack_workers:
         most = f"send at most {limits.stack_workers} at once"
         raise bounds.refusal("stacks", len(message.workers), "are too many workers", most)

@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
-    """Read of which run and round stacks are wanted; None: the last."""
+    """Read the run and the round whose stacks are wanted; None: the last."""
     run = bounds.uid("run", message.run, limits, needed=False)
     return run, message.round if message.HasField("round") else None
 
@@ -100,7 +100,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
 
 
 def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Read an environment. No value of it is ever shown, also where it is refused."""
+    """Read an environment. None of its values is ever shown, not even in a refusal."""
     if len(messages) > limits.env_variables:
         most = f"give at most {limits.env_variables}"
         raise bounds.refusal("env", len(messages), "are too many variables", most)
@@ -125,12 +125,12 @@ def _sized(what: str, texts: Iterable[str], most: int) -> None:
 
 
 def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
-    """Read on which node nothing more is to be placed, and why."""
+    """Read the node that nothing more is to be placed on, and why."""
     return bounds.node_id_of(message.node_id, limits), bounds.sentence(message.reason, limits)
 
 
 def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
-    """Read which node is to be empty, in how many milliseconds, and why."""
+    """Read the node that is to be empty, the time for that, and why."""
     deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
     reason = bounds.sentence(message.reason, limits) or "an operator asked for it"
     return bounds.node_id_of(message.node_id, limits), deadline_ms, reason
@@ -163,7 +163,7 @@ def history_limit(asked: int, limits: Limits) -> int:
 
 
 TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
-"""Ten years: who wants more, wants a token that does not expire."""
+"""Ten years; for more, make a token that does not expire."""
 
 
 def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:

@@ -55,14 +55,14 @@ def settings_of(message: pb.Settings, limits: Limits) -> Settings:
 
 
 def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
-    """Read a wait that who does not name it leaves to this server."""
+    """Read a waiting time; a node that does not name it leaves it to this server."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return int(getattr(_DEFAULT, name))
     return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
 
 
 def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
-    """Read how often something may happen; unset: as often as it does."""
+    """Read how often something may happen; unset: any number of times."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     return bounds.within(name, getattr(message, name), 0, limits.restarts)

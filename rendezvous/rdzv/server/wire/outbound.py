@@ -276,7 +276,7 @@ def stack_report(report: answers.StackReport) -> pb.StackReport:
 
 
 _OTHERWISE = frozenset({"last_failure", "behind"})
-"""Fields that are no fields of the message: one is written otherwise, one the reader works out."""
+"""Fields without a counterpart in the message: one is written otherwise, one the reader derives."""
 _NAMES = {"version": "server_version"}
 
 
