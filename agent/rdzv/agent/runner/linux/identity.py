@@ -89,3 +89,4 @@ def become(identity: Identity) -> None:
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
+    os.umask(identity.umask)
