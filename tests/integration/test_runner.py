@@ -626,6 +626,16 @@ def read_event(sock: socket.socket) -> dict[str, object]:
     return event
 
 
+def test_a_second_zygote_is_refused() -> None:
+    argv = [sys.executable, "-c", "pass"]
+    request = {"type": "keep_zygote", "argv": argv, "env": {}, "modules": ["json"], "wait_s": 0.0}
+    with bare_runner() as agent:
+        agent.sendall(2 * frame(request))
+        while (event := read_event(agent))["type"] != "error":
+            pass
+    assert event["reason"] == "there is a zygote for this job"
+
+
 def test_a_runner_whose_files_are_gone_does_not_run_the_script_for_a_zygote(tmp_path: Path) -> None:
     """An upgrade may have moved them: without the hook an interpreter would run the script."""
     shutil.copytree(RUNNER.parent, tmp_path / "runner")

@@ -25,9 +25,10 @@ from rdzv.agent.runner.spawn import be_spared_no_more
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
+    RunnerEvent,
     RunnerExited,
-    RunnerLink,
     ServeFailed,
+    StartedRunner,
     StoreHostExited,
     WorkerExited,
     WorkersFenced,
@@ -59,11 +60,23 @@ class Orphanage(Node):
         self.path = folder / ("deep" * 30) / "runner.sock"
         self.path.parent.mkdir()
         self.process: subprocess.Popen[bytes] | None = None
+        self.dies = False
+        """Whether its agent dies of the next event."""
+
+    def hear(self, event: RunnerEvent) -> None:
+        if self.dies:
+            raise RuntimeError("the agent dies")
+        super().hear(event)
+
+    def spawn(self) -> None:
+        """Start the runner."""
+        started = StartedRunner()
+        self.process = started.process
+        self.link = started.link(self.hear)
 
     async def begin(self, orphan_timeout_s: float = LONG_S, grace_s: float = LONG_S) -> None:
-        self.link = await RunnerLink.spawn(self.hear)
+        self.spawn()
         self.link.serve(self.path, orphan_timeout_s, grace_s)
-        self.process = self.link._process
         await until(self.path.exists)
 
     async def lose_agent(self) -> None:
@@ -137,12 +150,8 @@ async def test_what_was_handled_is_not_told_again_and_what_was_not_is(node: Orph
         0, node.spec("true", local_rank=0), node.spec("sleep", "1000", local_rank=1)
     )
     await node.heard(WorkerExited, local_rank=0)
-
-    def die_of(_: object) -> None:
-        raise RuntimeError("the agent dies")
-
     # What was acknowledged is on its way before anything else is.
-    node.link._on_event = die_of  # type: ignore[assignment]
+    node.dies = True
     os.kill(pid, signal.SIGKILL)
     loop = asyncio.get_running_loop()
     died = asyncio.Event()
@@ -151,6 +160,7 @@ async def test_what_was_handled_is_not_told_again_and_what_was_not_is(node: Orph
         await died.wait()
     loop.set_exception_handler(None)
     await node.lose_agent()
+    node.dies = False
     await node.adopt()
     exited = await node.heard(WorkerExited)
     assert (exited.local_rank, exited.signal) == (1, signal.SIGKILL)
@@ -295,8 +305,7 @@ async def test_the_time_that_it_waits_can_be_changed(node: Orphanage) -> None:
 async def test_a_socket_that_can_not_be_made_is_said_and_the_runner_ends_with_its_agent(
     node: Orphanage,
 ) -> None:
-    node.link = await RunnerLink.spawn(node.hear)
-    node.process = node.link._process
+    node.spawn()
     node.link.serve(node.folder / "nowhere" / "runner.sock", LONG_S, LONG_S)
     assert "No such file" in (await node.heard(ServeFailed)).reason
     (pid,) = await node.start(0, node.spec("sleep", "1000"))

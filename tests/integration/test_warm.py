@@ -565,12 +565,6 @@ async def test_a_fork_that_can_not_become_the_worker_is_replaced_by_a_cold_one(
     assert len(marked(node.mark)) == 1
 
 
-async def test_a_second_zygote_is_refused(node: WarmNode, zygote: ZygoteSpec) -> None:
-    node.link._keeps_zygote = False
-    node.link.keep_zygote(zygote)
-    assert (await node.heard(RunnerRefused)).reason == "there is a zygote for this job"
-
-
 # ---------------------------------------------------------------------- spare forks
 
 
@@ -654,8 +648,7 @@ async def test_a_spare_fork_that_dies_when_it_is_needed_is_replaced_by_another(
         os.kill(fork, signal.SIGSTOP)
     node.link.start_workers(0, [pausing(node, zygote)])
     # Once this is answered, the request before it has been obeyed.
-    node.link._keeps_zygote = False
-    node.link.keep_zygote(zygote)
+    node.link.renew_fence(-1)
     await node.heard(RunnerRefused)
     for fork in forks:
         os.kill(fork, signal.SIGKILL)
@@ -689,8 +682,7 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     assert not any(map(state_of, forks))
     worker = node.spec(sys.executable, "-u", script, "pause", node.folder / "ready0")
     node.link.start_workers(1, [replace(worker, zygote=zygote)])
-    node.link._keeps_zygote = False
-    node.link.keep_zygote(zygote)
+    node.link.renew_fence(-1)
     await node.heard(RunnerRefused)
     (node.folder / "go").touch()
     await node.heard(WorkerStarted, round=1)

@@ -84,7 +84,7 @@ class StartedRunner:
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = _start_runner(theirs.fileno())
+                self.process = _start_runner(theirs.fileno())
             except OSError:
                 self._socket.close()
                 raise
@@ -93,19 +93,19 @@ class StartedRunner:
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self.process.pid
 
     def link(self, on_event: OnEvent) -> RunnerLink:
         """Return the link to it; from now on the link is to be closed instead."""
         self._linked = True
-        return RunnerLink(self._process, Channel(self._socket), on_event)
+        return RunnerLink(self.process, Channel(self._socket), on_event)
 
     def close(self) -> None:
         """End it, unless there is a link to it."""
         if not self._linked:
             self._linked = True
             self._socket.close()
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self.process.wait(CLOSE_TIMEOUT_S)
 
 
 class RunnerLink:
