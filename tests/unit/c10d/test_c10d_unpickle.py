@@ -79,7 +79,7 @@ def sample(nodes: int = 3) -> _RendezvousState:
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-@pytest.mark.parametrize("nodes", [0, 1, 2, 3, 300, 2_500])
+@pytest.mark.parametrize("nodes", [0, 1, 2, 3, 300, pytest.param(2_500, marks=pytest.mark.slow)])
 def test_a_state_is_read_as_it_was_written(nodes: int, protocol: int) -> None:
     written = sample(nodes)
     state = decode(stored(written, protocol))
@@ -206,10 +206,20 @@ DATETIME = short("datetime") + short("datetime") + b"\x93"
         ("items in no dict", raw(b"NNNs."), "no dict"),
         ("half an item", raw(b"}(Nu."), "no dict"),
         ("items in no set", raw(b"}(N\x90."), "no set"),
-        ("a deep tuple", raw(b")" + b"\x85" * 100_000, b"."), "_RendezvousState is expected"),
+        pytest.param(
+            "a deep tuple",
+            raw(b")" + b"\x85" * 100_000, b"."),
+            "_RendezvousState is expected",
+            marks=pytest.mark.slow,
+        ),
         ("a deep stack", raw(b"N" * 20_000, b"."), "too deep"),
         ("many marks", raw(b"(" * 20_000, b"."), "too deep"),
-        ("many memos", raw(b"N", b"\x94" * 300_000, b"."), "too many values"),
+        pytest.param(
+            "many memos",
+            raw(b"N", b"\x94" * 300_000, b"."),
+            "too many values",
+            marks=pytest.mark.slow,
+        ),
         ("too long", b"A" * (unpickle.MOST_BYTES + 1), "are the most"),
     ],
 )
