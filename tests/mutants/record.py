@@ -11,7 +11,7 @@ from rdzv.structs import struct
 
 QUICK_S = 0.5
 """A test that takes longer is run after all that do not."""
-SLOW_S = 240.0
+SLOW_S = 60.0
 """Of those that take longer, the quickest are run, up to so much together, and always one."""
 NEAREST = 3
 """How many files of tests are run first: those with most of the tests that run the line."""

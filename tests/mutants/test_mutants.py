@@ -111,9 +111,9 @@ def f(x):
 
 def test_the_quick_tests_of_the_nearest_files_judge_first_and_slow_ones_last() -> None:
     quick = [f"{file}.py::{n}" for n, file in enumerate("abcabcabcd")]
-    seconds = dict.fromkeys(quick, 0.1) | {"a.py::99": 99.0, "d.py::98": 98.0, "d.py::100": 100.0}
+    seconds = dict.fromkeys(quick, 0.1) | {"a.py::30": 30.0, "d.py::29": 29.0, "d.py::31": 31.0}
     record = Record(seconds, {})
-    assert record.portions(list(seconds)) == [quick[:-1], quick[-1:], ["d.py::98", "a.py::99"]]
+    assert record.portions(list(seconds)) == [quick[:-1], quick[-1:], ["d.py::29", "a.py::30"]]
     assert record.portions([]) == []
 
 

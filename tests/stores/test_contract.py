@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -644,3 +646,12 @@ def test_what_can_not_be_read_says_why(data: bytes, says: str) -> None:
     with pytest.raises(RendezvousStateError, match=r"left untouched") as refused:
         codec.decode(data, "here")
     assert says in str(refused.value)
+
+
+async def test_history_that_one_transaction_of_etcd_can_not_hold_comes_with_the_commit(
+    store: Store,
+) -> None:
+    texts = [base64.b64encode(random.Random(n).randbytes(60_000)).decode() for n in range(8)]
+    records = [record(text) for text in texts]
+    await store.compare_and_swap("job-7", membership(), 0, records)
+    assert list(await store.history("job-7", 20)) == records

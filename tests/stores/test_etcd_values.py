@@ -10,10 +10,10 @@ import pytest
 from etcd_cluster import openssl
 
 from rdzv.core.model import Membership, Offer, Participant, Round, Settings
-from rdzv.errors import InvalidRequestError, RendezvousStateError
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.stores import codec, etcd
 from rdzv.stores.base import Record
-from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES
+from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
 
@@ -80,6 +80,37 @@ def test_what_can_not_work_is_refused(given: dict[str, object], says: str) -> No
 )
 def test_the_bounds_themselves_are_taken(given: dict[str, int]) -> None:
     replace(GOOD, **given).check()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "within_s"), [("a:1", 5.0), ("a:1,b:1", 2.5), ("a:1,b:1,c:1", 2.5)]
+)
+async def test_where_there_are_several_one_may_take_half_of_the_time(
+    endpoints: str, within_s: float
+) -> None:
+    client = EtcdClient(replace(EtcdConfig.parse(endpoints), timeout_ms=5_000))
+    assert client._attempt_s == within_s
+    for channel in client._channels:
+        await channel.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "raised", "says"),
+    [
+        ("https://a:1", InvalidRequestError, "that the CA has signed"),
+        ("http://a:1", RendezvousConnectionError, "^handshake failed$"),
+    ],
+)
+async def test_trouble_with_tls_is_an_operators_mistake_where_there_is_tls(
+    endpoints: str, raised: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: EtcdClient, key: bytes) -> None:
+        raise RendezvousConnectionError("handshake failed")
+
+    monkeypatch.setattr(EtcdClient, "get", fail)
+    with pytest.raises(raised, match=says):
+        async with EtcdClient.connected(EtcdConfig.parse(endpoints)):
+            pass
 
 
 def test_the_password_is_not_shown() -> None:

@@ -7,19 +7,25 @@ import contextlib
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.channel import Channel
+from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
+from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     Hello,
     RunnerEvent,
     RunnerExited,
     RunnerLink,
+    StartedRunner,
+    StoreHostExited,
     WorkerExited,
     WorkersGone,
+    agent_children,
 )
+from rdzv.agent.runner_link import runner_link as link_module
 
 PATIENCE_S = 100.0
 EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "age_ms": 0}
@@ -76,6 +82,96 @@ async def s() -> AsyncIterator[Story]:
             handling.set_result(None)
     await made.until(lambda: RunnerExited(None) in made.heard)
     made.runner.close()
+
+
+async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        s.link.start_store_host(3, listener, "python", {"LONG": "x" * MAX_FRAME_BYTES})
+    await s.until(lambda: s.heard)
+    assert s.heard == [StoreHostExited(3, NOT_STARTED, None)]
+
+
+def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(link_module, "_start_runner", fail)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="no memory") as failed:  # Which holds what is not closed.
+        StartedRunner()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before, failed
+
+
+async def no_wait(pid: int, within_s: float) -> None:
+    pass
+
+
+async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[list[int]] = [[7, 8], [8], []]
+    monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: looks.pop(0))
+    monkeypatch.setattr(agent_children, "_exited", no_wait)
+    await agent_children.sweep_orphans()
+    assert looks == []
+    assert caplog.messages == []
+
+
+async def test_runners_that_live_are_spared_until_they_end(
+    s: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared: list[set[int]] = []
+    monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["sleep", "600"]) as process:  # noqa: ASYNC220
+        heard: list[RunnerEvent] = []
+        link = RunnerLink(process, Channel(ours), heard.append)  # type: ignore[arg-type]
+        await agent_children.sweep_orphans()
+        process.kill()
+        await s.until(lambda: heard)
+        await agent_children.sweep_orphans()
+    assert [link.pid in pids for pids in spared] == [True, False]
+
+
+async def test_a_child_that_is_no_runners_is_spared_until_that_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spared: list[set[int]] = []
+    monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
+    agent_children.spare(7)
+    await agent_children.sweep_orphans()
+    agent_children.spare_no_more(7)
+    await agent_children.sweep_orphans()
+    assert [7 in pids for pids in spared] == [True, False]
+
+
+async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_children, "kill_descendants", lambda spared: [7, 8])
+    monkeypatch.setattr(agent_children, "_exited", no_wait)
+    await agent_children.sweep_orphans(-1)
+    assert caplog.messages == ["SIGKILL does not end what a dead runner has left: pid 7, 8"]
+
+
+async def test_while_a_child_is_being_started_nobody_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = []
+    monkeypatch.setattr(
+        agent_children, "kill_descendants", lambda spared: killed.append(spared) or []
+    )
+    child = object()
+    agent_children._starting.add(child)
+    sweep = asyncio.create_task(agent_children.sweep_orphans())
+    await asyncio.wait({sweep}, timeout=0.05)
+    assert (killed, sweep.done()) == ([], False)
+    agent_children._starting.remove(child)
+    async with asyncio.timeout(PATIENCE_S):
+        await sweep
+    assert len(killed) == 1
 
 
 async def test_an_event_waits_until_the_one_before_was_handled(s: Story) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.environ import worker_environ
+from rdzv.agent.job_programs import zygote as zygote_module
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
 from rdzv.agent.workers import warm
@@ -58,6 +60,25 @@ def test_what_ddp_imports_comes_with_torch() -> None:
 
 
 # ---------------------------------------------------------------------- the zygote's environment
+
+
+def test_what_was_changed_in_the_zygotes_environment_is_changed_in_a_workers_too() -> None:
+    given = {b"SAME": b"1", b"SET": b"1", b"DROPPED": b"1", b"OTHER": b"1", b"OWN": b"1"}
+    asked = given | {b"OWN": b"2", b"RANK": b"3"}
+    before = dict(os.environb)
+    try:
+        os.environb.clear()
+        os.environb.update(
+            {b"SAME": b"1", b"SET": b"9", b"OTHER": b"1", b"OWN": b"9", b"NEW": b"9"}
+        )
+        zygote_module._change_environment(asked, given)
+        assert dict(os.environb) == {
+            **{b"SAME": b"1", b"SET": b"9", b"OTHER": b"1"},
+            **{b"OWN": b"2", b"RANK": b"3", b"NEW": b"9"},
+        }
+    finally:
+        os.environb.clear()
+        os.environb.update(before)
 
 
 def environ_of(local_rank: int, round_: int = 3, **base: str) -> dict[str, str]:

@@ -23,6 +23,9 @@ from rdzv.agent.runner.linux.libc import libc
 from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.next_agent import NextAgent
+from rdzv.agent.runner.requests import ZygoteSpec
+from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.workers import Workers
 
@@ -91,6 +94,35 @@ def test_after_one_that_cannot_be_started_no_further_worker_is(
         both = [{"local_rank": rank, "argv": ["true"], "env": {}} for rank in (0, 1)]
         workers.start({"round": 3, "workers": both})
         assert children.begun == ["round 3: the worker of local_rank 0"]
+
+
+def test_a_zygote_that_cannot_be_forked_is_tried_again(
+    loop: Loop, agent: AgentLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    monkeypatch.setattr(agent, "emit", lambda kind, **about: said.append((kind, about)))
+    with closing(NoChildren(loop)) as children:
+        zygote = WarmForks(loop, children, agent).zygote
+        zygote.spec = ZygoteSpec(("python", "train.py"), {}, None, ())
+        before = open_fds()
+        for retry_s in (1.0, 2.0):
+            zygote._start()
+            about = {"reason": "cannot start 'python': no more processes", "retry_s": retry_s}
+            assert said.pop() == ("zygote_lost", about)
+        assert open_fds() == before
+
+
+def test_a_store_host_whose_socket_was_lost_has_not_started(
+    loop: Loop, agent: AgentLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    monkeypatch.setattr(agent, "emit", lambda kind, **about: said.append((kind, about)))
+    monkeypatch.setattr(AgentLink, "lost_fds", True)
+    with closing(NoChildren(loop)) as children:
+        hosts = StoreHosts(loop, children, agent, WarmForks(loop, children, agent))
+        hosts.start({"round": 3})
+    about = {"round": 3, "exit_code": NOT_STARTED, "signal": None}
+    assert said == [("store_host_exited", about)]
 
 
 @pytest.mark.parametrize(

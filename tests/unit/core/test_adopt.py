@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
-from rdzv.core.adopt import restarts_known, spent_known, tally_of
+from rdzv.core.adopt import claimed, restarts_known, same_participants, spent_known, tally_of
 from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
 from rdzv.core.ending import restarts_that_count
 from rdzv.core.events import (
@@ -567,6 +567,14 @@ def test_a_place_that_was_given_up_stays_so():
     job.do(resume(2))
     assert job.round.gone == (stand_in(2),)
     assert "n2" not in job.state.seats
+
+
+def test_a_round_of_another_size_has_other_participants():
+    job = Job()
+    job.do(resume(0))
+    smaller = replace(job.round, participants=job.round.participants[:-1])
+    assert not same_participants(job.round, smaller)
+    assert claimed(job.round, smaller) is None
 
 
 def test_stand_ins_have_names_that_no_node_has():

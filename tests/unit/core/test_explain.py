@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from rdzv.core.explain import node_views, view, waiting_reason
-from rdzv.core.model import JobState, LeaveCause, NodeState, ScaleUp, Settings, State
+from rdzv.core.model import (
+    JobState,
+    LeaveCause,
+    Membership,
+    NodeState,
+    ScaleUp,
+    Settings,
+    Spent,
+    State,
+)
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, report, running
 
@@ -266,3 +275,20 @@ def test_a_thousand_nodes_are_not_all_named() -> None:
     job.fail("n0007")
     assert "n0007 and 992 more" in job.reason
     assert len(job.reason) < 500
+
+
+def test_budgets_show_what_is_spent_and_how_much_there_is() -> None:
+    settings = replace(
+        SETTINGS,
+        max_preemptions=11,
+        max_store_failures=12,
+        no_progress_restarts=13,
+        restart_window_ms=14,
+    )
+    spent = Spent(preemptions=1, store_failures=2, soon=3, in_vain=4, step=5)
+    membership = Membership("job-7", "run-1", 1, settings, 0, spent=spent)
+    shown = view(State(membership), 0).budgets
+    assert (shown.preemptions, shown.max_preemptions) == (1, 11)
+    assert (shown.store_failures, shown.max_store_failures) == (2, 12)
+    assert (shown.restarts_in_vain, shown.no_progress_restarts) == (4, 13)
+    assert (shown.furthest_step, shown.restart_window_ms) == (5, 14)

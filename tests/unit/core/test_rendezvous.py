@@ -591,3 +591,13 @@ def test_restore_gives_nobody_up_and_invents_nobody() -> None:
     assert restored.seats.keys() == {"n2", "n3"}
     assert not restored.waiting
     assert all(away.firm for away in restored.away.values())
+
+
+def test_who_has_stopped_its_workers_has_broken_no_round() -> None:
+    job = Job()
+    job.join("n0", "n1", "n2")
+    number = job.round.number
+    job.stopped("n0")
+    assert job.round.number == number
+    assert job.round.end is not None
+    assert not job.round.end.broken

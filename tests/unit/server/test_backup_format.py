@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,6 +62,19 @@ async def test_what_is_restored_is_what_was_saved() -> None:
         assert before is not None and after is not None
         assert after.membership == before.membership
         assert await other.history(rdzv_id, 1000) == await store.history(rdzv_id, 1000)
+
+
+async def test_history_is_restored_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, portions = MemoryStore(), []
+    append = other.append
+
+    async def counted(records: Sequence[Record]) -> None:
+        portions.append(len(records))
+        await append(records)
+
+    monkeypatch.setattr(other, "append", counted)
+    await backup.restore(other, io.BytesIO(await data_of(await filled())), "FILE")
+    assert portions == [100, 100, 50, 1]
 
 
 async def test_leadership_goes_on_above_that_of_the_backup() -> None:

@@ -16,7 +16,7 @@ from rdzv.errors import (
     RendezvousError,
     UnknownJobError,
 )
-from rdzv.server.diagnosis.log_relay import PIECE_COST
+from rdzv.server.diagnosis.log_relay import PIECE_COST, _by_node
 from rdzv.server.messages import (
     Line,
     LogCredit,
@@ -519,3 +519,12 @@ async def test_a_piece_that_nobody_asked_for_is_dropped() -> None:
         s.driver.reports.take_log(n1, LogPiece(4_711, data=b"nobody's"))
         await say(s, n1, request, b"x", last=True)
         assert reading.text == b"x"
+
+
+def test_of_what_was_read_of_several_rounds_the_latest_counts() -> None:
+    def at(round_: int, local_rank: int, offset: int) -> LogPosition:
+        return LogPosition("n1", round_, local_rank, False, offset)
+
+    read = [at(2, 0, 20), at(3, 0, 30), at(2, 1, 21), at(3, 1, 31)]
+    assert _by_node(read) == {"n1": (3, {(0, False): 30, (1, False): 31})}
+    assert _by_node(read[:3]) == {"n1": (3, {(0, False): 30})}

@@ -207,6 +207,14 @@ async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
         assert isinstance(placements(n3)[0], Placed)
 
 
+async def test_what_a_lost_node_had_for_jobs_is_lost_with_it() -> None:
+    async with server() as s:
+        (n1,) = await daemons(s, "n1")
+        s.driver.connections.detach(n1)
+        await s.clock.advance(60_000)
+        assert not s.driver.scheduling.known_nodes._known
+
+
 async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")

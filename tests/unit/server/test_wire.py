@@ -44,9 +44,11 @@ from rdzv.server.messages import (
 from rdzv.server.operations import answer_values
 from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes, inbound_operators, outbound
+from rdzv.server.wire.inbound_settings import settings_of
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
 from rdzv.transport.endpoints import Listen
+from rdzv.transport.node_stream import settings_message
 from rdzv.v1 import rdzv_pb2 as pb
 
 LIMITS = Limits()
@@ -722,3 +724,16 @@ def test_a_row_of_history() -> None:
         text="n1 stopped its workers of round 3",
     )  # fmt: skip
     assert inbound_operators.history_limit(0, LIMITS) == LIMITS.history_default
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"restart_backoff_ms": 7}, {"restart_backoff_max_ms": 900_000}, {"max_preemptions": 3}],
+)
+def test_settings_are_read_as_they_were_said(given: dict[str, int]) -> None:
+    said = replace(Settings(2, 4, max_restarts=3), **given)
+    message = settings_message(said)
+    assert settings_of(message, LIMITS) == said
+    # Nodes that know of it and those that do not are to say the same.
+    for name in ("restart_backoff_ms", "restart_backoff_max_ms"):
+        assert message.HasField(name) == (name in given)
