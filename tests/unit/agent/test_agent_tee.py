@@ -10,12 +10,14 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from select import PIPE_BUF
+from types import SimpleNamespace
 
 import pytest
 
 from rdzv.agent.output import tee as tee_module
 from rdzv.agent.output.tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.system import file_watches as watches_module
+from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.errors import InvalidRequestError
 
 LONG_S = 10.0
@@ -592,3 +594,15 @@ def test_a_template_may_be_of_any_bytes() -> None:
     template = os.fsdecode(b"\xff${rank}$$ ")
     assert line_prefix(template, "default", 3, 1) == b"\xff3$ "
     assert line_prefix("", "default", 3, 1) == b"[default1]:"
+
+
+async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown() -> None:
+    group, done = LocalWorkerGroup.__new__(LocalWorkerGroup), []
+
+    async def drain(within_s: float) -> None:
+        done.append(f"drained within {within_s:g} s")
+
+    group._logs_specs = None
+    group._tee = SimpleNamespace(drain=drain, close=lambda: done.append("closed"))  # type: ignore[assignment]
+    await group.close()
+    assert done == [f"drained within {DRAIN_TIMEOUT_S:g} s", "closed"]
