@@ -533,3 +533,16 @@ async def test_a_start_does_not_wait_for_what_is_forgotten(
         assert store.deleted == []
         store.gate.set()
     assert store.deleted == ["old"]
+
+
+def test_each_time_of_a_round_that_is_to_come_is_taken_for_the_present() -> None:
+    """A server whose clock was ahead has written them."""
+    settled = Round(0, (), "10.0.0.1", 4711, False, 0, 5)
+    end = RoundEnd(Cause.NODE_LOST, "n1 is lost", 6, True)
+    late_end = replace(end, at_ms=NOW_MS + 1)
+    for round_, expected in (
+        (replace(settled, at_ms=NOW_MS + 1), replace(settled, at_ms=NOW_MS)),
+        (replace(settled, end=late_end), replace(settled, end=replace(end, at_ms=NOW_MS))),
+    ):
+        membership = Membership("job-7", "run-1", 1, Settings(1, 1), 0, round=round_)
+        assert not_after(membership, NOW_MS).round == expected
