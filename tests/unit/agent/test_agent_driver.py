@@ -148,6 +148,22 @@ async def test_it_says_once_that_it_has_joined(
     assert caplog.text.count("joined job-7 (run r1)") == 1
 
 
+async def test_its_machine_is_asked_again_when_it_wants_to_be(
+    f: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[events.Event] = []
+
+    def wishing(state: Any, event: events.Event, now_ms: int) -> Any:
+        heard.append(event)
+        wake_at_ms = now_ms + 1 if isinstance(event, events.Joined) else None
+        return replace(step(state, event, now_ms), wake_at_ms=wake_at_ms)
+
+    step = module.step
+    monkeypatch.setattr(module, "step", wishing)
+    f.driver.post(events.Joined("r1", 1))
+    await until(lambda: events.Ticked() in heard)
+
+
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
