@@ -15,6 +15,7 @@ import pytest
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Assignment, Job
+from rdzv.agent.job import decisions
 from rdzv.agent.job import store_offer as module
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
@@ -158,8 +159,8 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
         wake_at_ms = now_ms + 1 if isinstance(event, events.Joined) else None
         return replace(step(state, event, now_ms), wake_at_ms=wake_at_ms)
 
-    step = module.step
-    monkeypatch.setattr(module, "step", wishing)
+    step = decisions.step
+    monkeypatch.setattr(decisions, "step", wishing)
     f.driver.post(events.Joined("r1", 1))
     await until(lambda: events.Ticked() in heard)
 
