@@ -19,7 +19,7 @@ from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner.linux.boottime import boottime_ms
-from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link import encoding, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
@@ -340,7 +340,7 @@ async def test_a_lease_that_has_changed_changes_the_interval(
         talk, _ = await server.greet(interval_ms=100)
         await talk.say(1, lease=pb.Lease(lease_ms=3_600_000, heartbeat_interval_ms=200))
         await job.hear(events.Ticked)
-        while link._heartbeat_interval_s != 0.2:
+        while link.outbox.heartbeat_interval_s != 0.2:
             await talk.heartbeat()
 
 
@@ -779,7 +779,7 @@ async def test_a_job_that_fails_is_not_swallowed(server: Server) -> None:
 async def test_a_stream_that_is_too_slow_is_opened_anew(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_link, "OUTBOX_MESSAGES", 5)
+    monkeypatch.setattr(outbox, "OUTBOX_MESSAGES", 5)
     job = Job()
     link = link_to(server.endpoint, jobs=(job,))
     async with running(link):
@@ -797,7 +797,7 @@ async def test_a_stream_that_is_too_slow_is_opened_anew(
 async def test_a_stream_that_is_too_slow_is_given_up_at_the_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_link, "OUTBOX_MESSAGES", 5)
+    monkeypatch.setattr(outbox, "OUTBOX_MESSAGES", 5)
     job = Job()
     link = link_to(server.endpoint, jobs=(job,))
     async with running(link) as task:
@@ -921,8 +921,8 @@ async def test_heartbeats_go_out_though_something_always_waits_to_be_sent(server
         await talk.heartbeat()
 
         async def chat() -> None:
-            while link._outbox is not None:
-                while link._outbox.qsize() < 100:
+            while (waiting := link.outbox.waiting) is not None:
+                for _ in range(waiting, 100):
                     link.say(success(0))
                 await asyncio.sleep(0)
 
@@ -1078,7 +1078,7 @@ async def test_a_job_whose_fence_comes_too_late_for_the_lease_is_refused_when_it
         while (message := await talk.hear()) and message.heartbeat.number != 77:
             assert not message.HasField("away")
         assert message
-        assert link._hello().fence_after_ms == 0
+        assert link.hello().fence_after_ms == 0
 
 
 async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(

@@ -1,0 +1,105 @@
+"""Takes what the server says on the open stream to the jobs, placements and readers concerned."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+
+from rdzv.agent.observers.stack_sampling import StacksAsked
+from rdzv.agent.output.log_reading import LogReading
+from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.draining import NodeDrain
+from rdzv.agent.server_link.placed_jobs import Key
+from rdzv.agent.server_link.ports import JobPort, PlacementPort
+from rdzv.v1 import rdzv_pb2 as pb
+
+log = logging.getLogger("rdzv.agent")
+
+
+class Inbox:
+    """The messages of the server that are not about the stream itself."""
+
+    def __init__(
+        self,
+        jobs: Mapping[str, JobPort],
+        placements: Callable[[], PlacementPort | None],
+        declined: MutableMapping[Key, str],
+        drain: NodeDrain,
+        log_reading: LogReading,
+        say: Callable[[pb.NodeMessage], None],
+    ) -> None:
+        """Deliver to those that are there at the time; answer for what is not here with `say`.
+
+        A job that the server withdraws is not `declined` any more.
+        """
+        self._jobs = jobs
+        self._placements = placements
+        self._declined = declined
+        self._drain = drain
+        self._log_reading = log_reading
+        self._say = say
+
+    def take(self, message: pb.ServerMessage) -> None:
+        """Deliver one message."""
+        placements = self._placements()
+        match message.WhichOneof("body"):
+            case "read_log":
+                self._log_reading.read(encoding.read_request(message.read_log))
+            case "log_credit":
+                self._note_credit(message.log_credit)
+            case "take_stacks":
+                self._take_stacks(encoding.stacks_asked(message.take_stacks))
+            case "look_again":
+                if placements is not None:
+                    placements.look_again()
+            case "drain":
+                drain = message.drain
+                self._drain.hear(drain.number, drain.deadline_ms, drain.reason)
+            case "undrain":
+                self._drain.lift()
+            case "placed" | "withdrawn":
+                self._deliver_placement(message, placements)
+            case _:
+                self._deliver(message)
+
+    def _note_credit(self, credit: pb.LogCredit) -> None:
+        if credit.cancel:
+            self._log_reading.cancel(credit.request)
+        else:
+            self._log_reading.grant(credit.request, credit.bytes)
+
+    def _take_stacks(self, asked: StacksAsked) -> None:
+        if (job := self._jobs.get(asked.rdzv_id)) is not None:
+            job.take_stacks(asked)
+        else:
+            error = "it takes no part in this job any more"
+            self._say(encoding.stacks(asked.request, (), last=True, error=error))
+
+    def _deliver_placement(
+        self, message: pb.ServerMessage, placements: PlacementPort | None
+    ) -> None:
+        if placements is None:
+            job = encoding.rdzv_id_of(message)
+            log.warning("the server places %s on a node that takes no submitted jobs", job)
+        elif message.HasField("placed"):
+            placements.placed(encoding.placed(message.placed))
+        else:
+            told = message.withdrawn
+            self._declined.pop((told.rdzv_id, told.run), None)
+            placements.withdrawn(told.rdzv_id, told.run, told.reason)
+
+    def _deliver(self, message: pb.ServerMessage) -> None:
+        """Deliver what is said of a job to its driver."""
+        job = self._jobs.get(encoding.rdzv_id_of(message))
+        if job is None and message.HasField("round_completed"):
+            # It was asked for a place by one that is gone from here, and nobody else gives it back.
+            self._say(encoding.gone(message.round_completed))
+        elif job is None:
+            log.debug("heard of a job that is not here: %s", message)
+        elif message.HasField("waiting"):
+            job.note(message.waiting.reason)
+        else:
+            event = encoding.event(message, time.monotonic_ns() // 1_000_000)
+            if event is not None:
+                job.post(event)

@@ -1,0 +1,112 @@
+"""What waits to be sent on the open stream, and the heartbeats in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+import grpc
+
+from rdzv.agent.server_link.fence_proofs import FenceProofs
+from rdzv.v1 import rdzv_pb2 as pb
+
+log = logging.getLogger("rdzv.agent")
+
+OUTBOX_MESSAGES = 1_000
+"""Bound of what waits to be sent; a stream that is slower is opened anew."""
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
+
+
+class Outbox:
+    """The messages of this node to the server. Without a stream they are dropped."""
+
+    def __init__(self, proofs: FenceProofs, heartbeat_interval_s: float) -> None:
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self.hang_up: Callable[[], object] = lambda: None
+        """Ends the last stream at once."""
+        self._proofs = proofs
+        self._waiting: asyncio.Queue[pb.NodeMessage | None] | None = None
+        self._idle = asyncio.Event()
+        """Set whenever nothing waits to be sent."""
+
+    @property
+    def waiting(self) -> int | None:
+        """How many messages wait to be sent; None: there is no stream."""
+        return None if self._waiting is None else self._waiting.qsize()
+
+    def open(
+        self,
+        attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
+        hello: Callable[[], pb.Hello],
+    ) -> Call:
+        """Open a stream by `attach`. What is said from here on follows its `hello`."""
+        waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
+        call = attach(self._outgoing(waiting))
+        # What came before is in it.
+        waiting.put_nowait(pb.NodeMessage(hello=hello()))
+        self._waiting, self.hang_up = waiting, call.cancel
+        return call
+
+    def forget(self) -> None:
+        """Take no more messages for this stream."""
+        self._waiting = None
+
+    def finish(self) -> bool:
+        """End the stream once everything was sent; return False where there is no room for that."""
+        if self._waiting is not None:
+            try:
+                self._waiting.put_nowait(None)
+            except asyncio.QueueFull:
+                return False
+        return True
+
+    def say(self, message: pb.NodeMessage) -> None:
+        """Send a message if a stream is open; otherwise the next Hello says it."""
+        if self._waiting is None:
+            return
+        try:
+            self._waiting.put_nowait(message)
+        except asyncio.QueueFull:
+            log.warning("the server takes messages too slowly; opening the stream anew")
+            self._waiting = None
+            self.hang_up()
+
+    async def say_after_all(self, message: pb.NodeMessage) -> None:
+        """Send something large once nothing else waits: whatever else is said goes first."""
+        while self._waiting is not None and not self._waiting.empty():
+            self._idle.clear()
+            await self._idle.wait()
+        self.say(message)
+
+    async def _outgoing(
+        self, waiting: asyncio.Queue[pb.NodeMessage | None]
+    ) -> AsyncIterator[pb.NodeMessage]:
+        """Send what is said, and a heartbeat whenever nothing was for an interval.
+
+        Where workers are fenced the heartbeats go out whatever else is said, for nothing else is
+        answered.
+        """
+        loop = asyncio.get_running_loop()
+        since_s = loop.time()
+        while True:
+            due_s = since_s + self.heartbeat_interval_s
+            if waiting.empty():
+                self._idle.set()
+            try:
+                # Not only while nothing else is said: pieces of a log may come without a pause.
+                if loop.time() >= due_s:
+                    raise TimeoutError
+                async with asyncio.timeout_at(due_s):
+                    message = await waiting.get()
+            except TimeoutError:
+                message = pb.NodeMessage(heartbeat=pb.Heartbeat())
+            if message is None:
+                return
+            if message.HasField("heartbeat") or not self._proofs.shortest_fence_s:
+                since_s = loop.time()
+            if self._proofs.note_sent(message):
+                self.hang_up()
+            yield message
