@@ -19,9 +19,9 @@ import click
 from google.protobuf.message import DecodeError
 
 from rdzv.agent.launch.launch import check_startable
+from rdzv.agent.node.submitted_launch import Share, Surroundings, make_launch
 from rdzv.agent.output.run_folders import RunFolders, folder_name
 from rdzv.agent.server_link import encoding as agent_wire
-from rdzv.agent.server_link.placed_jobs import Share, Surroundings, make_launch
 from rdzv.client import Endpoint
 from rdzv.core.commands import Submit
 from rdzv.ctl import job_request

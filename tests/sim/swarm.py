@@ -10,7 +10,7 @@ from dataclasses import field
 from random import Random
 
 from rdzv.agent.core.model import Job
-from rdzv.agent.server_link.placed_jobs import SERVER_TIMEOUT_MS
+from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Gpu, Resources, gpus_needed

@@ -17,6 +17,12 @@ import pytest
 from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode, format_for
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
+from rdzv.agent.node.submitted_launch import (
+    Share,
+    Surroundings,
+    job_environ,
+    working_directory,
+)
 from rdzv.agent.observers.notice import NoticeFile
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot import Snapshot
@@ -24,13 +30,7 @@ from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import INDEX, RunFolders
 from rdzv.agent.runner.linux import identity
-from rdzv.agent.server_link.placed_jobs import (
-    Placed,
-    Share,
-    Surroundings,
-    job_environ,
-    working_directory,
-)
+from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.system.accounts import (
     EVERYONE,
     Accounts,

@@ -23,9 +23,10 @@ from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node import placements as module
 from rdzv.agent.node.placements import Placements
+from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.output.run_folders import RunFolders
-from rdzv.agent.server_link.placed_jobs import Placed, Surroundings
+from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec, Offer, Result, Settings

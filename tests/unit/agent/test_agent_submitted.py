@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.launch.launch import NO_FILES
-from rdzv.agent.server_link import placed_jobs
-from rdzv.agent.server_link.placed_jobs import (
+from rdzv.agent.node import submitted_launch
+from rdzv.agent.node.submitted_launch import (
     SERVER_TIMEOUT_MS,
-    Placed,
     Share,
     Surroundings,
     job_environ,
@@ -18,6 +17,7 @@ from rdzv.agent.server_link.placed_jobs import (
     passed_on,
     working_directory,
 )
+from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.client import Endpoint
 from rdzv.core.model import JobSpec
 from rdzv.errors import InvalidRequestError
@@ -130,7 +130,7 @@ async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
         asked.append((kind, python, environ["CUDA_VISIBLE_DEVICES"]))
         return 2
 
-    monkeypatch.setattr(placed_jobs, "ask_count_devices", count)
+    monkeypatch.setattr(submitted_launch, "ask_count_devices", count)
     share = Share(("GPU-a", "GPU-b"), tmp_path)
     launch = await make_launch(placed("--nproc-per-node=gpu", "a.py"), AROUND, share)
     assert asked == [("gpu", sys.executable, "GPU-a,GPU-b")]

@@ -18,7 +18,7 @@ from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.xid import CODES, KMSG, Lifted
 from rdzv.agent.launch.launch import Launch, check_startable
-from rdzv.agent.server_link.placed_jobs import passed_on
+from rdzv.agent.node.submitted_launch import passed_on
 from rdzv.agent.system.accounts import Accounts, SubmitterRule, parse_limits, parse_umask
 from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError

@@ -29,10 +29,10 @@ from rdzv.agent.inventory.resources import NONE, describe, find_resources
 from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
 from rdzv.agent.node.placements import Placements
+from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.observers.progress_files import PREFIX
 from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.server_link.link import ServerLink
-from rdzv.agent.server_link.placed_jobs import Surroundings
 from rdzv.agent.system.accounts import identity_of_owner, name_of, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time

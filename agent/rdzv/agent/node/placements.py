@@ -32,18 +32,16 @@ from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
 from rdzv.agent.node.gpu_assignments import Ledger
-from rdzv.agent.output.run_folders import RunFolder, RunFolders
-from rdzv.agent.server_link.link import ServerLink
-from rdzv.agent.server_link.placed_jobs import (
-    Holding,
-    Key,
-    Placed,
+from rdzv.agent.node.submitted_launch import (
     Share,
     Surroundings,
     bare_launch,
     make_launch,
     working_directory,
 )
+from rdzv.agent.output.run_folders import RunFolder, RunFolders
+from rdzv.agent.server_link.link import ServerLink
+from rdzv.agent.server_link.placed_jobs import Holding, Key, Placed
 from rdzv.agent.system.accounts import Accounts
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, waiting_is_said
 from rdzv.agent.workers.fates import NodeOutcome

@@ -301,7 +301,7 @@ class ServerLink:
         except InvalidRequestError as error:
             return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
         attach = partial(stub.Attach, metadata=metadata)
-        call = self.outbox.open(attach, self.hello)
+        call = self.outbox.begin(attach, self.hello)
         try:
             async with asyncio.timeout(timeout_s):
                 welcome = await self._first_answer(call, endpoint)

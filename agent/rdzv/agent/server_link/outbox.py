@@ -37,7 +37,7 @@ class Outbox:
         """How many messages wait to be sent; None: there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
-    def open(
+    def begin(
         self,
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],

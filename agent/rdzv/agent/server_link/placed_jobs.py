@@ -1,35 +1,9 @@
-"""Submitted jobs as this node knows them: what was placed here, and how it is launched.
-
-What a submitted job gets is built, never inherited: its environment from what the node gives to
-every job and from what was submitted, its folder from what was submitted, its GPUs from the node's
-ledger. Nothing of what this agent was started with is in it, unless the configuration says so.
-"""
+"""Submitted jobs as server and node speak of them: placed on this node, and held here."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-
-from rdzv.agent.cli.options import parse_launch
-from rdzv.agent.core.model import Job
-from rdzv.agent.launch.launch import Launch, Output, ask_count_devices, count_cpus
-from rdzv.agent.system.accounts import Account
 from rdzv.core.model import JobSpec
-from rdzv.errors import InvalidRequestError
-from rdzv.launch_options import flags
-from rdzv.launch_options.job_options import parse_nproc
-from rdzv.structs import replace, struct
-from rdzv.transport.endpoints import Endpoint
-
-log = logging.getLogger("rdzv.agent")
-
-SERVER_TIMEOUT_MS = 30 * 86_400_000
-"""How long a placed job without workers waits for a server that is away. Only the server can place
-anything else here, so there is nothing to be gained by giving up; and a job that has succeeded here
-would be placed here again."""
+from rdzv.structs import struct
 
 Key = tuple[str, str]
 """A run of a job: rdzv_id and run."""
@@ -45,7 +19,7 @@ class Placed:
 
     @property
     def key(self) -> Key:
-        """What tells it from every other."""
+        """The run of a job that was placed."""
         return self.rdzv_id, self.run
 
 
@@ -56,147 +30,3 @@ class Holding:
     rdzv_id: str
     run: str
     gpus: int
-
-
-@struct(frozen=True)
-class Surroundings:
-    """What this node gives to every submitted job."""
-
-    node_id: str
-    endpoints: tuple[Endpoint, ...]
-    environ: Mapping[str, str]
-    address: str = ""
-    """Where other nodes reach this one; empty: its address towards the server."""
-    topology: str = ""
-    progress_dir: Path | None = None
-
-
-@struct(frozen=True)
-class Share:
-    """What of this node one submitted job gets."""
-
-    gpus: Sequence[str] | None
-    """UUIDs; None on a node that has no GPUs."""
-    run_dir: Path
-    """Where its files are."""
-    account: Account | None = None
-    """What it runs as; None: the account of this agent."""
-
-
-def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """Pick variables by name; a pattern may end in a star.
-
-    >>> passed_on({"LC_ALL": "C", "SECRET": "x", "HOME": "/root"}, ["HOME", "LC_*"])
-    {'LC_ALL': 'C', 'HOME': '/root'}
-    """
-    names = tuple(pattern for pattern in patterns if not pattern.endswith("*"))
-    starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
-    return {
-        name: value for name, value in environ.items() if name in names or name.startswith(starts)
-    }
-
-
-def working_directory(placed: Placed, around: Surroundings, account: Account | None = None) -> Path:
-    """Return where a job's workers start: where it was submitted from, or its account's home."""
-    if placed.spec.chdir:
-        return Path(placed.spec.chdir)
-    return Path(around.environ.get("HOME") or "/" if account is None else account.home)
-
-
-def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
-    """Return what the environment of a job's workers is made from."""
-    # What says who this agent is, which it may pass on, does not say who the job is.
-    own = {} if share.account is None else share.account.environ
-    environ = {**around.environ, **own, **dict(placed.spec.env)}
-    if share.gpus is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-    return environ
-
-
-async def make_launch(
-    placed: Placed, around: Surroundings, share: Share, counted: int = 0
-) -> Launch:
-    """Read what was submitted as rdzvrun's arguments, on this node's terms.
-
-    Its output goes to files alone, for nobody looks at a daemon's console. Where the arguments say
-    "one worker for each device", there are `counted`, if that is known already.
-
-    Raises:
-        InvalidRequestError: it can not be launched like this; the message says why.
-
-    """
-    environ = job_environ(placed, around, share)
-    chdir = working_directory(placed, around, share.account)
-    args = [
-        "--rdzv-backend=rdzv",
-        f"--rdzv-endpoint={','.join(map(str, around.endpoints))}",
-        f"--rdzv-id={placed.rdzv_id}",
-        f"--node-id={around.node_id}",
-        *([f"--local-addr={around.address}"] if around.address else []),
-        *([f"--topology={around.topology}"] if around.topology else []),
-        *placed.spec.args,
-    ]
-    with _usage_refused(placed.spec.args):
-        kind = flags.parse(args, environ).nproc_per_node
-        launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=counted or 1)
-    if not parse_nproc(kind) and not counted:
-        size = count_cpus()
-        if kind != "cpu":
-            size = await ask_count_devices(kind, launch.python, environ, share.account)
-        launch, meeting = parse_launch(args, environ=environ, chdir=chdir, counted=size)
-    job = launch.job
-    if (job.rdzv_id, job.node_id) != (placed.rdzv_id, around.node_id) or (
-        meeting.endpoints != around.endpoints
-    ):
-        raise InvalidRequestError(
-            f"the arguments {list(placed.spec.args)} name a job, a node or a server of their own; "
-            "leave --rdzv-id, --node-id, --rdzv-endpoint, --rdzv-backend and --standalone out"
-        )
-    return replace(
-        launch,
-        job=replace(job, server_timeout_ms=SERVER_TIMEOUT_MS),
-        output=_to_files(launch.output, job.local_world_size, share.run_dir),
-        progress_dir=around.progress_dir,
-        account=share.account,
-    )
-
-
-def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
-    """Return what it takes to look after workers that run; no others can be started by it."""
-    return Launch(
-        job,
-        script="",
-        environ=job_environ(placed, around, share),
-        account=share.account,
-        progress_dir=around.progress_dir,
-        output=Output(run_dir=share.run_dir),
-    )
-
-
-@contextlib.contextmanager
-def _usage_refused(args: Sequence[str]) -> Iterator[None]:
-    """Turn what argparse does with a wrong command line into a refusal."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            yield
-    except SystemExit as error:
-        why = said.getvalue().strip().rpartition("\n")[2].removeprefix("rdzvrun: error: ")
-        raise InvalidRequestError(f"the arguments {list(args)} are not rdzvrun's: {why}") from error
-
-
-def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:
-    if output.stdout_filters or output.stderr_filters:
-        log.warning("--duplicate-stdout-filters and its like have no effect for a submitted job")
-    everything = dict.fromkeys(range(local_world_size), 3)
-    if output.log_dir is None and not output.logs_specs:
-        output = replace(output, run_dir=run_dir)
-    return replace(
-        output,
-        redirects=everything,
-        tee={},
-        stdout_filters=(),
-        stderr_filters=(),
-        # Logs specs may name files to be teed all the same; they are read by nobody here.
-        console=False,
-    )
