@@ -39,7 +39,7 @@ from rdzv.core.model import Claim, Membership, Offer, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Belief, Closed, Hello, Line
+from rdzv.server.messages import Assignment, Belief, Closed, Hello
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.stores.base import Record
@@ -138,7 +138,7 @@ class Node:
             can_host_store=True,
         )
         self.node_id = f"node-{number:05d}"
-        self.line: Line | None = None
+        self.line: Assignment | None = None
         self.closed = False
         self.attach(driver)
 
@@ -153,7 +153,7 @@ class Node:
         stream = self.stream
         while True:
             told = await stream.next()
-            if isinstance(told, Line):
+            if isinstance(told, Assignment):
                 self.line = told
             elif isinstance(told, Closed):
                 self.closed = True
@@ -165,12 +165,12 @@ class Node:
 
     def beat(self) -> None:
         """Let a heartbeat be heard: while nobody is heard at all, nobody is given up."""
-        self._driver.heard(self.stream)
+        self._driver.connections.heard(self.stream)
 
     async def join(self) -> None:
         """Join; after a round, say that its workers are gone."""
         left = self.line.round if self.line else None
-        await self._driver.hear(self.stream, JOB, self._join(left))
+        await self._driver.commands.hear(self.stream, JOB, self._join(left))
 
     def _join(self, left: int | None) -> Join:
         run = self.line.run if self.line else ""
@@ -182,13 +182,13 @@ class Node:
         assert self.line is not None
         report = FailureReport(0, self.line.rank_first, 4711, None, 9, "Signal 9 (SIGKILL)", "", 0)
         speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
-        await self._driver.hear(self.stream, JOB, Fail(*speaker, (report,)))
+        await self._driver.commands.hear(self.stream, JOB, Fail(*speaker, (report,)))
 
     async def succeed(self) -> None:
         """Report that all workers have ended well."""
         assert self.line is not None
         speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
-        await self._driver.hear(self.stream, JOB, Succeed(*speaker))
+        await self._driver.commands.hear(self.stream, JOB, Succeed(*speaker))
 
     async def say_what_it_runs(self) -> None:
         """Greet a server that may not know the round."""
@@ -211,7 +211,7 @@ class Node:
         )
         resume = Resume(self.node_id, self.stream.incarnation, line.run, line.round, claim)
         belief = Belief(JOB, line.run, line.round, has_workers=True, commands=(resume,))
-        await self._driver.greet(self.stream, (belief,))
+        await self._driver.recovery.greet(self.stream, (belief,))
 
 
 class Group:

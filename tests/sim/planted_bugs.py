@@ -973,7 +973,7 @@ MUTANTS = (
     ),
     Mutant(
         "lines have the ranks of another",
-        "announcements._line",
+        "announcements._assignment",
         "        rank_first=participant.rank_first,",
         "        rank_first=last.rank_first,",
     ),
@@ -1402,7 +1402,7 @@ MUTANTS = (
     ),
     Mutant(
         "who joins from an old round does not hear that its seat is of one that has ended",
-        "unheard_line",
+        "missed_assignment",
         "    if round_.live and command.left_round is None:\n",
         "    if not round_.live or command.left_round is None:\n",
         by="tests/unit/server/test_driver.py",

@@ -179,8 +179,8 @@ class Joined:
 
 
 @struct(frozen=True)
-class Line:
-    """A round is complete: the node's own line of it."""
+class Assignment:
+    """A round is complete: this is the node's own assignment."""
 
     rdzv_id: str
     run: str
@@ -325,7 +325,7 @@ Told = (
     | Lease
     | Heard
     | Joined
-    | Line
+    | Assignment
     | RoundOver
     | Closed
     | Refused

@@ -36,7 +36,7 @@ from rdzv.errors import (
     UnknownJobError,
 )
 from rdzv.server.engine.forgetting import outlived, refuse_to_forget
-from rdzv.server.messages import Line
+from rdzv.server.messages import Assignment
 from rdzv.server.settings.config import DAY_MS, Limits, Timings
 from rdzv.stores.base import Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
@@ -106,17 +106,17 @@ async def stored(store: MemoryStore, rdzv_id: str, ended_at_ms: int | None) -> N
     )
 
 
-async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Line]:
+async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Assignment]:
     """Have one node run a round of a job; return who it is, and its line."""
     stream = await s.connect(f"node-of-{rdzv_id}")
     await s.driver.commands.hear(stream, rdzv_id, join(stream, (1, 1)))
     await settle()
     line = read(stream)[-1]
-    assert isinstance(line, Line)
+    assert isinstance(line, Assignment)
     return stream.node_id, stream.incarnation, line
 
 
-async def finished(s: Server, rdzv_id: str = "job-7") -> Line:
+async def finished(s: Server, rdzv_id: str = "job-7") -> Assignment:
     node_id, incarnation, line = await begun(s, rdzv_id)
     await s.driver.engine.submit(rdzv_id, Succeed(node_id, incarnation, line.run, line.round))
     await settle()
@@ -479,7 +479,7 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
         settings = Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
         await s.driver.commands.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
         line = read(stream)[-1]
-        assert isinstance(line, Line)
+        assert isinstance(line, Assignment)
         report = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
         speaker = (stream.node_id, stream.incarnation)
         await s.driver.commands.hear(

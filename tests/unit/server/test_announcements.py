@@ -9,7 +9,7 @@ from rdzv.core.events import RunBegan
 from rdzv.core.model import Claim, Settings
 from rdzv.core.rendezvous import step
 from rdzv.server.engine import announcements
-from rdzv.server.messages import Joined, Line, RoundOver
+from rdzv.server.messages import Assignment, Joined, RoundOver
 from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
@@ -32,7 +32,7 @@ def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
         if node_id == "n1"
     ]
     assert isinstance(heard[0], Joined)
-    assert isinstance(heard[-1], Line)
+    assert isinstance(heard[-1], Assignment)
     assert {getattr(message, "run", "") for message in heard} == {"former"}
 
 

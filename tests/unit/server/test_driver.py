@@ -62,6 +62,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
 from rdzv.server.engine import engine as engine_module
 from rdzv.server.messages import (
+    Assignment,
     Belief,
     Closed,
     Draining,
@@ -70,7 +71,6 @@ from rdzv.server.messages import (
     Hung,
     Joined,
     Lease,
-    Line,
     LogPiece,
     Refused,
     RoundOver,
@@ -230,7 +230,7 @@ class Server:
         n1, n2 = await self.connect("n1"), await self.connect("n2")
         await self.join(n1)
         await self.join(n2)
-        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
+        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
         return n1, n2
 
     async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
@@ -260,7 +260,7 @@ def join(stream: Stream, nodes: tuple[int, int] = (2, 2), **more: object) -> Joi
     return replace(command, **more)  # type: ignore[arg-type]
 
 
-def running(stream: Stream, line: Line) -> Belief:
+def running(stream: Stream, line: Assignment) -> Belief:
     """What a node believes whose workers run."""
     resume = Resume(stream.node_id, stream.incarnation, line.run, line.round)
     return Belief(line.rdzv_id, line.run, line.round, has_workers=True, commands=(resume,))
@@ -288,7 +288,7 @@ async def test_a_round_is_stored_before_anyone_hears_of_it() -> None:
         store.before_write = lambda: heard.extend(read(n1) + read(n2))
         await s.join(n1)
         await s.join(n2)
-        assert not any(isinstance(message, Line) for message in heard)
+        assert not any(isinstance(message, Assignment) for message in heard)
         lines = [read(stream)[-1] for stream in (n1, n2)]
         assert [(x.group_rank, x.rank_first, x.world_size) for x in lines] == [  # type: ignore[union-attr]
             (0, 0, 4),
@@ -307,7 +307,7 @@ async def test_a_node_hears_that_it_is_in_then_why_it_waits_then_its_line() -> N
         assert "waiting for 1 more node" in waiting.reason
         n2 = await s.connect("n2")
         await s.join(n2)
-        assert [type(message) for message in read(n2)] == [Welcome, Joined, Line]
+        assert [type(message) for message in read(n2)] == [Welcome, Joined, Assignment]
 
 
 async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> None:
@@ -360,7 +360,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
         await asyncio.wait([caller])
         store.gate.set()
         await settle()
-        assert isinstance(read(n1)[-1], Line)
+        assert isinstance(read(n1)[-1], Assignment)
         assert await s.states() == {"n1": NodeState.SEATED}
 
 
@@ -395,7 +395,7 @@ async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> No
         store.gate.set()
         await asyncio.gather(*said)
         assert isinstance(read(n3)[-1], Refused)
-        assert all(isinstance(read(stream)[-1], Line) for stream in (n1, n2, n4))
+        assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2, n4))
 
 
 @pytest.mark.parametrize("lost", ["lost before", "lost after"])
@@ -414,11 +414,11 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         await settle()
         store.gate.set()
         await s.clock.advance(2_500)
-        assert not any(isinstance(m, Line) for stream in streams for m in read(stream))
+        assert not any(isinstance(m, Assignment) for stream in streams for m in read(stream))
         store.away = None
         await s.clock.advance(2_500)
         await asyncio.gather(*said)
-        lines = [m for stream in streams for m in read(stream) if isinstance(m, Line)]
+        lines = [m for stream in streams for m in read(stream) if isinstance(m, Assignment)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1), (0, 2)]
         names = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert (names.count("RoundCompleted"), names.count("NodeJoined")) == (1, 3)
@@ -509,7 +509,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         store.away = None
         await s.clock.advance(2_000)
         await said
-        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Line, Line]
+        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
         assert "the store is back" in caplog.text
 
 
@@ -630,11 +630,11 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         store.next_write = lost
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         await s.clock.advance(2_500)
-        assert not any(isinstance(m, Line | Joined) for m in read(n1) + read(n2))
+        assert not any(isinstance(m, Assignment | Joined) for m in read(n1) + read(n2))
         store.away = None
         await s.clock.advance(2_500)
         await said
-        lines = [m for stream in (n1, n2) for m in read(stream) if isinstance(m, Line)]
+        lines = [m for stream in (n1, n2) for m in read(stream) if isinstance(m, Assignment)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1)]
         stored = await store.load("job-7")
         assert stored is not None
@@ -874,7 +874,7 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
     """A daemon was restarted: its workers are adopted, and nobody is lost."""
     async with server() as s:
         n1, n2 = await s.pair()
-        line = next(told.lines(*_round(s), 0))[1]
+        line = next(told.assignments(*_round(s), 0))[1]
         s.driver.connections.detach(n1)
         stream = s.attach("n1", "two")
         await settle()
@@ -928,8 +928,8 @@ async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
         store.gate.set()
         await completing
         await settle()
-        assert any(isinstance(message, Line) for message in read(n1))
-        assert not any(isinstance(message, Line) for message in read(later))
+        assert any(isinstance(message, Assignment) for message in read(n1))
+        assert not any(isinstance(message, Assignment) for message in read(later))
 
 
 async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
@@ -938,7 +938,7 @@ async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
         n1, n2 = await s.pair()
         await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
         await s.driver.commands.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
-        (line,) = [message for message in read(n1) if isinstance(message, Line)]
+        (line,) = [message for message in read(n1) if isinstance(message, Assignment)]
         assert line.round == 1
         await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
         assert line in read(n1)
@@ -1046,7 +1046,7 @@ async def test_after_a_restart_a_node_hears_the_same_line() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         n1, _ = await s.pair()
-        line = next(told.lines(*_round(s), 0))[1]
+        line = next(told.assignments(*_round(s), 0))[1]
     async with server(store, clock) as s:
         stream = s.attach("n1", incarnation=n1.incarnation)
         await s.driver.recovery.greet(stream, [running(stream, line)])
@@ -1250,7 +1250,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
         await s.driver.recovery.greet(n1, [asks_for("job-7", n1), asks_for("job-8", n1)])
         await settle()
         said = read(n1)
-        assert n1.open and any(isinstance(message, Line) for message in said)
+        assert n1.open and any(isinstance(message, Assignment) for message in said)
         [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
         assert "can not decide anything about this job: a bug of rdzvd" in waits.reason
         assert not any(isinstance(message, Refused) for message in said)
@@ -1541,15 +1541,19 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
     [
         pytest.param(VACANT, "n1", believes(0), [], id="unknown job: left alone"),
         pytest.param(JOINING, "n1", believes(None, has_workers=False), [Waiting], id="waits"),
-        pytest.param(RUNNING, "n1", believes(0), [Line], id="runs"),
-        pytest.param(RUNNING, "n1", believes(None, has_workers=False), [Line], id="missed it"),
+        pytest.param(RUNNING, "n1", believes(0), [Assignment], id="runs"),
+        pytest.param(
+            RUNNING, "n1", believes(None, has_workers=False), [Assignment], id="missed it"
+        ),
         pytest.param(RUNNING, "n1", believes(7), [], id="ahead: left alone, though seated"),
         pytest.param(RUNNING, "n9", believes(7), [], id="ahead: left alone"),
         pytest.param(RUNNING, "n9", believes(0), [RoundOver], id="no seat in it"),
         pytest.param(SPARE, "n3", believes(None, has_workers=False), [Waiting], id="spare"),
         pytest.param(ENDED, "n1", believes(0), [RoundOver], id="missed the end"),
         pytest.param(ENDED, "n2", believes(0), [RoundOver], id="seat given up"),
-        pytest.param(N1_STOPPED, "n1", believes(0), [RoundOver, Line], id="in the next round"),
+        pytest.param(
+            N1_STOPPED, "n1", believes(0), [RoundOver, Assignment], id="in the next round"
+        ),
         pytest.param(N1_STOPPED, "n2", believes(0), [RoundOver], id="an older round"),
         pytest.param(SUCCEEDED, "n1", believes(0), [Closed], id="closed"),
         pytest.param(RUNNING, "n1", believes(0, "feed"), [Closed], id="superseded run"),
@@ -1565,9 +1569,9 @@ def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ende
     seated = N1_STOPPED
     ended = step(seated, Fail("n1", 1, "run-1", 1, (FailureReport(0, 0, 5, 1, None, "", "", 0),)))
     late = a_join("n1", run="run-1", left_round=0)
-    assert isinstance(told.unheard_line(seated, late, 0), Line)
-    assert isinstance(told.unheard_line(ended, late, 0), RoundOver)
-    assert told.unheard_line(ended, replace(late, left_round=1), 0) is None
+    assert isinstance(told.missed_assignment(seated, late, 0), Assignment)
+    assert isinstance(told.missed_assignment(ended, late, 0), RoundOver)
+    assert told.missed_assignment(ended, replace(late, left_round=1), 0) is None
 
 
 def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:

@@ -18,7 +18,7 @@ from rdzv.errors import (
 )
 from rdzv.server.diagnosis.log_relay import PIECE_COST, _by_node
 from rdzv.server.messages import (
-    Line,
+    Assignment,
     LogCredit,
     LogLines,
     LogPiece,
@@ -131,7 +131,7 @@ async def pair(s: Server) -> tuple[Stream, Stream]:
         join = Join(stream.node_id, stream.incarnation, "", Settings(2, 2, 3), offer)
         await s.driver.commands.hear(stream, "job-7", join)
     await settle()
-    assert [type(read(stream)[-1]) for stream in streams] == [Line, Line]
+    assert [type(read(stream)[-1]) for stream in streams] == [Assignment, Assignment]
     return streams
 
 
@@ -160,7 +160,7 @@ async def test_all_nodes_are_asked_for_a_round_of_which_only_they_know() -> None
     async with server() as s:
         n1, n2 = await pair(s)
         await end_round(s, n1, n2)
-        assert isinstance(read(n1)[-1], Line)
+        assert isinstance(read(n1)[-1], Assignment)
         read(n2)
         reading = await begin(s, rank=3, round=0)
         requests = asked(n1), asked(n2)
@@ -215,9 +215,9 @@ async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
             "job-7 has had no round yet"
         ]
         await s.join(n2)
-        line, request = [x for x in read(n2) if isinstance(x, Line | ReadLog)]
+        line, request = [x for x in read(n2) if isinstance(x, Assignment | ReadLog)]
         # In this order, so that the node knows of the round that it is asked for.
-        assert isinstance(line, Line)
+        assert isinstance(line, Assignment)
         assert isinstance(request, ReadLog)
         assert (request.round, request.rank, request.follow) == (0, 2, True)
         await say(s, n2, request, b"x")

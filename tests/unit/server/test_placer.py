@@ -16,12 +16,12 @@ from rdzv.errors import (
     UnknownNodeError,
 )
 from rdzv.server.messages import (
+    Assignment,
     Belief,
     Closed,
     Draining,
     DrainNode,
     Holding,
-    Line,
     LookAgain,
     Placed,
     RoundOver,
@@ -91,7 +91,7 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
             (placed,) = placements(stream)
             assert placed == Placed("job-7", "sub-1", SPEC)
             await take_up(s, stream, placed)
-        assert all(isinstance(read(stream)[-1], Line) for stream in (n1, n2))
+        assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2))
         assert (await s.driver.views.status("job-7")).state == "running"
 
 
@@ -388,7 +388,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         offer = Offer("10.0.0.2", 1, machine="n2", store_port=4712)
         again = Join("n2", n2.incarnation, "sub-1", Settings(2, 2), offer, left_round=0)
         await s.driver.commands.hear(n2, "job-7", again)
-        line = next(told for told in read(n3) if isinstance(told, Line))
+        line = next(told for told in read(n3) if isinstance(told, Assignment))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
         assert s.driver.node_views.summaries(["n1"])[0].drain == "drained"
         texts = [event_in(row).text for row in await s.driver.views.history("job-7", 99)]
@@ -662,7 +662,7 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
         (n1,) = await daemons(s, "n1")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        assert isinstance(read(n1)[-1], Line)
+        assert isinstance(read(n1)[-1], Assignment)
     async with server(store, clock) as s:
         resume = Resume("n1", n1.incarnation, "sub-9", 0)
         belief = Belief("job-7", "sub-9", 0, has_workers=True, commands=(resume,))

@@ -19,7 +19,7 @@ from rdzv.core.model import LeaveCause
 from rdzv.ctl import as_text, watch
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
-from rdzv.server.messages import Line, Progress
+from rdzv.server.messages import Assignment, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.rendezvous_service import Conversation, Inbox
 from rdzv.server.settings.config import Config, Limits
@@ -100,7 +100,7 @@ async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
 async def test_what_is_told_again_is_as_old_as_it_was() -> None:
     """The node says its age with it: no reconnect and no new server makes it young."""
     store, clock = MemoryStore(), FakeClock()
-    line = Line("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
+    line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         n1, _ = await s.pair()
         s.driver.reports.note_progress(n1, said(6))
@@ -165,7 +165,7 @@ async def test_a_new_round_begins_with_nothing_and_goes_on_with_its_own() -> Non
         for stream in (n1, n2):
             await s.join(stream)
         line = read(n1)[-1]
-        assert isinstance(line, Line)
+        assert isinstance(line, Assignment)
         assert (line.run, line.round) != ("run-1", 0)
         s.driver.reports.note_progress(n1, said(501))
         assert steps(s) == {}
@@ -180,7 +180,7 @@ async def test_a_server_that_starts_anew_knows_nothing_and_stores_nothing() -> N
         stored = await store.load("job-7")
         s.driver.reports.note_progress(n1, said(5))
         assert await store.load("job-7") == stored
-        line = Line("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
+        line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         assert steps(s) == {}
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)

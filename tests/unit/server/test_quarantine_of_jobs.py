@@ -20,7 +20,7 @@ from rdzv.core.nodes import AgentKind
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Line, NodeSummary, Placed, Withdrawn
+from rdzv.server.messages import Assignment, NodeSummary, Placed, Withdrawn
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
@@ -85,8 +85,8 @@ async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> 
             await join(s, stream)
 
 
-def lines(stream: Stream) -> list[Line]:
-    return [told for told in read(stream) if isinstance(told, Line)]
+def lines(stream: Stream) -> list[Assignment]:
+    return [told for told in read(stream) if isinstance(told, Assignment)]
 
 
 async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: str = "") -> None:
@@ -129,7 +129,7 @@ async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
         assert f"n2 is quarantined for 12 h 0 min: {why}" in caplog.text
         told = read(n2)
         # No round was formed with it, and it is let go of.
-        assert not any(isinstance(message, Line) for message in told)
+        assert not any(isinstance(message, Assignment) for message in told)
         assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
         assert any(isinstance(message, Placed) for message in read(n3))
         await join(s, n3)

@@ -28,12 +28,12 @@ from rdzv.core.model import (
 from rdzv.core.nodes import AgentKind
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
+    Assignment,
     Closed,
     Heard,
     Hello,
     Joined,
     Lease,
-    Line,
     RankProgress,
     Refused,
     RoundOver,
@@ -440,7 +440,7 @@ def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
 # ---------------------------------------------------------------- what nodes are told
 
 CORE_FAILED = Failure("n1", "10.0.0.5", 3, 11, 99, 1, None, "boom", "trace", 4_000)
-A_LINE = Line(
+A_LINE = Assignment(
     "job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True, restarts=1, max_restarts=3
 )
 
@@ -491,7 +491,7 @@ A_LINE = Line(
             ),
         ),
         (
-            Line("job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "h", 1, False, 1, None, tally=TALLY),
+            Assignment("job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "h", 1, False, 1, None, tally=TALLY),
             pb.ServerMessage(
                 round_completed=pb.RoundCompleted(
                     rdzv_id="job-7",

@@ -40,10 +40,10 @@ from rdzv.core.model import (
 from rdzv.core.runs import ended_run
 from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
+    Assignment,
     Belief,
     Closed,
     Joined,
-    Line,
     Placed,
     RoundOver,
     Told,
@@ -72,7 +72,7 @@ def news(
                 for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
-                yield from lines(membership, event.round, now_ms)
+                yield from assignments(membership, event.round, now_ms)
             case RoundAdopted():
                 yield from _superseded(before, event.round)
             case RoundEnded():
@@ -151,16 +151,16 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
 
 
 def concerns(state: State, node_id: str, incarnation: int, message: Told) -> bool:
-    """Whether a message is for this incarnation: a line is only for the one that has the seat.
+    """Whether a message is for this incarnation: an assignment is only for the one with the seat.
 
     Another that has just connected would start workers in the place of its former self, and then
     be given a place of its own.
     """
-    return not isinstance(message, Line) or state.incarnation(node_id) == incarnation
+    return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
 
-def unheard_line(before: State, command: Join, now_ms: int) -> Line | RoundOver | None:
-    """Return what a seated node that asks for a seat has missed: its line, or its end."""
+def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment | RoundOver | None:
+    """Return what a seated node that asks for a seat has missed: its assignment, or its end."""
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
         return None
@@ -171,16 +171,20 @@ def unheard_line(before: State, command: Join, now_ms: int) -> Line | RoundOver 
     return _about_its_seat(before.membership, command.node_id, now_ms)
 
 
-def lines(membership: Membership, round_: Round, now_ms: int) -> Iterator[tuple[str, Line]]:
-    """Yield each participant's own line of a round."""
+def assignments(
+    membership: Membership, round_: Round, now_ms: int
+) -> Iterator[tuple[str, Assignment]]:
+    """Yield each participant's own assignment in a round."""
     tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
-        yield participant.node_id, _line(membership, round_, group_rank, tally)
+        yield participant.node_id, _assignment(membership, round_, group_rank, tally)
 
 
-def _line(membership: Membership, round_: Round, group_rank: int, tally: Tally | None) -> Line:
+def _assignment(
+    membership: Membership, round_: Round, group_rank: int, tally: Tally | None
+) -> Assignment:
     participant, last = round_.participants[group_rank], round_.participants[-1]
-    return Line(
+    return Assignment(
         rdzv_id=membership.rdzv_id,
         run=membership.run,
         round=round_.number,
@@ -251,14 +255,14 @@ def unknown(state: State, belief: Belief) -> bool:
 
 def _about_its_seat(
     membership: Membership, node_id: str, now_ms: int, claimed_rank: int | None = None
-) -> Line | RoundOver:
-    """Tell a seated node its line while the round is live, and then that it has ended."""
+) -> Assignment | RoundOver:
+    """Tell a seated node its assignment while the round is live, and then that it has ended."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
         return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
     group_rank = _group_rank(round_.participants, node_id, claimed_rank)
-    return _line(membership, round_, group_rank, tally_of(membership, now_ms))
+    return _assignment(membership, round_, group_rank, tally_of(membership, now_ms))
 
 
 def _group_rank(

@@ -17,7 +17,7 @@ from rdzv.errors import (
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements
 from rdzv.server.engine.job import News
-from rdzv.server.messages import Closed, Joined, Line, Refused, RoundOver, Told, Waiting
+from rdzv.server.messages import Assignment, Closed, Joined, Refused, RoundOver, Told, Waiting
 from rdzv.server.security.callers import ANYBODY, Caller
 
 
@@ -80,7 +80,7 @@ class Stream:
         if isinstance(told, Joined | Closed | Refused):
             # What was said of a round before its node knew the run was not taken in.
             self.forget(told.rdzv_id)
-        if not isinstance(told, Line | RoundOver | Waiting):
+        if not isinstance(told, Assignment | RoundOver | Waiting):
             return False
         repeated = self._last.get(told.rdzv_id) == told
         self._last[told.rdzv_id] = told
@@ -175,9 +175,9 @@ class Streams:
         if node_id in after.waiting:
             self.send(node_id, announcements.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)
-        line = announcements.unheard_line(before, command, now_ms)
-        if stream is not None and stream.incarnation == command.incarnation and line is not None:
-            stream.send(line, again=True)
+        missed = announcements.missed_assignment(before, command, now_ms)
+        if stream is not None and stream.incarnation == command.incarnation and missed is not None:
+            stream.send(missed, again=True)
 
     # ---------------------------------------------------------------- closing
 

@@ -259,35 +259,35 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
 _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 
 
-def _claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
-    """Read the line that was announced to the node; None if no round can be rebuilt from it.
+def _claim(assignment: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
+    """Read the assignment that was announced to the node; None if no round can be rebuilt from it.
 
     That is no reason to refuse the rest of the hello: the claim may not be needed.
     """
     try:
-        return _checked_claim(line, join, limits)
+        return _checked_claim(assignment, join, limits)
     except InvalidRequestError:
         return None
 
 
-def _checked_claim(line: pb.RoundCompleted, join: Join, limits: Limits) -> Claim:
-    nodes = bounds.within("group_world_size", line.group_world_size, 1, limits.nodes_per_job)
+def _checked_claim(assignment: pb.RoundCompleted, join: Join, limits: Limits) -> Claim:
+    nodes = bounds.within("group_world_size", assignment.group_world_size, 1, limits.nodes_per_job)
     most = nodes * limits.local_world_size
     return Claim(
-        round=line.round,
-        group_rank=bounds.within("group_rank", line.group_rank, 0, nodes - 1),
+        round=assignment.round,
+        group_rank=bounds.within("group_rank", assignment.group_rank, 0, nodes - 1),
         group_world_size=nodes,
-        rank_first=bounds.within("rank_first", line.rank_first, 0, most),
-        world_size=bounds.within("world_size", line.world_size, nodes, most),
-        role_rank_first=bounds.within("role_rank_first", line.role_rank_first, 0, most),
-        role_world_size=bounds.within("role_world_size", line.role_world_size, 0, most),
-        master_addr=bounds.address("master_addr", line.master_addr, limits),
-        master_port=bounds.within("master_port", line.master_port, 1, 65_535),
-        use_agent_store=line.use_agent_store,
-        restarts=bounds.within("restarts", line.restarts, 0, limits.restarts),
+        rank_first=bounds.within("rank_first", assignment.rank_first, 0, most),
+        world_size=bounds.within("world_size", assignment.world_size, nodes, most),
+        role_rank_first=bounds.within("role_rank_first", assignment.role_rank_first, 0, most),
+        role_world_size=bounds.within("role_world_size", assignment.role_world_size, 0, most),
+        master_addr=bounds.address("master_addr", assignment.master_addr, limits),
+        master_port=bounds.within("master_port", assignment.master_port, 1, 65_535),
+        use_agent_store=assignment.use_agent_store,
+        restarts=bounds.within("restarts", assignment.restarts, 0, limits.restarts),
         settings=join.settings,
         offer=join.offer,
-        tally=tally_of(line.tally) if line.HasField("tally") else None,
+        tally=tally_of(assignment.tally) if assignment.HasField("tally") else None,
     )
 
 

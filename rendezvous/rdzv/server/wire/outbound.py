@@ -10,12 +10,12 @@ from msgspec import Struct
 
 from rdzv.core.model import Failure, JobSpec, Result
 from rdzv.server.messages import (
+    Assignment,
     Closed,
     DrainNode,
     Heard,
     Joined,
     Lease,
-    Line,
     LogCredit,
     LogLines,
     LogPosition,
@@ -64,8 +64,8 @@ def server_message(
             message.heard.number = told.number
         case Joined():
             message.joined.CopyFrom(_copied(pb.Joined(), told))
-        case Line():
-            message.round_completed.CopyFrom(_line(told))
+        case Assignment():
+            message.round_completed.CopyFrom(_round_completed(told))
         case RoundOver():
             message.round_ended.CopyFrom(_round_ended(told))
         case Closed():
@@ -115,7 +115,7 @@ def _label_messages(labels: Iterable[tuple[str, str]]) -> list[pb.Label]:
 
 
 M = TypeVar("M", bound=Message)
-_Flat = Joined | Line | Refused | Waiting | LogCredit | LogLines | Withdrawn | TakeStacks
+_Flat = Joined | Assignment | Refused | Waiting | LogCredit | LogLines | Withdrawn | TakeStacks
 _FIELDS = {
     kind: tuple(name for name in field_names(kind) if name != "tally")
     for kind in (*get_args(_Flat), LogPosition)
@@ -133,7 +133,7 @@ def _copied(message: M, value: _Flat | LogPosition) -> M:
     return message
 
 
-def _line(told: Line) -> pb.RoundCompleted:
+def _round_completed(told: Assignment) -> pb.RoundCompleted:
     tally, message = told.tally, _copied(pb.RoundCompleted(), told)
     if tally is not None:
         message.tally.CopyFrom(tally_message(tally))
