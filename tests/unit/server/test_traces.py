@@ -172,7 +172,7 @@ async def test_too_many_rows_at_once_are_dropped_and_counted(
     traces = Traces(unread, lambda span: None, most_rows=10)
     traces.recorded(rows)
     await traces.drain()
-    told_of = [row for row in rows if row.name not in traces_module._NOT_TOLD]
+    told_of = [row for row in rows if row.name not in traces_module.SUMMED_UP]
     (line,) = said(caplog)
     assert line == f"{len(told_of) - 10} rows of history are in no trace: too many at once"
 
@@ -183,12 +183,11 @@ async def test_what_is_kept_of_a_run_does_not_grow_with_it() -> None:
     for row in rows[:-1]:
         traces.recorded([row])
         await traces.drain()
-        for tale in traces._tales.values():
-            run = tale.run
+        for run in traces.known.values():
             assert len(run.rounds) <= 2 and len(run.happenings) + len(run.failures) <= 20
-    assert traces._tales.keys() == {"job-7"}
+    assert traces.known.keys() == {"job-7"}
     await sent(rows[-1:], traces)
-    assert not traces._tales
+    assert not traces.known
 
 
 async def test_a_fault_in_one_row_ends_no_server(caplog: pytest.LogCaptureFixture) -> None:

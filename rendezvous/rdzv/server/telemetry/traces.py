@@ -43,8 +43,8 @@ ENDED = 1_000
 SLICE = 100
 """Rows that are taken before others get their turn: less than a millisecond."""
 
-# There is one of each node in each round; the spans have the number of nodes.
-_NOT_TOLD = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
+SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
+"""Events of each node in each round; the spans have the number of nodes instead."""
 
 Attribute = str | int | Sequence[str]
 
@@ -102,7 +102,7 @@ class Traces(Meter):
     def recorded(self, rows: Sequence[Record]) -> None:
         """Take rows of history. Too many at once are dropped, which the log says."""
         for row in rows:
-            if not row.run or row.name in _NOT_TOLD:
+            if not row.run or row.name in SUMMED_UP:
                 continue
             if len(self._rows) < self._most_rows:
                 self._rows.append(row)
@@ -114,6 +114,11 @@ class Traces(Meter):
         """Note that this server no longer leads: another server sends the spans of its jobs."""
         self._rows.append(None)
         self._news.set()
+
+    @property
+    def known(self) -> dict[str, Run]:
+        """The run of each job that has not ended, with the facts that are kept of it."""
+        return {rdzv_id: tale.run for rdzv_id, tale in self._tales.items()}
 
     async def run(self) -> None:
         """Make spans of rows as they come, until cancelled."""
@@ -167,7 +172,7 @@ class Traces(Meter):
         if past:
             tale.run.began_ms = past[0].unix_ms
         for one in past:
-            if one.name not in _NOT_TOLD:
+            if one.name not in SUMMED_UP:
                 _note(tale.run, one)
             if one.name == "RoundSettled":
                 tale.sent = _last(tale.run)
