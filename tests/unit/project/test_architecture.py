@@ -1,0 +1,78 @@
+"""ARCHITECTURE.md is true: its answers are functions that exist, and what is large is listed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.unit.project.test_layers import MAP, ROOT, SOURCES, parsed
+
+FUNCTION_LINES = 60
+CLASS_METHODS = 25
+FILE_LINES = 600
+_DEF = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def section(title: str) -> str:
+    text = MAP.read_text(encoding="utf-8")
+    return text[text.index(f"## {title}\n") :].split("\n## ", 1)[0]
+
+
+def definition(path: Path, name: str) -> ast.AST | None:
+    """Find a function, class or constant of a file by its dotted name."""
+    body: list[ast.stmt] = parsed(path).body
+    node: ast.AST | None = None
+    for part in name.split("."):
+        node = next((one for one in body if part in _names(one)), None)
+        if node is None:
+            return None
+        body = getattr(node, "body", [])
+    return node
+
+
+def _names(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {node.name}
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
+
+
+def test_every_answer_is_a_function_that_exists() -> None:
+    answers = re.findall(r"`([\w/]+\.(?:py|js)):([\w.]+)`(.*)", section("Where is it?"))
+    assert len(answers) >= 22
+    wrong = []
+    for file, name, rest in answers:
+        path = ROOT / file
+        if path.suffix == ".js":
+            if not path.exists() or f"function {name}(" not in path.read_text():
+                wrong.append(f"{file} has no {name}")
+            continue
+        found = definition(path, name) if path.exists() else None
+        if found is None:
+            wrong.append(f"{file} has no {name}")
+        elif isinstance(found, _DEF):
+            lines = (found.end_lineno or found.lineno) - found.lineno + 1
+            if lines > FUNCTION_LINES and "long:" not in rest:
+                wrong.append(
+                    f"{file}:{name} has {lines} lines; shorten it, or say why after `long:`"
+                )
+    assert not wrong
+
+
+def test_what_is_large_is_listed_with_its_reason() -> None:
+    listed = set(re.findall(r"^\* `([\w/.]+(?::\w+)?)`: \S", section("Large on purpose"), re.M))
+    large = set()
+    for source in SOURCES:
+        for path in sorted((source / "rdzv").rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if path.read_text(encoding="utf-8").count("\n") > FILE_LINES:
+                large.add(name)
+            for node in ast.walk(parsed(path)):
+                if isinstance(node, ast.ClassDef):
+                    methods = sum(isinstance(one, _DEF) for one in node.body)
+                    if methods > CLASS_METHODS:
+                        large.add(f"{name}:{node.name}")
+    assert listed == large
