@@ -23,6 +23,11 @@ class Tasks:
         task.add_done_callback(self._running.discard)
         return task
 
+    @property
+    def running(self) -> int:
+        """The number of tasks that have not ended."""
+        return len(self._running)
+
     async def finish(self, within_ms: int) -> None:
         """Let what runs come to its end; cancel what does not."""
         if self._running:

@@ -102,7 +102,7 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
             s.driver.connections.heard(n1)
             s.driver.connections.heard(n2)
         assert s.driver.views.stragglers("job-7") == ()
-        assert s.driver.diagnosis.stragglers._jobs
+        assert s.driver.diagnosis.stragglers.jobs
         s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert not s.driver.diagnosis.stragglers._jobs
+        assert s.driver.diagnosis.stragglers.jobs == 0

@@ -132,7 +132,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None
         assert kept.reason == "it hung: RANK 0-1: no word of its progress"
-        assert s.driver.diagnosis.hangs._episodes == {}
+        assert s.driver.diagnosis.hangs.episodes == 0
         rows = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
 
@@ -174,7 +174,7 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         await say(s, n1, stack(0), stack(1))
         await say(s, n2, stack(2), stack(3))
         assert await live(s)
-        assert s.driver.diagnosis.hangs._episodes == {}
+        assert s.driver.diagnosis.hangs.episodes == 0
         last = (await s.driver.views.history("job-7", 100))[-1]
         assert event_in(last).text == "no worker hangs any more in round 0, which goes on"
 
@@ -186,7 +186,7 @@ async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
         hang(s, n1, 0)
         s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert s.driver.diagnosis.hangs._episodes == {}
+        assert s.driver.diagnosis.hangs.episodes == 0
         round_ = (await membership(s)).round
         assert round_ is not None and round_.end is not None
         assert round_.end.cause is Cause.NODE_LOST
@@ -212,7 +212,7 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
         hang(s, other, 0)
         with pytest.raises(InvalidRequestError, match=r"RANK 0 hangs: n2 has RANK 2\.\.3"):
             hang(s, n2, 0)
-        assert s.driver.diagnosis.hangs._episodes == {}
+        assert s.driver.diagnosis.hangs.episodes == 0
 
 
 async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on(

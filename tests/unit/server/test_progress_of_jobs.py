@@ -150,7 +150,7 @@ async def test_a_round_that_ends_takes_its_progress_along() -> None:
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
         await s.driver.commands.hear(n2, "job-7", leaving)
         assert steps(s) == {}
-        assert not s.driver.diagnosis.progress._jobs
+        assert s.driver.diagnosis.progress.jobs == 0
         s.driver.reports.note_progress(n1, said(6))
         assert steps(s) == {}
 

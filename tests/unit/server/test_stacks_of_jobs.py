@@ -92,7 +92,7 @@ async def test_all_nodes_are_asked_at_once_and_their_workers_put_together() -> N
             *((0, "n1"), (1, "n1")),
             *((2, "n2"), (3, "n2")),
         ]
-        assert not s.driver.diagnosis.stacks._takings
+        assert s.driver.diagnosis.stacks.takings == 0
 
 
 async def test_a_node_that_does_not_answer_is_named_and_waited_for_no_longer() -> None:

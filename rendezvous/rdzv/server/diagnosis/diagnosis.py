@@ -11,7 +11,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.hang_investigation import Hangs
 from rdzv.server.diagnosis.log_relay import LogRelay
-from rdzv.server.diagnosis.progress_tracking import Board
+from rdzv.server.diagnosis.progress_tracking import ProgressBoard
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
@@ -36,7 +36,7 @@ class Diagnosis:
     ) -> None:
         """`send` tells a node; `note` writes events that no step of a job has led to."""
         limits, timings = config.limits, config.timings
-        self.progress = Board()
+        self.progress = ProgressBoard()
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
         self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)

@@ -106,6 +106,11 @@ class Hangs:
             return ""
         return describe_hung(worker for workers in episode.hung.values() for worker in workers)
 
+    @property
+    def episodes(self) -> int:
+        """The number of rounds in which workers hang."""
+        return len(self._episodes)
+
     def close(self) -> None:
         """Leave every episode to the server that follows: its nodes tell it again."""
         for episode in tuple(self._episodes.values()):

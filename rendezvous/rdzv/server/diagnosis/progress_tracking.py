@@ -26,11 +26,16 @@ class _Job:
     """By node_id: when it was heard, and what."""
 
 
-class Board:
+class ProgressBoard:
     """Keeps what was said last, by job and node."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
+
+    @property
+    def jobs(self) -> int:
+        """The number of jobs of which something is kept."""
+        return len(self._jobs)
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int

@@ -104,6 +104,11 @@ class StackRelay:
         self._numbers = itertools.count(1)
         self._closed = False
 
+    @property
+    def takings(self) -> int:
+        """The number of reports that are being put together."""
+        return len(self._takings)
+
     async def take(self, state: State, reason: str) -> Report:
         """Have all nodes of the live round say what their workers do; wait a bounded time.
 

@@ -44,6 +44,11 @@ class Stragglers:
     def _look_every_ms(self) -> int:
         return min(max(self._after_ms // LOOKS, LOOK_LEAST_MS), LOOK_MOST_MS)
 
+    @property
+    def jobs(self) -> int:
+        """The number of jobs of which something is kept."""
+        return len(self._jobs)
+
     def note(
         self, state: State, progress: Callable[[], Sequence[RankProgress]], now_ms: int
     ) -> None:
