@@ -151,7 +151,7 @@ async def test_a_variable_that_makes_no_sense_is_refused(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("text", ["collector:4318", "ftp://c", "http://", "", "grpc://c:4317"])
 def test_what_is_no_collector_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is no collector; give a URL such as"):
+    with pytest.raises(InvalidRequestError, match="is not a collector; give a URL such as"):
         check_otlp(text)
 
 

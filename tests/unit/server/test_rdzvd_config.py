@@ -214,7 +214,7 @@ PAIR = 'tls.cert = "{0}/server.crt"\ntls.key = "{0}/server.key"\n'
     ("text", "problem"),
     [
         ("", "nothing here is encrypted or authenticated"),
-        (PAIR, "nobody who connects is asked who they are"),
+        (PAIR, "no caller is asked to authenticate"),
     ],
 )
 @pytest.mark.parametrize("port", ["listen", "http"])
