@@ -12,7 +12,7 @@ a third of the time in which rdzvrun starts its workers. A struct takes 0.01 ms;
 instances is made, compared and replaced several times as fast.
 
 A field may have a default, or a factory of one; `repr=False` if it holds a secret; `compare=False`
-if equal ones may differ in it. What changes is a dataclass.
+if equal ones may differ in it. A value that changes is a dataclass.
 """
 
 from __future__ import annotations

@@ -903,5 +903,5 @@ def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
                 words = flags.expand([f"{short}=x"], actions)
                 assert actions[words[0].partition("=")[0]].dest == dest, short
             else:
-                with pytest.raises(InvalidRequestError, match="write out the one that is meant"):
+                with pytest.raises(InvalidRequestError, match="write one of them out"):
                     flags.expand([short], actions)

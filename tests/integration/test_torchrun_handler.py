@@ -97,7 +97,7 @@ def test_it_connects_with_the_credentials_of_rdzv_conf(
     monkeypatch.setenv("RDZV_TOKEN", "abc")
     conf = {"tls_ca": node.ca, "tls_cert": node.cert, "tls_key": node.key}
     assert read_options(params(**conf)).credentials == replace(node, token="abc")
-    with pytest.raises(ValueError, match=r"--rdzv-conf: CA .*none can not be used"):
+    with pytest.raises(ValueError, match=r"--rdzv-conf: CA .*none cannot be used"):
         read_options(params(tls_ca=str(tmp_path / "none")))
 
 
@@ -178,12 +178,12 @@ def test_unknown_keys_are_warned_of_with_the_known_ones(caplog: pytest.LogCaptur
         ({"run_id": "none"}, "--rdzv-id is missing"),
         ({"endpoint": ""}, "--rdzv-endpoint is missing"),
         ({"endpoint": "a:b"}, "'b' is not a port"),
-        ({"join_timeout": "soon"}, "join_timeout=soon is no number of seconds"),
-        ({"join_timeout": "-1"}, "join_timeout=-1 is no number of seconds"),
-        ({"read_timeout": "nan"}, "read_timeout=nan is no number of seconds"),
-        ({"reuse": "maybe"}, "reuse=maybe is neither true nor false"),
-        ({"scale_up": "never"}, "scale_up=never is none of eager, on-restart"),
-        ({"scale_up": "after"}, "scale_up=after is none of .*after:SECONDS"),
+        ({"join_timeout": "soon"}, "join_timeout=soon is not a number of seconds"),
+        ({"join_timeout": "-1"}, "join_timeout=-1 is not a number of seconds"),
+        ({"read_timeout": "nan"}, "read_timeout=nan is not a number of seconds"),
+        ({"reuse": "maybe"}, "reuse=maybe is not true or false"),
+        ({"scale_up": "never"}, "scale_up=never is not one of eager, on-restart"),
+        ({"scale_up": "after"}, "scale_up=after is not one of .*after:SECONDS"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(given: Any, message: str) -> None:

@@ -64,8 +64,8 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
         ({"user": "me"}, "etcd user 'me' has no password; give both or neither"),
         ({"password": "x"}, "etcd user '' is missing for the password"),
         ({"cert": Path("c")}, "one without the other"),
-        ({"ca": Path("/missing.pem")}, "/missing.pem can not be used: No such file"),
-        ({"ca": Path("/dev/null")}, "etcd CA /dev/null can not be used"),
+        ({"ca": Path("/missing.pem")}, "/missing.pem cannot be used: No such file"),
+        ({"ca": Path("/dev/null")}, "etcd CA /dev/null cannot be used"),
         ({"cert": Path("/dev/null"), "key": Path("/dev/null")}, "files that belong together"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
         )
     one, two = tmp_path / "one.pem", tmp_path / "two.key"
     replace(GOOD, ca=one, cert=one, key=tmp_path / "one.key").check()
-    with pytest.raises(InvalidRequestError, match=f"{one} with key {two} can not be used"):
+    with pytest.raises(InvalidRequestError, match=f"{one} with key {two} cannot be used"):
         replace(GOOD, cert=one, key=two).check()
 
 

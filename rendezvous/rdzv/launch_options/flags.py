@@ -1,8 +1,8 @@
 """rdzvrun's command line, word for word: torchrun's flags, their defaults, and ours beside them.
 
-Every flag that torchrun has is here, in both spellings (dashes, underscores), and with torchrun's
-environment default: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags. What
-the words mean is for `job_options` and the agent's `options` to say.
+Every flag of torchrun is here, in both spellings (dashes, underscores), and with torchrun's default
+from the environment: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags.
+`job_options` and the agent's `options` give the words their meaning.
 
 Source: `torch/distributed/run.py` (`get_args_parser`) and `torch/distributed/argparse_util.py` of
 torch 2.13.
@@ -25,19 +25,19 @@ from rdzv.version import VERSION
 CONF_KEYS = {
     "join_timeout": "seconds to wait for min_nodes before giving up (default 600)",
     "last_call_timeout": "seconds to wait for more nodes once min_nodes are there (default 30)",
-    "scale_up": "eager: newcomers end the running round; on-restart: they wait; after:SECONDS: "
-    "they end it once it has run so long (default eager)",
+    "scale_up": "eager: new nodes end the running round; on-restart: they wait; after:SECONDS: "
+    "they end it when it has run for this time (default eager)",
     "restart_window": "as --restart-window",
     "restart_backoff": "as --restart-backoff",
     "reuse": "false: refuse to begin a new run of a job whose last run has ended (default true)",
     "failure_stop_timeout": "seconds between SIGTERM and SIGKILL after a failure (default 5)",
     "server_timeout": "seconds to wait for a lost server without workers (default 600)",
-    "etcd_prefix": "etcd: where the keys of all jobs lie (default /torchelastic/p2p)",
+    "etcd_prefix": "etcd: prefix of the keys of all jobs (default /torchelastic/p2p)",
     "protocol": "etcd: http or https (default http)",
     "cacert": "etcd: file with the CA of its certificates (PEM); also ca_cert",
     "cert": "etcd: file with this node's certificate (PEM), with `key`; also ssl_cert",
     "key": "etcd: file with the key of that certificate (PEM); also ssl_cert_key",
-    "etcd_user": "etcd: who the nodes are to it, with `etcd_password_file`",
+    "etcd_user": "etcd: user of the nodes, with `etcd_password_file`",
     "etcd_password_file": "etcd: file with the password in its first line",
     "is_host": "c10d: whether this node serves the job (default: if it owns the endpoint's host)",
 }
@@ -53,12 +53,12 @@ TORCH_CONF_KEYS = frozenset(
         "timeout",
     }
 )
-"""What torchrun's back-ends take and rdzvrun has no use for: its streams need no such timings."""
+"""Keys of torchrun's back-ends without effect in rdzvrun: its streams need no such timings."""
 
 CONF_ALIASES = frozenset({"ca_cert", "ssl_cert", "ssl_cert_key"})
-"""What torchrun's etcd-v2 back-end calls `cacert`, `cert` and `key`."""
+"""The names of `cacert`, `cert` and `key` in torchrun's etcd-v2 back-end."""
 
-_NO_EFFECT = "accepted for torchrun's sake; has no effect"
+_NO_EFFECT = "accepted as by torchrun; has no effect"
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -86,7 +86,7 @@ OWN = frozenset(
         "--warm",
     }
 )
-"""What torchrun has not: none of it may change what an abbreviation means under torchrun."""
+"""Flags that torchrun lacks: they never change the meaning of an abbreviation of torchrun's."""
 
 
 def parse(
@@ -109,24 +109,24 @@ def parse(
 
 @struct(frozen=True)
 class Given:
-    """A flag as it was given: its words, the first written out, and what they are."""
+    """A flag as it was given: its words, the first written out, and their actions."""
 
     actions: tuple[argparse.Action, ...]
-    """One; or several short ones in one word, of which only the last may have a value."""
+    """One; or several short flags in one word, of which only the last may have a value."""
     words: tuple[str, ...]
 
 
 def split(
     argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
 ) -> tuple[list[Given], list[str]]:
-    """Take the flags apart from what follows them, and write out those that are abbreviated.
+    """Divide the flags from the words after them, and write out abbreviated flags.
 
-    An abbreviation is understood as torchrun's argparse would: it is one of torchrun's flags if no
-    other of torchrun's begins like it; what torchrun has not, `whole`, is written whole. What
-    follows is the script and its arguments, or begins with what argparse refuses.
+    An abbreviation means what it means to torchrun's argparse: the one flag of torchrun that begins
+    with it. Flags that torchrun lacks, `whole`, are never abbreviated. The words after the flags
+    are the script and its arguments, or begin with a word that argparse refuses.
 
     Raises:
-        InvalidRequestError: several of torchrun's flags begin like it.
+        InvalidRequestError: several flags of torchrun begin with an abbreviation.
     """
     given: list[Given] = []
     at = 0
@@ -142,7 +142,7 @@ def split(
         if not actions:
             break
         if actions[-1].nargs == "?" and not has_value:
-            # What may be left out is given with `=`: the next word is the script.
+            # An optional value is given with `=`: the next word is the script.
             first, has_value = f"{first}={actions[-1].const}", True
         end = at + (1 if actions[-1].nargs == 0 or has_value else 2)
         given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
@@ -151,13 +151,13 @@ def split(
 
 
 def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
-    """Write out the flags that are abbreviated; see `split`."""
+    """Write out abbreviated flags; see `split`."""
     given, rest = split(argv, options)
     return [*(word for one in given for word in one.words), *rest]
 
 
 def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
-    """Return the flag that is meant; what means none is left for argparse to refuse."""
+    """Return the full flag of an abbreviation; argparse refuses a word that is none."""
     if name in options:
         return name
     meant = {
@@ -167,16 +167,14 @@ def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[s
     }
     if len(meant) > 1:
         candidates = sorted(option.replace("_", "-") for option in meant.values())
-        raise InvalidRequestError(
-            f"{name} may be {' or '.join(candidates)}; write out the one that is meant"
-        )
+        raise InvalidRequestError(f"{name} may be {' or '.join(candidates)}; write one of them out")
     return next(iter(meant.values()), name)
 
 
 def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
     """Return the short flags in -m, -mt or -mt1, and whether the last has its value in the word.
 
-    None are returned if one of them is not known.
+    The list is empty if one of them is unknown.
     """
     actions = []
     for place, letter in enumerate(word[1:], start=1):
@@ -195,7 +193,7 @@ def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows each option in one spelling; underscores are accepted, but not worth showing."""
+    """Shows each option with dashes only; underscores are accepted, too."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy.copy(action)
@@ -204,7 +202,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def described() -> list[Option]:
-    """List rdzvrun's flags: their names, and what argparse is to know of them."""
+    """List rdzvrun's flags: their names, and their arguments for argparse."""
     return [*_where(), *_what(), *_output(), *_torchrun_only()]
 
 
@@ -213,7 +211,7 @@ def add(
     option: Option,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Action:
-    """Add a flag in both spellings; its default may be in the environment."""
+    """Add a flag in both spellings; the environment may have its default."""
     names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
@@ -222,17 +220,17 @@ def add(
     if text is None or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
-        # A text: argparse reads it as it would read the option's value.
+        # A text: argparse reads it like the option's value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
     else:
-        raise InvalidRequestError(f"{variable}={text} is neither 0 nor 1")
+        raise InvalidRequestError(f"{variable}={text} is not 0 or 1")
     return action
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add what follows the flags."""
+    """Add the script and its arguments."""
     parser.add_argument("training_script", metavar="script", help="script, module or program")
     parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
@@ -277,7 +275,7 @@ def _option(*names: str, **settings: Any) -> Option:
 
 
 def _where() -> list[Option]:
-    """List the options about the job, its nodes and where they meet."""
+    """List the options of the job, its nodes and their server."""
     conf = "; ".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
     return [
         _option(
@@ -339,13 +337,13 @@ def _where() -> list[Option]:
             "--local-addr",
             default="",
             metavar="ADDR",
-            help="where the other nodes reach this one (default: its address towards the server)",
+            help="address of this node for the others (default: its address towards the server)",
         ),
         _option(
             "--topology",
             default="",
             metavar="LABEL",
-            help="this node's place in the network, e.g. its rack; nodes of one place sit together",
+            help="this node's place in the network, e.g. its rack; ranks of one place are adjacent",
         ),
         _option(
             "--tls-ca",
@@ -359,7 +357,7 @@ def _where() -> list[Option]:
             type=Path,
             default=None,
             metavar="FILE",
-            help="the certificate that rdzvd is shown (PEM; default RDZV_TLS_CERT)",
+            help="this node's certificate for rdzvd (PEM; default RDZV_TLS_CERT)",
         ),
         _option(
             "--tls-key",
@@ -373,36 +371,36 @@ def _where() -> list[Option]:
             type=Path,
             default=None,
             metavar="FILE",
-            help="the token that rdzvd is sent (default RDZV_TOKEN_FILE, or the token in "
-            "RDZV_TOKEN); only by TLS, or to this machine",
+            help="the token for rdzvd (default RDZV_TOKEN_FILE, or the token in RDZV_TOKEN); it is "
+            "sent only by TLS, or to this machine",
         ),
     ]
 
 
 def _what() -> list[Option]:
-    """List the options about the workers."""
+    """List the options of the workers."""
     return [
         _option(
             "--max-restarts",
             type=int,
             default=0,
             metavar="N",
-            help="worker failures that the whole job survives (default 0); nodes that are lost, "
-            "leave or join cost none",
+            help="worker failures that the whole job survives (default 0); a node that is lost, "
+            "leaves or joins does not count",
         ),
         _option(
             "--restart-window",
             default=None,
             metavar="SECONDS",
-            help="restarts that were spent longer ago count no more (default: all count)",
+            help="restarts longer ago no longer count (default: all count)",
         ),
         _option(
             "--restart-backoff",
             default=None,
             metavar="BASE[:MAX]",
-            help="seconds that the second restart in a row waits if rounds fail within a minute, "
-            "twice as long with each more, up to MAX; the first never waits (default 1:60; 0: none "
-            "waits)",
+            help="seconds before the second restart in a row if rounds fail within a minute, "
+            "doubled with each further one, up to MAX; the first never waits (default 1:60; 0: no "
+            "wait)",
         ),
         _option(
             "--max-preemptions",
@@ -425,7 +423,7 @@ def _what() -> list[Option]:
             type=int,
             default=0,
             metavar="K",
-            help="fail, with exit code 93, after K restarts in a row that did not move the job on: "
+            help="fail, with exit code 93, after K restarts in a row without progress: "
             "no step in RDZV_PROGRESS_FILE above all before, and no change of --snapshot "
             "(default 0: any number)",
         ),
@@ -434,8 +432,7 @@ def _what() -> list[Option]:
             type=Path,
             default=None,
             metavar="PATH",
-            help="file or folder that the job saves its state to; where it has changed, the job "
-            "has moved on",
+            help="file or folder that the job saves its state to; a change of it is progress",
         ),
         _option("--role", default="default", metavar="ROLE", help="role of this node's workers"),
         _option("-m", "--module", action="store_true", help="run a module, as python -m does"),
@@ -457,40 +454,39 @@ def _what() -> list[Option]:
             type=float,
             default=None,
             metavar="SECONDS",
-            help="kill this node's workers after so long without proof that the server hears the "
+            help="kill this node's workers after this time without proof that the server hears the "
             "node, so that they are gone before others take their place; at least 1 s below the "
-            "server's lease of 5 s or more (default: they train on without a server)",
+            "server's lease of 5 s or more (default: they continue without a server)",
         ),
         _option(
             "--hang-timeout",
             default=None,
             metavar="SECONDS|auto",
-            help="a worker that has told of its progress (RDZV_PROGRESS_FILE) and then says "
-            "nothing for so long hangs: its round ends as by a failure, and the stacks of all "
-            "workers tell where they were; auto: learned from its steps (default: off); "
-            "docs/hangs.md says more",
+            help="a worker that has reported progress (RDZV_PROGRESS_FILE) and then none for "
+            "this time hangs: its round ends as by a failure, and the stacks of all workers are "
+            "kept; auto: learned from its steps (default: off); see docs/hangs.md",
         ),
         _option(
             "--notice-signal",
             default="SIGTERM",
             metavar="SIG",
-            help="what the workers get when this node is about to leave (a drain, a preemption), "
-            "long enough before to save what they have; none: only the file that RDZV_NOTICE_FILE "
-            "names (default SIGTERM)",
+            help="signal to the workers when this node is about to leave (a drain, a preemption), "
+            "early enough to save their state; none: only the file that RDZV_NOTICE_FILE names "
+            "(default SIGTERM)",
         ),
         _option(
             "--preemption-file",
             type=Path,
             default=None,
             metavar="PATH",
-            help="once it is there this node is about to be taken away: its workers are told, and "
-            "it leaves; its first line may say how many seconds are left (default 30)",
+            help="when this file appears, this node is about to be taken away: its workers get a "
+            "notice, and it leaves; the first line may be the seconds that are left (default 30)",
         ),
         _option(
             "--signals-to-handle",
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             metavar="SIG,...",
-            help="signals that make this node leave, and that its workers get "
+            help="signals on which this node leaves; its workers get them, too "
             "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
         ),
         _option(
@@ -505,7 +501,7 @@ def _what() -> list[Option]:
             default=None,
             metavar="MODULES",
             help="fork the workers of each restart from an interpreter that has imported these "
-            "(default torch, and with it torch._dynamo); docs/warm.md says what they must not do",
+            "(default torch, and with it torch._dynamo); docs/warm.md lists what they must not do",
         ),
         _option(
             "--numa-binding",
@@ -518,7 +514,7 @@ def _what() -> list[Option]:
 
 
 def _output() -> list[Option]:
-    """List the options about what workers write."""
+    """List the options of the workers' output."""
     streams = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
     return [
         _option(
@@ -547,7 +543,7 @@ def _output() -> list[Option]:
             "--local-ranks-filter",
             default="",
             metavar="RANK,...",
-            help="show the output of these LOCAL_RANKs only; files are written all the same",
+            help="show the output of these LOCAL_RANKs only; files have that of all",
         ),
         _option(
             "--duplicate-stdout-filters",
@@ -573,7 +569,7 @@ def _output() -> list[Option]:
 
 
 def _torchrun_only() -> list[Option]:
-    """List what rdzvrun has for torchrun's sake."""
+    """List the options that only torchrun needs."""
     return [
         _option("--monitor-interval", type=float, default=0.1, metavar="S", help=_NO_EFFECT),
         _option(
@@ -593,18 +589,18 @@ def _torchrun_only() -> list[Option]:
             "--logs-specs",
             default=None,
             metavar="NAME",
-            help="who decides where workers' output goes: an entry point of the group "
+            help="class that decides where workers' output goes: an entry point of the group "
             "torchrun.logs_specs in the job's interpreter",
         ),
     ]
 
 
 def _legacy() -> list[Option]:
-    """List what torch.distributed.launch has beside torchrun's options."""
+    """List the options of torch.distributed.launch beside torchrun's."""
     return [
         _option(
             "--use-env",
             action="store_true",
-            help="leave LOCAL_RANK to the environment: pass no --local-rank to the script",
+            help="pass no --local-rank to the script: LOCAL_RANK is in the environment",
         ),
     ]

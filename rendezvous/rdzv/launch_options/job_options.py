@@ -1,7 +1,7 @@
-"""What a job's command line says of the job itself: read, or refused with a remedy.
+"""The options of a command line that are about the job: read, or refused with a remedy.
 
-Nothing here asks the machine that it runs on, so that `rdzvctl submit` and rdzvrun refuse the same
-words in the same way: whoever reads a line may not be the node that launches it.
+Nothing here depends on the machine, so `rdzvctl submit` and rdzvrun refuse the same words in the
+same way: the machine that reads a command line may not be the node that launches it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
-"""Above every limit of a server, which then says which; what is larger fits into no message."""
+"""Above every limit of a server, which refuses with its own; a message holds no larger number."""
 MAX_CONF_S = 30 * 86_400
 MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
-"""What is waited between restarts in a row, unless something else is asked for."""
+"""The first and the longest wait between restarts in a row, by default."""
 MAX_FENCE_S = 3_600
-"""Above every lease; the server says which it gives."""
+"""Above every lease; the server refuses what is above its own."""
 
 MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
-"""What --nproc-per-node takes in place of a number; each node counts for itself."""
+"""The words that --nproc-per-node takes in place of a number; each node counts for itself."""
 
 NAME_CHARS = 128
-"""How long the name of a job or a node may be; as the server has it."""
+"""The longest name of a job or a node, as on the server."""
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_CHARS = 255
-"""What a variable and a label may be called, and how long a label's value is; as the server has it
+"""The valid names of a variable and of a label, and the longest value of a label; as on the server
 by default."""
 
 WORKERS_OWN = frozenset(
@@ -50,7 +50,7 @@ WORKERS_OWN = frozenset(
         *("RDZV_ROUND", "RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE"),
     }
 )
-"""The variables that every worker is given anew in every round."""
+"""The variables that the agent sets for every worker in every round."""
 
 _NAMES = ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr")
 
@@ -59,11 +59,11 @@ def check_words(args: argparse.Namespace) -> None:
     """Refuse flags that exclude each other, and names that no message can carry.
 
     Raises:
-        InvalidRequestError: there are such.
+        InvalidRequestError: there is one.
 
     """
     if args.rdzv_id == "":
-        # From a variable that is not set, most likely: no name of chance is what was meant.
+        # Most likely from a variable that is not set: a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
@@ -73,14 +73,14 @@ def check_words(args: argparse.Namespace) -> None:
         check_printable("--snapshot", str(args.snapshot))
         if not args.no_progress_restarts:
             raise InvalidRequestError(
-                f"--snapshot={args.snapshot} has no use without --no-progress-restarts; give a "
+                f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "
                 "number of restarts, or leave it out"
             )
     if args.module and args.no_python:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
         raise InvalidRequestError("-m and --run-path exclude each other; leave one of them out")
-    # torch.distributed.launch refuses it whatever else is asked for.
+    # torch.distributed.launch always refuses it.
     if args.no_python and not getattr(args, "use_env", True):
         raise InvalidRequestError(
             "--no-python passes no --local-rank to the program; add --use-env, and read LOCAL_RANK"
@@ -88,7 +88,7 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def _check_length(option: str, name: str) -> None:
-    """Refuse a name that no server takes, before every line of the log begins with it."""
+    """Refuse a name that no server accepts, before it is in every line of the log."""
     if len(name) > NAME_CHARS:
         raise InvalidRequestError(
             f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
@@ -96,18 +96,18 @@ def _check_length(option: str, name: str) -> None:
 
 
 def check_printable(option: str, value: str) -> None:
-    """Refuse what no message can carry, and what would do things to a terminal."""
+    """Refuse characters that no message can carry, and codes for a terminal."""
     if not value.isprintable():
         raise InvalidRequestError(
-            f"{option}={short(value)!r} has characters that can not be printed; leave them out"
+            f"{option}={short(value)!r} has characters that cannot be printed; leave them out"
         )
 
 
 def read_settings(args: argparse.Namespace, conf: Mapping[str, str]) -> Settings:
-    """Read what all nodes of the job agree on.
+    """Read the settings that all nodes of the job agree on.
 
     Raises:
-        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+        InvalidRequestError: a value is not valid; the message has it, the reason, and a remedy.
 
     """
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
@@ -141,7 +141,7 @@ def _restart_backoff_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> tu
 
 
 def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return what may be a flag or a key of --rdzv-conf: how it was given, and its text."""
+    """Return an option that is a flag or a key of --rdzv-conf: as it was given, and its text."""
     name = f"--{key.replace('_', '-')}"
     if flag is None:
         return f"--rdzv-conf: {key}={conf.get(key)}", conf.get(key)
@@ -153,7 +153,7 @@ def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[s
 
 
 def parse_backoff(given: str, text: str) -> tuple[int, int]:
-    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` is how it was said.
+    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` is the option for errors.
 
     >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
     ((2000, 60000), (500, 10000), (90000, 90000))
@@ -181,7 +181,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise InvalidRequestError(
-            f"--nnodes={text} is no number of nodes; give N or MIN:MAX, e.g. 2:4"
+            f"--nnodes={text} is not a number of nodes; give N or MIN:MAX, e.g. 2:4"
         )
     low, high = (_count(f"--nnodes={text}", part) for part in (parts[0], parts[-1]))
     if low < 1:
@@ -196,7 +196,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Read a number of workers; 0 for a word that says what each node is to count.
+    """Read a number of workers; 0 for a word that tells each node what to count.
 
     >>> parse_nproc("8"), parse_nproc("gpu")
     (8, 0)
@@ -205,7 +205,7 @@ def parse_nproc(text: str) -> int:
         return 0
     if not text.isdecimal():
         raise InvalidRequestError(
-            f"--nproc-per-node={text} is no number of workers; give one from 1 on, or "
+            f"--nproc-per-node={text} is not a number of workers; give one from 1 on, or "
             f"{', '.join(COUNTED_BY_NODE)}"
         )
     count = _count(f"--nproc-per-node={text:.20}", text)
@@ -228,7 +228,7 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def unknown_keys(conf: Mapping[str, str]) -> list[str]:
-    """Return the keys that are nobody's: neither rdzvrun's nor those of torchrun's back-ends."""
+    """Return the keys that neither rdzvrun nor a back-end of torchrun knows."""
     known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
     return [key for key in conf if key not in known]
 
@@ -245,7 +245,7 @@ def _seconds_ms(given: str, text: str, least_ms: int) -> int:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise InvalidRequestError(f"{given} is no number of seconds; give one from 0 on")
+        raise InvalidRequestError(f"{given} is not a number of seconds; give one from 0 on")
     if seconds > MAX_CONF_S:
         raise InvalidRequestError(
             f"{given} is too long; give at most {MAX_CONF_S} seconds (30 days)"
@@ -262,12 +262,12 @@ def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
     """Read true or false of --rdzv-conf."""
     text = conf.get(key, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
-        raise InvalidRequestError(f"--rdzv-conf: {key}={text} is neither true nor false")
+        raise InvalidRequestError(f"--rdzv-conf: {key}={text} is not true or false")
     return text in ("true", "1")
 
 
 def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
-    """Read when newcomers may end a running round, and how long it must have run (0: no matter).
+    """Read when new nodes may end a running round, and how long it must have run (0: any time).
 
     >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
     ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
@@ -278,7 +278,7 @@ def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
         return ScaleUp.AFTER, _seconds_ms(given, seconds, least_ms=1)
     known = [f"{one}:SECONDS" if one is ScaleUp.AFTER else one.value for one in ScaleUp]
     if text not in known or text == ScaleUp.AFTER:
-        raise InvalidRequestError(f"{given} is none of {', '.join(known)}")
+        raise InvalidRequestError(f"{given} is not one of {', '.join(known)}")
     return ScaleUp(text), 0
 
 
@@ -292,7 +292,7 @@ def at_least(option: str, value: int, least: int) -> int:
 
 
 def _count(given: str, digits: str) -> int:
-    """Read a number of decimal digits, of which there may be any number."""
+    """Read a number from any count of decimal digits."""
     too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
     if too_long or int(digits) > MAX_COUNT:
         raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
@@ -300,7 +300,7 @@ def _count(given: str, digits: str) -> int:
 
 
 def shutdown_timeout_ms(given: str, text: str) -> int:
-    """Read how long workers may take to stop; `given` is how it was said."""
+    """Read how long workers may take to stop; `given` is the option for errors."""
     try:
         seconds = float(text)
     except ValueError:
@@ -311,7 +311,7 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
 
 
 def fence_after_ms(seconds: float | None) -> int:
-    """Read after how long without proof of being heard workers are killed; 0: never."""
+    """Read the time without proof of being heard after which workers are killed; 0: never."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:
@@ -323,7 +323,7 @@ def fence_after_ms(seconds: float | None) -> int:
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
-    """Read after how long a worker that says nothing of its progress hangs; None: never.
+    """Read the time without progress after which a worker hangs; None: never.
 
     >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
     (HangTimeout(ms=600000), HangTimeout(ms=None), None)
@@ -354,15 +354,15 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise InvalidRequestError(
-                f"--signals-to-handle={text}: {name} is no signal that can be handled; give names "
-                "such as SIGTERM,SIGINT"
+                f"--signals-to-handle={text}: {name} is not a signal that can be handled; give "
+                "names such as SIGTERM,SIGINT"
             )
         signals.append(signal.Signals[name])
     return tuple(signals)
 
 
 def parse_notice_signal(text: str) -> signal.Signals | None:
-    """Read what tells workers that their node is about to leave; None: the notice file alone.
+    """Read the signal of a notice to workers; None: the notice file alone.
 
     >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
     (<Signals.SIGUSR1: 10>, None)
@@ -371,7 +371,7 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
         return None
     if text not in signal.Signals.__members__ or text in ("SIGKILL", "SIGSTOP"):
         raise InvalidRequestError(
-            f"--notice-signal={text} is no signal that a worker can handle; give one such as "
+            f"--notice-signal={text} is not a signal that a worker can handle; give one such as "
             "SIGTERM or SIGUSR1, or none"
         )
     return signal.Signals[text]

@@ -204,7 +204,7 @@ def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:
 def _bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
     text = conf.get(key, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
-        raise ValueError(f"--rdzv-conf: {key}={text} is neither true nor false")
+        raise ValueError(f"--rdzv-conf: {key}={text} is not true or false")
     return text in ("true", "1")
 
 

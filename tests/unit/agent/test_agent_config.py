@@ -86,7 +86,7 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
         ('[labels]\n"a=b" = "x"', "`labels` has the name 'a=b', which no job could ask for"),
         ('[labels]\n"a b" = "x"', "`labels` has the name 'a b', which no job could ask for"),
         (f'[labels]\na = "{"x" * 256}"', "a value of 256 characters, that of a; give at most 255"),
-        ('[labels]\ngpu = "\\u0007"', "has characters that can not be printed"),
+        ('[labels]\ngpu = "\\u0007"', "has characters that cannot be printed"),
         ("[logs]\nkeep = -1", "`logs.keep` = -1 must be a number of seconds, or a text such as"),
         (
             '[[health]]\ncheck = "fan"',

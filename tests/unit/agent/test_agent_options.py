@@ -106,7 +106,7 @@ def test_the_snapshot_is_where_the_workers_see_it(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_nobody_looks_at_is_refused() -> None:
-    said = "--snapshot=last.pt has no use without --no-progress-restarts; give a number of"
+    said = "--snapshot=last.pt has no effect without --no-progress-restarts; give a number of"
     with pytest.raises(InvalidRequestError, match=said):
         launch("--snapshot=last.pt")
 
@@ -346,11 +346,11 @@ def test_only_torch_distributed_launch_has_use_env(capsys: pytest.CaptureFixture
 # ------------------------------------------------------------------ what makes no sense
 
 REFUSED = [
-    ("--nnodes=x", "--nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=", "--nnodes= is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=1:", "--nnodes=1: is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=1:2:3", "--nnodes=1:2:3 is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
-    ("--nnodes=-1", "--nnodes=-1 is no number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=x", "--nnodes=x is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=", "--nnodes= is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=1:", "--nnodes=1: is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=1:2:3", "--nnodes=1:2:3 is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
+    ("--nnodes=-1", "--nnodes=-1 is not a number of nodes; give N or MIN:MAX, e.g. 2:4"),
     ("--nnodes=0:2", "--nnodes=0:2: a job needs at least 1 node; raise the minimum"),
     ("--nnodes=4:2", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
     (
@@ -407,17 +407,18 @@ REFUSED = [
     ),
     (
         "--signals-to-handle=SIGKILL",
-        "--signals-to-handle=SIGKILL: SIGKILL is no signal that can be handled; give names such as "
-        "SIGTERM,SIGINT",
+        "--signals-to-handle=SIGKILL: SIGKILL is not a signal that can be handled; give names "
+        "such as SIGTERM,SIGINT",
     ),
     ("-m --run-path", "-m and --run-path exclude each other; leave one of them out"),
     (
         "--nproc-per-node=x",
-        "--nproc-per-node=x is no number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
+        "--nproc-per-node=x is not a number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
     ),
     (
         "--nproc-per-node=-1",
-        "--nproc-per-node=-1 is no number of workers; give one from 1 on, or auto, cpu, gpu, xpu",
+        "--nproc-per-node=-1 is not a number of workers; give one from 1 on, or auto, cpu, "
+        "gpu, xpu",
     ),
     ("--nproc-per-node=0", "--nproc-per-node=0 is too small; give at least 1"),
     ("--max-restarts=-1", "--max-restarts=-1 is too small; give at least 0"),
@@ -445,32 +446,32 @@ REFUSED = [
     ("--rdzv-conf==1", "--rdzv-conf: '=1' is not of the form key=value"),
     (
         "--rdzv-conf=join_timeout=soon",
-        "--rdzv-conf: join_timeout=soon is no number of seconds; give one from 0 on",
+        "--rdzv-conf: join_timeout=soon is not a number of seconds; give one from 0 on",
     ),
     (
         "--rdzv-conf=server_timeout=-1",
-        "--rdzv-conf: server_timeout=-1 is no number of seconds; give one from 0 on",
+        "--rdzv-conf: server_timeout=-1 is not a number of seconds; give one from 0 on",
     ),
     (
         "--rdzv-conf=restart_window=inf",
-        "--rdzv-conf: restart_window=inf is no number of seconds; give one from 0 on",
+        "--rdzv-conf: restart_window=inf is not a number of seconds; give one from 0 on",
     ),
     (
         "--rdzv-conf=failure_stop_timeout=nan",
-        "--rdzv-conf: failure_stop_timeout=nan is no number of seconds; give one from 0 on",
+        "--rdzv-conf: failure_stop_timeout=nan is not a number of seconds; give one from 0 on",
     ),
-    ("--rdzv-conf=reuse=maybe", "--rdzv-conf: reuse=maybe is neither true nor false"),
+    ("--rdzv-conf=reuse=maybe", "--rdzv-conf: reuse=maybe is not true or false"),
     (
         "--rdzv-conf=scale_up=lazy",
-        "--rdzv-conf: scale_up=lazy is none of eager, on-restart, after:SECONDS",
+        "--rdzv-conf: scale_up=lazy is not one of eager, on-restart, after:SECONDS",
     ),
     (
         "--rdzv-conf=scale_up=after",
-        "--rdzv-conf: scale_up=after is none of eager, on-restart, after:SECONDS",
+        "--rdzv-conf: scale_up=after is not one of eager, on-restart, after:SECONDS",
     ),
     (
         "--rdzv-conf=scale_up=after:soon",
-        "--rdzv-conf: scale_up=after:soon is no number of seconds; give one from 0 on",
+        "--rdzv-conf: scale_up=after:soon is not a number of seconds; give one from 0 on",
     ),
     (
         "--rdzv-conf=scale_up=after:0",
@@ -517,8 +518,8 @@ def test_a_variable_that_makes_no_sense_is_named(
         (["--max-restarts=x", "t"], "argument --max-restarts/--max_restarts: invalid int value"),
         (["--shutdown-timeout=x", "t"], "invalid float value: 'x'"),
         (["--top=r1", "t"], "unrecognized arguments: --top=r1"),
-        (["--no", "t"], "--no may be --no-python or --node-rank; write out the one that is meant"),
-        (["--log=x", "t"], "--log may be --log-dir or --logs-specs; write out the one"),
+        (["--no", "t"], "--no may be --no-python or --node-rank; write one of them out"),
+        (["--log=x", "t"], "--log may be --log-dir or --logs-specs; write one of them out"),
         (["--nope", "t"], "unrecognized arguments: --nope"),
         (["--role"], "argument --role: expected one argument"),
     ],
@@ -714,5 +715,7 @@ def test_the_program_refuses_with_exit_code_2_and_without_torch(tmp_path: Path) 
     assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2, 0]"
     assert "Traceback" not in done.stderr
     refusals = [line for line in done.stderr.splitlines() if line.startswith("rdzvrun: ")]
-    assert refusals[0] == ("rdzvrun: --nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4")
+    assert refusals[0] == (
+        "rdzvrun: --nnodes=x is not a number of nodes; give N or MIN:MAX, e.g. 2:4"
+    )
     assert "nowhere.py" in refusals[1]

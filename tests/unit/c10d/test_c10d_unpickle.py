@@ -170,7 +170,7 @@ DATETIME = short("datetime") + short("datetime") + b"\x93"
     [
         ("no base64", b"\xff\x00", "base64"),
         ("empty", b"", "cut off"),
-        ("text", base64.b64encode(b"hello"), "no pickle"),
+        ("text", base64.b64encode(b"hello"), "not a pickle"),
         ("nothing but a header", raw(), "cut off"),
         ("no end", raw(b"N"), "cut off"),
         ("nothing built", raw(b"."), "does not end where it should"),
@@ -182,30 +182,30 @@ DATETIME = short("datetime") + short("datetime") + b"\x93"
         ("a state with none of its own", raw(STATE_CLASS, b")\x81}b."), "does not have the attr"),
         ("a state that is given twice", raw(STATE_CLASS, b")\x81}b}b."), "takes none"),
         ("a node in its place", raw(NODE_CLASS, b")\x81}b."), "_RendezvousState is expected"),
-        ("a class that is called", raw(STATE_CLASS, b")R."), "no point in time"),
-        ("a point in time by NEWOBJ", raw(DATETIME, b")\x81."), "made of what is none"),
+        ("a class that is called", raw(STATE_CLASS, b")R."), "not a point in time"),
+        ("a point in time by NEWOBJ", raw(DATETIME, b")\x81."), "made of a wrong class"),
         ("a class by GLOBAL", raw(b"cos\nsystem\n."), "opcode 0x63"),
         ("a class of the wrong module", raw(short("os"), short("_NodeDesc"), b"\x93."), "os._Node"),
-        ("a class by numbers", raw(b"K\x01K\x01\x93."), "named by what is no text"),
+        ("a class by numbers", raw(b"K\x01K\x01\x93."), "name of a class is not a text"),
         ("a persistent id", raw(b"K\x01Q."), "opcode 0x51"),
         ("an extension", raw(b"\x82\x01."), "opcode 0x82"),
         ("an instance", raw(b"(i" + b"os\nsystem\n."), "opcode 0x69"),
         ("a long text", raw(b"X" + struct.pack("<I", 2**31), b"x."), "too long"),
         ("a text beyond the end", raw(b"X" + struct.pack("<I", 1_000), b"x."), "cut off"),
-        ("a text that is none", raw(b"\x8c\x01\xff."), "no UTF-8"),
-        ("surrogates", raw(b"\x8c\x03\xed\xa0\x80."), "no UTF-8"),
+        ("a text that is none", raw(b"\x8c\x01\xff."), "not UTF-8"),
+        ("surrogates", raw(b"\x8c\x03\xed\xa0\x80."), "not UTF-8"),
         ("a huge number", raw(b"\x8a\xff" + b"\x01" * 255, b"."), "too large"),
         ("a huge number of another kind", raw(b"\x8b" + struct.pack("<i", 2**31 - 1)), "0x8b"),
-        ("a memo that is not there", raw(b"j\xff\xff\xff\x7f."), "not there"),
+        ("a memo that is not there", raw(b"j\xff\xff\xff\x7f."), "does not exist"),
         ("a memo of a number of its own", raw(b"Nr\xff\xff\xff\x7f."), "opcode 0x72"),
-        ("memoizing nothing", raw(b"\x94."), "more than there is"),
+        ("memoizing nothing", raw(b"\x94."), "more values than there are"),
         ("a frame beyond the end", raw(b"\x95" + b"\xff" * 8), "cut off"),
         ("a missing mark", raw(b"}u."), "mark is missing"),
         ("a mark that is not used", raw(b"(."), "does not end where it should"),
-        ("taking from below a mark", raw(b"N(\x85."), "more than there is"),
-        ("items in no dict", raw(b"NNNs."), "no dict"),
-        ("half an item", raw(b"}(Nu."), "no dict"),
-        ("items in no set", raw(b"}(N\x90."), "no set"),
+        ("taking from below a mark", raw(b"N(\x85."), "more values than there are"),
+        ("items in no dict", raw(b"NNNs."), "not a dict"),
+        ("half an item", raw(b"}(Nu."), "not a dict"),
+        ("items in no set", raw(b"}(N\x90."), "not a set"),
         pytest.param(
             "a deep tuple",
             raw(b")" + b"\x85" * 100_000, b"."),
@@ -320,5 +320,5 @@ def test_a_value_that_stands_for_a_huge_one_is_not_followed() -> None:
     for name in vars(_RendezvousState()):
         with pytest.raises(RendezvousStateError):
             decode(stored(_change(**{name: doubled})))
-    with pytest.raises(RendezvousStateError, match="made of what is none"):
+    with pytest.raises(RendezvousStateError, match="made of a wrong class"):
         decode(raw(STATE_CLASS, b")\x94" + b"h\x00h\x00\x86" * 3, b"\x81."))

@@ -225,7 +225,7 @@ REFUSED = [
     ("--master-addr=h t", "--master-addr is not for submitted jobs: "),
     ("--master-port=1 t", "--master-port is not for submitted jobs: "),
     ("--local-addr=h t", "every node knows its own address; leave it out"),
-    ("--user=\t t", "has characters that can not be printed; leave them out"),
+    ("--user=\t t", "has characters that cannot be printed; leave them out"),
     (f"--user={'u' * 65} t", "has 65 characters, and no account is called so; give at most 64"),
     ("--nope t", "unrecognized arguments: --nope"),
     ("--priority x t", "argument --priority: invalid int value: 'x'"),
@@ -248,18 +248,18 @@ REFUSED = [
     ("--rdzv-id=.x t", "--rdzv-id=.x can not be used; give at most 128 letters, digits"),
     ("--rdzv-id=a/b t", "--rdzv-id=a/b can not be used"),
     ("--nnodes=4:2 t", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
-    ("--nproc-per-node=x t", "--nproc-per-node=x is no number of workers"),
+    ("--nproc-per-node=x t", "--nproc-per-node=x is not a number of workers"),
     ("--redirects=4 t", "--redirects=4: '4' is not of the form LOCAL_RANK:N"),
     ("--tee=x:1 t", "--tee=x:1: 'x:1' is not of the form LOCAL_RANK:N"),
     ("--preemption-file=x t", "every node knows its own, as [preemption] in agent.toml"),
-    ("--signals-to-handle=SIGKILL t", "SIGKILL is no signal that can be handled"),
+    ("--signals-to-handle=SIGKILL t", "SIGKILL is not a signal that can be handled"),
     ("--fence-after=0.5 t", "--fence-after=0.5: give a number of seconds from 1 to 3600"),
     ("--hang-timeout=soon t", "--hang-timeout=soon: give a number of seconds from 1 to 86400"),
     ("--shutdown-timeout=-1 t", "--shutdown-timeout=-1: give a number of seconds"),
-    ("--rdzv-conf=reuse=maybe t", "--rdzv-conf: reuse=maybe is neither true nor false"),
-    ("--rdzv-conf=server_timeout=-1 t", "server_timeout=-1 is no number of seconds"),
+    ("--rdzv-conf=reuse=maybe t", "--rdzv-conf: reuse=maybe is not true or false"),
+    ("--rdzv-conf=server_timeout=-1 t", "server_timeout=-1 is not a number of seconds"),
     ("-m --no-python t", "-m and --no-python exclude each other"),
-    ("--role=\x1b t", "--role='\\x1b' has characters that can not be printed"),
+    ("--role=\x1b t", "--role='\\x1b' has characters that cannot be printed"),
     ("-mo json t", "-mo mixes flags of rdzvrun and of rdzvctl; write them apart"),
     ("--follow -o json t", "--follow shows what workers write, and -o json a document"),
     ("--file=nowhere.toml", "--file=/home/ada/gpt/nowhere.toml can not be read: No such file"),
@@ -523,7 +523,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_sent(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "rdzvctl: --nnodes=x is no number of nodes; give N or MIN:MAX, e.g. 2:4; see rdzvctl "
+        "rdzvctl: --nnodes=x is not a number of nodes; give N or MIN:MAX, e.g. 2:4; see rdzvctl "
         "submit --help\n"
     )
     assert run(["submit", "--role=\x1b[2J", "t"]) == 2

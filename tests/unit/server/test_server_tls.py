@@ -164,7 +164,7 @@ def test_files_that_can_not_be_used_are_refused_at_the_start(
         Tls(good)
     files.renew_server()
     files.ca.write_text("")
-    with pytest.raises(InvalidRequestError, match=r"client CA .* can not be used"):
+    with pytest.raises(InvalidRequestError, match=r"client CA .* cannot be used"):
         Tls(good)
 
 

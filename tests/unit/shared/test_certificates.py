@@ -71,7 +71,7 @@ def test_a_certificate_is_valid_between_its_two_dates() -> None:
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
 def test_what_is_no_certificate_is_refused(noise: bytes, at: int, byte: int) -> None:
-    with pytest.raises(InvalidRequestError, match="it can not be used"):
+    with pytest.raises(InvalidRequestError, match="it cannot be used"):
         read_certificate(noise, "it")
     der = bytearray(_DER)
     der[at % len(der)] = byte
@@ -79,7 +79,7 @@ def test_what_is_no_certificate_is_refused(noise: bytes, at: int, byte: int) -> 
     try:
         read_certificate(damaged, "it")
     except InvalidRequestError as error:
-        assert "it can not be used" in str(error)
+        assert "it cannot be used" in str(error)
 
 
 _DER = signed(
@@ -105,7 +105,7 @@ def test_a_pair_that_can_be_used_is_not_refused(tmp_path: Path) -> None:
             "PEM files that belong together, the key without a passphrase",
         ),
         ("empty", "server.key", "empty with key"),
-        ("server.key", "server.crt", "can not be used"),
+        ("server.key", "server.crt", "cannot be used"),
     ],
 )
 def test_a_pair_that_can_not_be_used_is_refused_in_words(

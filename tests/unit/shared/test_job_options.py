@@ -72,13 +72,13 @@ def test_what_is_a_flag_and_a_key_may_be_given_as_either() -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--restart-backoff=", "--restart-backoff= is no number of seconds; give one from 0 on"),
-        ("--restart-backoff=soon", "--restart-backoff=soon is no number of seconds"),
-        ("--restart-backoff=1:", "--restart-backoff=1: is no number of seconds"),
-        ("--restart-backoff=-1", "--restart-backoff=-1 is no number of seconds"),
+        ("--restart-backoff=", "--restart-backoff= is not a number of seconds; give one from 0 on"),
+        ("--restart-backoff=soon", "--restart-backoff=soon is not a number of seconds"),
+        ("--restart-backoff=1:", "--restart-backoff=1: is not a number of seconds"),
+        ("--restart-backoff=-1", "--restart-backoff=-1 is not a number of seconds"),
         ("--restart-backoff=9:1", "--restart-backoff=9:1: the longest wait is below the first"),
         ("--restart-backoff=2592001", "is too long; give at most 2592000 seconds"),
-        ("--restart-window=never", "--restart-window=never is no number of seconds"),
+        ("--restart-window=never", "--restart-window=never is not a number of seconds"),
         ("--max-preemptions=-1", "--max-preemptions=-1 is too small; give at least 0"),
         ("--no-progress-restarts=-1", "--no-progress-restarts=-1 is too small; give at least 0"),
         ("--max-store-failures=1000001", "--max-store-failures=1000001 is too large"),
@@ -107,14 +107,14 @@ def test_a_number_of_workers_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("after", "is none of eager, on-restart, after:SECONDS"),
-        ("after:SECONDS", "is no number of seconds"),
-        ("after:", "is no number of seconds"),
-        ("after:-1", "is no number of seconds"),
-        ("after:nan", "is no number of seconds"),
+        ("after", "is not one of eager, on-restart, after:SECONDS"),
+        ("after:SECONDS", "is not a number of seconds"),
+        ("after:", "is not a number of seconds"),
+        ("after:-1", "is not a number of seconds"),
+        ("after:nan", "is not a number of seconds"),
         ("after:0", "is too short; give at least 0.001 seconds"),
         ("after:2592001", "is too long; give at most 2592000 seconds"),
-        ("eager:5", "is none of eager, on-restart, after:SECONDS"),
+        ("eager:5", "is not one of eager, on-restart, after:SECONDS"),
     ],
 )
 def test_a_policy_that_is_none_is_refused(text: str, said: str) -> None:
@@ -158,7 +158,7 @@ def test_a_truth_is_one_of_four_words() -> None:
 
 @pytest.mark.parametrize("flag", ["--rdzv-id", "--role", "--topology", "--node-id"])
 def test_names_that_would_do_things_to_a_terminal_are_refused(flag: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{flag}='a.x1b.* can not be printed"):
+    with pytest.raises(InvalidRequestError, match=f"{flag}='a.x1b.* cannot be printed"):
         check_words(args(f"{flag}=a\x1b[2J"))
 
 

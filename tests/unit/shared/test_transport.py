@@ -49,7 +49,7 @@ def test_what_is_given_wins_over_the_environment(files: Files, tmp_path: Path) -
     [
         ({"ca": "ca.crt", "cert": "server.crt"}, "one without the other"),
         ({"cert": "server.crt", "key": "server.key"}, "without --tls-ca"),
-        ({"ca": "none.crt"}, "none.crt can not be used: No such file"),
+        ({"ca": "none.crt"}, "none.crt cannot be used: No such file"),
         ({"ca": "ca.crt", "cert": "server.crt", "key": "ca.key"}, "does not belong"),
         ({"token_file": "none"}, "token file .*none can not be read: No such file"),
         ({"token_file": "empty"}, "is empty"),

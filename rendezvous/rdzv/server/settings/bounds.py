@@ -73,7 +73,7 @@ def label(what: str, text: str, limits: Limits) -> str:
             what, text, f"has {len(text)} characters", f"give at most {limits.label_chars}"
         )
     if not text.isprintable():
-        raise refusal(what, text, "has characters that can not be printed", "leave them out")
+        raise refusal(what, text, "has characters that cannot be printed", "leave them out")
     return text
 
 
