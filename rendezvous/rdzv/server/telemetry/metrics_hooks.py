@@ -99,70 +99,28 @@ class Meter:
 
 
 class Meters(Meter):
-    """Passes on what it is told to several."""
+    """Passes every call on to several meters."""
 
     def __init__(self, *meters: Meter) -> None:
-        self._meters = meters
-
-    def loaded(self, state: State, now_ms: int) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.loaded(state, now_ms)
-
-    def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.stepped(before, after, events, now_ms)
-
-    def recorded(self, rows: Sequence[Record]) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.recorded(rows)
-
-    def forget_jobs(self) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.forget_jobs()
+        self.meters = meters
 
     @contextmanager
     def committing(self) -> Iterator[None]:
         """Let each time the commit."""
         with ExitStack() as stack:
-            for meter in self._meters:
+            for meter in self.meters:
                 stack.enter_context(meter.committing())
             yield
 
-    def store_failed(self, *, writes: bool) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.store_failed(writes=writes)
 
-    def loop_late(self, late_ms: int) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.loop_late(late_ms)
+def _passed_on(name: str) -> Callable[..., None]:
+    def call(all_: Meters, *args: object, **more: object) -> None:
+        for meter in all_.meters:
+            getattr(meter, name)(*args, **more)
 
-    def stream_opened(self) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.stream_opened()
+    return call
 
-    def node_lost(self) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.node_lost()
 
-    def received(self) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.received()
-
-    def sent(self) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.sent()
-
-    def call_refused(self, code: str) -> None:
-        """Pass it on."""
-        for meter in self._meters:
-            meter.call_refused(code)
+for _name in (name for name in vars(Meter) if not name.startswith("_")):
+    if _name not in vars(Meters):
+        setattr(Meters, _name, _passed_on(_name))
