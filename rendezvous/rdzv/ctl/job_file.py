@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Any
 
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options.flags import Given
+from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
-
-MAX_BYTES = 1 << 20
-"""A job has at most 128 KiB of arguments and as much of environment."""
 
 _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
 """Flags that say what the caller wants to see; and `env`, which is a table here."""
@@ -51,28 +48,7 @@ def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str,
 
     """
     keys = _Keys(path, flags, refused)
-    return keys.read(_load(path))
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequestError(
-            f"--file={path} can not be read: {error.strerror}; name a TOML file"
-        ) from error
-    if len(text) > MAX_BYTES:
-        raise InvalidRequestError(f"--file={path} is larger than {MAX_BYTES} bytes; is it a job?")
-    try:
-        return tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"--file={path} is not TOML: {error}; correct it") from error
-    except (RecursionError, ValueError) as error:
-        # Nested too deeply, or a number of thousands of digits.
-        raise InvalidRequestError(
-            f"--file={path} can not be read: {error}; is it a job?"
-        ) from error
+    return keys.read(read_document(path, f"--file={path}"))
 
 
 class _Keys:

@@ -5,7 +5,8 @@
 
 Each field is a setting, another table, or a list of tables (`tuple[Table, ...]`). Its annotation
 has the type and bounds, for msgspec, and the rest of a `Setting`, which `settings_of` returns. From
-it come the checks of a file, --print-config, the outcome of a reload, and the documentation.
+it come the checks of a file, --print-config, the outcome of a reload, and the documentation: after
+a change, run tests/unit/server/test_configuration_docs.py with --rewrite.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def load(
     """
     reading = _Reading(table, [], {})
     if path is not None:
-        reading.take_table(_document(path), str(path))
+        reading.take_table(read_document(path, str(path)), str(path))
     for key, raw in (given or {}).items():
         if raw is not None:
             reading.take(settings_of(table)[key], raw, given_by, in_file=False)
@@ -106,27 +106,32 @@ def load(
     return Loaded(settings, MappingProxyType(reading.sources))
 
 
-def _document(path: Path) -> dict[str, object]:
+def read_document(path: Path, source: str) -> dict[str, Any]:
+    """Read a TOML file that people write; `source` names it in errors.
+
+    Raises:
+        ConfigurationError: it cannot be read, is too large, or is not TOML.
+
+    """
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)
     except OSError as error:
-        raise _unusable(
-            path, f"it cannot be read: {error.strerror or error}; write it, or name another"
-        ) from error
+        why = f"it cannot be read: {error.strerror or error}"
+        raise _unusable(source, f"{why}; write it, or name another") from error
     if len(content) > FILE_BYTES:
-        raise _unusable(path, f"it is larger than {FILE_BYTES} bytes; name a configuration file")
+        raise _unusable(source, f"it is larger than {FILE_BYTES} bytes; name another file")
     try:
         return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise _unusable(path, f"it is not TOML: {error}; correct it") from error
+        raise _unusable(source, f"it is not TOML: {error}; correct it") from error
     except (RecursionError, ValueError) as error:
         # Nested too deeply, or a number of thousands of digits.
-        raise _unusable(path, f"it cannot be read: {error}; name a configuration file") from error
+        raise _unusable(source, f"it cannot be read: {error}; name another file") from error
 
 
-def _unusable(path: Path, text: str) -> ConfigurationError:
-    return ConfigurationError([Problem(str(path), text)])
+def _unusable(source: str, text: str) -> ConfigurationError:
+    return ConfigurationError([Problem(source, text)])
 
 
 class _Reading(Generic[T]):

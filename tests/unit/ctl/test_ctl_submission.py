@@ -262,7 +262,7 @@ REFUSED = [
     ("--role=\x1b t", "--role='\\x1b' has characters that cannot be printed"),
     ("-mo json t", "-mo mixes flags of rdzvrun and of rdzvctl; write them apart"),
     ("--follow -o json t", "--follow shows what workers write, and -o json a document"),
-    ("--file=nowhere.toml", "--file=/home/ada/gpt/nowhere.toml can not be read: No such file"),
+    ("--file=nowhere.toml", "--file=/home/ada/gpt/nowhere.toml: it cannot be read: No such file"),
 ]
 
 
@@ -405,7 +405,7 @@ BAD_FILES = [
     ("[labels]\na = ['x']", "`labels.a` ['x'] can not be used"),
     ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
     ("script = 't'\npriority = 1.5", "argument --priority: invalid int value: '1.5'"),
-    ("= 3", "job.toml is not TOML: "),
+    ("= 3", "job.toml: it is not TOML: "),
 ]
 
 
@@ -422,7 +422,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
     assert "is not TOML" in refusal(f"--file={path}")
     path.write_bytes(b"#" * (1 << 20) + b"\n")
     assert "is larger than 1048576 bytes" in refusal(f"--file={path}")
-    assert "can not be read: Is a directory" in refusal(f"--file={tmp_path}")
+    assert "cannot be read: Is a directory" in refusal(f"--file={tmp_path}")
 
 
 # ------------------------------------------------------------------------------ the command

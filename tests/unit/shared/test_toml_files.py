@@ -342,7 +342,7 @@ def test_long_values_are_cut(file: Path) -> None:
         (b"\xff\xfe", "it is not TOML: 'utf-8' codec can't decode"),
         (b"a = " + b"[" * 100_000, "it cannot be read:"),
         (b"count = " + b"9" * 5_000, "it cannot be read:"),
-        (b"#" * (FILE_BYTES + 1), "it is larger than 1048576 bytes; name a configuration file"),
+        (b"#" * (FILE_BYTES + 1), "it is larger than 1048576 bytes; name another file"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_configuration_is_refused(
