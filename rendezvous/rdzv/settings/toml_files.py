@@ -275,7 +275,8 @@ def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
     has_parse = hasattr(setting.kind, "parse")
     try:
         value = convert(_number(setting, raw), str if has_parse else setting.type)
-    except ValidationError as error:
+    except (ValidationError, UnicodeEncodeError) as error:
+        # msgspec quotes a wrong text; the command line may have bytes that are not UTF-8.
         raise _RefusedError(f"must be {setting.valid}") from error
     if has_parse:
         return _checked(setting.kind.parse, value)

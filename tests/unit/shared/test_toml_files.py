@@ -312,6 +312,15 @@ def test_everything_that_is_wrong_is_named_at_once(file: Path) -> None:
     ]
 
 
+def test_bytes_of_the_command_line_that_are_not_utf_8_are_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(Settings, given={"level": "\udcff", "count": "\udcff"})
+    assert [problem.text for problem in caught.value.problems] == [
+        '`level` = "\\udcff" must be one of "debug", "info"',
+        f'`count` = "\\udcff" {NO_INT}',
+    ]
+
+
 def test_one_problem_is_one_line(file: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(file, "count = 0")
