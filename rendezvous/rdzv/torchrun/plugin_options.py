@@ -196,7 +196,7 @@ def _seconds(conf: Mapping[str, str], key: str, default_s: float) -> float:
         seconds = math.nan
     if not 0 <= seconds <= MAX_CONF_S:
         raise ValueError(
-            f"--rdzv-conf: {key}={text} is no number of seconds; give one from 0 to {MAX_CONF_S}"
+            f"--rdzv-conf: {key}={text} is not a number of seconds; give one from 0 to {MAX_CONF_S}"
         )
     return seconds
 
