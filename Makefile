@@ -66,7 +66,8 @@ ci: test clusters campaigns  ## all three
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.
 unit: $(READY)  ## the quick tests
 	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
-	  tests/stores -q -p no:xdist -p tests.support.forked --forks 3 -m 'not slow'
+	  tests/stores -q -p no:xdist -p tests.support.forked --forks 3 -m 'not slow' \
+	  -o tmp_path_retention_count=1
 
 SEEDS ?= 10000
 

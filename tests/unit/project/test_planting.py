@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_each_planted_bug_fits_the_code_and_gives_a_program() -> None:
     for mutant in MUTANTS:
         path, text = planted(ROOT, mutant.where, mutant.old, mutant.new)
