@@ -434,9 +434,9 @@ async def test_who_waits_for_gpus_is_served_in_order(gpu_node: Node) -> None:
     for name in ("first", "second"):
         gpu_node.place(name, gpus_per_node=3)
     # They look at their folders in threads, of which either may be the first to be done.
-    waiting = gpu_node.placements._waiting
-    await gpu_node.until(lambda: len(waiting) == 2)
-    order = [held.name for held in waiting]
+    queue = gpu_node.placements.gpu_queue
+    await gpu_node.until(lambda: len(queue.waiting) == 2)
+    order = [held.name for held in queue.waiting]
     holder.end()
     served = await gpu_node.driver(order[0])
     assert (order[1], "r1") not in gpu_node.drivers
@@ -494,10 +494,10 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
     gpu_node.place("all", gpus_per_node=3)
     await gpu_node.driver("all")
     gpu_node.place("waits")
-    await gpu_node.until(lambda: gpu_node.placements._waiting)
+    await gpu_node.until(lambda: gpu_node.placements.gpu_queue.waiting)
     gpu_node.placements.withdrawn("waits", "r1", "cancelled")
     await gpu_node.until(lambda: gpu_node.held() == {"all"})
-    assert not gpu_node.placements._waiting
+    assert not gpu_node.placements.gpu_queue.waiting
 
 
 async def test_a_withdrawal_of_what_is_not_here_changes_nothing(node: Node) -> None:

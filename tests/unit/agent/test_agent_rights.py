@@ -194,9 +194,9 @@ REASONS: dict[str, tuple[str, ...]] = {
         "folder_trees._Level.__init__: os.scandir",
     ),
     "it has this name, and opens no file itself": (
-        "job_driver.JobDriver.get_ready: context.witness.open",
-        "job_driver.JobDriver.prepare: context.witness.open",
-        "witness.Witness.open: self._event_log.open",
+        "job_driver.JobDriver.get_ready: context.fates.open",
+        "job_driver.JobDriver.prepare: context.fates.open",
+        "fates.FateRecorder.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
         # Of a job that is not here: nothing is in it.
         "log_reading._Request.__init__: Written(), which is not told whose",

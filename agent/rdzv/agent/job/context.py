@@ -14,8 +14,7 @@ from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import RunnerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.system.side_thread import Aside
-from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.agent.workers.witness import Witness
+from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Offer
 
@@ -33,7 +32,7 @@ class JobContext:
     launch: Launch
     workers: LocalWorkerGroup
     observers: WorkerObservers
-    witness: Witness
+    fates: FateRecorder
     decisions: Decisions
     tasks: OwnedTasks
     keep: Callable[[], None]

@@ -32,8 +32,8 @@ from rdzv.agent.observers.stack_sampling import StacksAsked, Target
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
-from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.agent.workers.witness import Witness
+from rdzv.agent.workers.event_log import EventLog
+from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Offer
 from rdzv.errors import InvalidRequestError
@@ -85,13 +85,12 @@ class JobDriver:
         self._reports = Reports(launch, link)
         self._decisions = Decisions(begin(launch.job, now_ms(), run), self._act, self._fail)
         observers = WorkerObservers(launch, self._reports)
+        event_log = EventLog(launch, now_ms(), lambda n: self._context.round.outputs[n].error)
         self._context = JobContext(
             launch,
             LocalWorkerGroup(launch, observers.progress.file, observers.notice.path),
             observers,
-            Witness(
-                launch, now_ms, lambda local_rank: self._context.round.outputs[local_rank].error
-            ),
+            FateRecorder(event_log, launch.job.local_world_size, now_ms),
             self._decisions,
             OwnedTasks(self._fail),
             keep=self._keep,
@@ -108,7 +107,7 @@ class JobDriver:
     async def prepare(self, endpoint: Endpoint) -> None:
         """Get ready to join: find out what this node offers, and start its runner."""
         context = self._context
-        await context.witness.open()
+        await context.fates.open()
         await context.workers.prepare()
         context.offer = await StoreOffer.make(context.launch, endpoint)
         runner_link.become_subreaper()
@@ -152,7 +151,7 @@ class JobDriver:
             self._context.last_round = Round(context, line)
             # Else its workers were not asked for any more: the round begins here.
             started = found.hello.last_round == line.round
-            self._context.witness.resume(line, found.hello.workers if started else {})
+            self._context.fates.resume(line, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
                 self._context.last_round.resume(kept, found.hello)
         runner_link.become_subreaper()
@@ -205,7 +204,7 @@ class JobDriver:
         context, unready = self._context, why_not
         if not why_not:
             try:
-                await context.witness.open()
+                await context.fates.open()
                 await context.workers.prepare()
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
@@ -256,7 +255,7 @@ class JobDriver:
         await context.tasks.close()
         context.observers.close()
         await context.workers.close()
-        await context.witness.close()
+        await context.fates.close()
         self.meter.closed()
 
     # ------------------------------------------------------------------ how it is
@@ -369,7 +368,7 @@ class JobDriver:
             if isinstance(command, commands.StopWorkers):
                 self._context.round.note_stop(command)
         self._keep()
-        self._context.witness.note(event, decided.state, decided.commands)
+        self._context.fates.note(event, decided.state, decided.commands)
         for command in decided.commands:
             self._do(command)
         if isinstance(event, events.ServerConnected):
@@ -416,6 +415,6 @@ class JobDriver:
             case commands.Exit():
                 self.written.end()
                 if not self._context.ended.done():
-                    self._context.ended.set_result(self._context.witness.outcome(command.outcome))
+                    self._context.ended.set_result(self._context.fates.outcome(command.outcome))
             case _:
                 self._reports.report(command)

@@ -217,7 +217,7 @@ class Round:
         """Watch a worker that runs now."""
         log.debug("local_rank %d is pid %d", local_rank, pid)
         self._pids[local_rank] = pid
-        self._context.witness.worker_started(local_rank, pid)
+        self._context.fates.worker_started(local_rank, pid)
         self._context.observers.worker_started(local_rank, pid)
 
     async def explain_failure(

@@ -7,11 +7,15 @@ whose GPUs are free.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rdzv.core.placement import Resources
 from rdzv.errors import InvalidRequestError
+
+log = logging.getLogger("rdzv.agent")
 
 Key = Hashable
 
@@ -74,3 +78,41 @@ class Ledger:
         if len(self._held) >= self.capacity:
             return f"a job to end: {len(self._held)} of {self.capacity} are here"
         return f"GPUs: {count} are asked for, {len(self.free)} of {len(self.uuids)} are free"
+
+
+class GpuQueue:
+    """Jobs that wait for a place or for GPUs of a ledger, in their order."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[Key, tuple[int, asyncio.Future[tuple[str, ...]]]] = {}
+        """How many GPUs each job waits for, and the future that gets them."""
+
+    @property
+    def waiting(self) -> tuple[Key, ...]:
+        """The jobs that wait."""
+        return tuple(self._waiting)
+
+    async def take(self, key: Key, count: int, name: str) -> tuple[str, ...]:
+        """Wait for a place, and for `count` GPUs that no other job has; log that `name` waits.
+
+        Raises:
+            InvalidRequestError: this node does not have that many.
+
+        """
+        self._ledger.check(count)
+        granted: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = count, granted
+        try:
+            self.grant()
+            if not granted.done():
+                log.info("%s: waits for %s", name, self._ledger.why_not(count))
+            return await granted
+        finally:
+            del self._waiting[key]
+
+    def grant(self) -> None:
+        """Give to those that wait what is free now."""
+        for key, (count, granted) in self._waiting.items():
+            if not granted.done() and (gpus := self._ledger.take(key, count)) is not None:
+                granted.set_result(gpus)

@@ -31,7 +31,7 @@ from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
-from rdzv.agent.node.gpu_assignments import Ledger
+from rdzv.agent.node.gpu_assignments import GpuQueue, Ledger
 from rdzv.agent.node.submitted_launch import (
     Share,
     Surroundings,
@@ -120,13 +120,12 @@ class Placements:
         self._runners = runners
         self._heritage = heritage
         self._ledger = Ledger.of(resources)
+        self.gpu_queue = GpuQueue(self._ledger)
         self._health = health or Health(())
         self._health.unused_gpus = lambda: frozenset(self._ledger.free)
         self._health.is_idle = lambda: not self._held
         self._health.on_change = link.say_health
         self._held: dict[_Held, None] = {}
-        self._waiting: dict[_Held, asyncio.Future[tuple[str, ...]]] = {}
-        """Who waits for a place or for GPUs, in their order."""
         self._leaving = False
         self.meter = Meter()
         self._handed_over = False
@@ -300,7 +299,7 @@ class Placements:
         self._resources = resources
         self._around = replace(self._around, environ=environ)
         self._ledger.capacity = resources.capacity
-        self._grant()
+        self.gpu_queue.grant()
 
     def take_no_more(self) -> None:
         """Take up no other job."""
@@ -377,7 +376,7 @@ class Placements:
         held.gone.set()
         self._ledger.release(held)
         self._link.say_holdings()
-        self._grant()
+        self.gpu_queue.grant()
 
     def _decline(self, held: _Held, reason: str) -> None:
         log.warning("%s: declined: %s", held.name, reason)
@@ -400,7 +399,7 @@ class Placements:
         identity = None if account is None else account.identity
         chdir = working_directory(placed, self._around, account)
         await _answered(held.name, f"the folder {chdir}", check_chdir, chdir, identity)
-        gpus = await self._gpus(held)
+        gpus = await self.gpu_queue.take(held, held.gpus, held.name)
         if failing := await self._health.look(frozenset(gpus)):
             raise _UnhealthyError(f"this node is unhealthy: {describe(failing)}")
         try:
@@ -418,32 +417,6 @@ class Placements:
             await self._drive(held, launch, folder, gpus)
         finally:
             self._folders.release(folder)
-
-    async def _gpus(self, held: _Held) -> tuple[str, ...]:
-        """Wait for a place, and for GPUs that nobody has.
-
-        Raises:
-            InvalidRequestError: there are never so many.
-
-        """
-        self._ledger.check(held.gpus)
-        granted: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
-        self._waiting[held] = granted
-        self._grant()
-        if not granted.done():
-            log.info("%s: waits for %s", held.name, self._ledger.why_not(held.gpus))
-        try:
-            return await granted
-        finally:
-            del self._waiting[held]
-
-    def _grant(self) -> None:
-        """Give to those who wait what is free now."""
-        for held, granted in self._waiting.items():
-            if granted.done():
-                continue
-            if (gpus := self._ledger.take(held, held.gpus)) is not None:
-                granted.set_result(gpus)
 
     async def _drive(
         self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]

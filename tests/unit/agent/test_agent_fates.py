@@ -12,8 +12,7 @@ from rdzv.agent.core import begin, events, step
 from rdzv.agent.core.model import AgentState, Assignment, Job, NodeFailure
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
-from rdzv.agent.workers.fates import NodeOutcome, Stop
-from rdzv.agent.workers.witness import Witness
+from rdzv.agent.workers.fates import FateRecorder, NodeOutcome, Stop
 from rdzv.core.model import Cause, Result, Settings
 
 LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
@@ -31,17 +30,16 @@ class Recorder:
 
 
 class Play:
-    """One agent core, and the witness that looks on; the clock is moved by hand."""
+    """One agent core, and the recorder that looks on; the clock is moved by hand."""
 
     def __init__(self, size: int = 2) -> None:
         job = Job("job-7", "n1", Settings(2, 2), local_world_size=size, shutdown_timeout_ms=7_000)
         launch = Launch(job, "t.py", role="r0", python="/x/python", event_log=EventSink("h", "b"))
         self.now_ms = 0
         self.recorder = Recorder()
-        self.witness = Witness(launch, lambda: self.now_ms, lambda rank: Path(f"/e/{rank}"))
-        log = self.witness._event_log
-        assert isinstance(log, EventLog)
-        log._side = self.recorder  # type: ignore[assignment]
+        self.event_log = EventLog(launch, self.now_ms, lambda rank: Path(f"/e/{rank}"))
+        self.event_log._side = self.recorder  # type: ignore[assignment]
+        self.fates = FateRecorder(self.event_log, size, lambda: self.now_ms)
         self.state: AgentState = begin(job, 0)
         self.outcome: NodeOutcome | None = None
 
@@ -49,15 +47,15 @@ class Play:
         for event in happened:
             found = step(self.state, event, self.now_ms)
             self.state = found.state
-            self.witness.note(event, found.state, found.commands)
+            self.fates.note(event, found.state, found.commands)
             for command in found.commands:
                 if hasattr(command, "outcome"):
-                    self.outcome = self.witness.outcome(command.outcome)
+                    self.outcome = self.fates.outcome(command.outcome)
 
     def run(self, line: Assignment = LINE) -> None:
         self.see(events.RoundCompleted(line))
         for local_rank in range(self.state.job.local_world_size):
-            self.witness.worker_started(local_rank, 70 + local_rank)
+            self.fates.worker_started(local_rank, 70 + local_rank)
 
     def exit(self, local_rank: int, code: int | None, signum: int | None = None) -> None:
         line = self.state.assignment
@@ -135,9 +133,9 @@ def test_a_job_that_succeeds_is_recorded_as_torchrun_records_it(play: Play) -> N
 
 def test_starts_are_recorded_by_local_rank_whichever_worker_runs_first(play: Play) -> None:
     play.see(events.RoundCompleted(LINE))
-    play.witness.worker_started(1, 71)
+    play.fates.worker_started(1, 71)
     assert ("WORKER", "START") not in play.recorded()
-    play.witness.worker_started(0, 70)
+    play.fates.worker_started(0, 70)
     starts = [e["metadata"] for e in play.recorder.events if e["name"].endswith("START")]
     assert [start["global_rank"] for start in starts] == sorted(s["global_rank"] for s in starts)
     assert len(starts) == 2
@@ -203,12 +201,11 @@ def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
     play.exit(0, 0)
     play.exit(1, None, 9)
     play.see(events.WorkersGone(3))
-    assert play.witness._round is not None
-    stopped = [worker.stopped for worker in play.witness._round.workers]
+    stopped = [worker.stopped for worker in play.fates.workers]
     assert stopped == [Stop(signal.SIGTERM, 7_000)] * 2
 
 
 def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) -> None:
     play.recorder.send = lambda event: False  # type: ignore[method-assign]
     play.run()
-    assert play.witness._event_log._lost == 4
+    assert play.event_log._lost == 4
