@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 ALWAYS = ("a training with torch", "restarts", "another interpreter", "SIGTERM")
 
 COLD = {"logs specs of one's own": "starts cold: its NAMED_BY is "}
-"""Cases whose workers can not be forked, and why: a module may read what the plug-in gives them."""
+"""Cases whose workers cannot be forked, and why: a module may read what the plug-in gives them."""
 
 ONLY_WARM = ("RDZV_WARM_WAIT", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that this test sets, and that torch._dynamo sets on import."""
@@ -43,7 +43,7 @@ def warmed(case: Case) -> Case:
 WARMED = [
     warmed(case)
     for case in CASES
-    # A program that is no interpreter can not be forked.
+    # A program that is no interpreter cannot be forked.
     if "--no-python" not in case.line
     if os.environ.get("CONFORMANCE_WARM") or case.name in ALWAYS
 ]

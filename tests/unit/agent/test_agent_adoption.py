@@ -122,9 +122,9 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
     ("text", "why"),
     [
         (None, "it was about to begin, and keeps no placement"),
-        ("{", "its placement can not be read"),
-        ("[]", "its placement can not be read"),
-        ("{}", "its placement can not be read: .*node_id"),
+        ("{", "its placement cannot be read"),
+        ("[]", "its placement cannot be read"),
+        ("{}", "its placement cannot be read: .*node_id"),
         ('{"format": 3}', "what it keeps has format 3, and this agent reads format 2"),
     ],
 )

@@ -317,7 +317,7 @@ async def test_the_folder_of_a_run_is_its_own(node: Node) -> None:
     assert driver.launch.output.run_dir == node.folder / "runs" / "a%2Fb" / "r1"
 
 
-# ------------------------------------------------------------------ what can not be taken up
+# ------------------------------------------------------------------ what cannot be taken up
 
 
 async def test_a_folder_that_is_not_there_is_declined_by_name(node: Node) -> None:
@@ -672,7 +672,7 @@ async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not
     lost = orphan(node)
     await node.placements.adopt([lost])
     assert lost.runner.left == [True]
-    assert "old: can not be gone on with; its workers run on until the server gives" in caplog.text
+    assert "old: cannot be gone on with; its workers run on until the server gives" in caplog.text
     assert (node.held(), node.runners) == (set(), set())
     node.trouble = None
     await node.placements.adopt([orphan(node)])

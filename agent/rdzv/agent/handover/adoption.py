@@ -83,7 +83,7 @@ class Heritage:
         The others are left to their orphan timeout, and it is said why.
 
         Raises:
-            OSError: the directory can not be written.
+            OSError: the directory cannot be written.
 
         """
         self._sockets.mkdir(mode=0o700, exist_ok=True)
@@ -107,7 +107,7 @@ class Heritage:
             try:
                 self._write()
             except OSError as error:
-                log.warning("%s can not be written: %s; an agent that follows after a crash of "
+                log.warning("%s cannot be written: %s; an agent that follows after a crash of "
                             "this one will be another instance", self._file, error)  # fmt: skip
 
     # ------------------------------------------------------------------ runners
@@ -167,7 +167,7 @@ class Heritage:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            log.warning("%s can not be read: %r", self._file, error)
+            log.warning("%s cannot be read: %r", self._file, error)
             return None
 
     def _write(self) -> None:

@@ -138,9 +138,9 @@ def _load(name: str, text: str | None) -> dict[str, Any]:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise NotAdoptableError(f"its {name} can not be read: {error}") from error
+        raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise NotAdoptableError(f"its {name} can not be read: {text:.80}")
+        raise NotAdoptableError(f"its {name} cannot be read: {text:.80}")
     return raw
 
 
@@ -149,7 +149,7 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         # msgspec quotes a wrong value in its error, which half a surrogate is no text for.
-        raise NotAdoptableError(f"its {name} can not be read: {error}") from error
+        raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
 
 
 def keep_output(output: WorkerOutput) -> KeptOutput:

@@ -1,6 +1,6 @@
 """Runners of a former agent that this one has not adopted: they end, but that takes its time.
 
-One that can not be adopted ends with its orphan timeout, or at once; a process in the kernel may
+One that cannot be adopted ends with its orphan timeout, or at once; a process in the kernel may
 take longer. Until then its GPUs are not given to other jobs. So each runner is written down in the
 state directory, and the next agent starts no job before those that it finds there have ended.
 """

@@ -45,7 +45,7 @@ class JobContext:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is known whether workers can be started here."""
     unready: str = ""
-    """Why they can not be; empty: they can."""
+    """Why they cannot be; empty: they can."""
     error_files: Aside = field(default_factory=lambda: Aside(ERROR_FILE_WITHIN_S))
     ended: asyncio.Future[NodeOutcome] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()

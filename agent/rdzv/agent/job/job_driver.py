@@ -304,7 +304,7 @@ class JobDriver:
             return None
 
     def say_failed(self, reason: str) -> None:
-        """Tell the server that this node leaves, once nothing is left, because it can not go on."""
+        """Tell the server that this node leaves, once nothing is left, because it cannot go on."""
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:

@@ -51,7 +51,7 @@ class Reports:
         self._link.say(encoding.report(command, self._rdzv_id, _now_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
-        """Say that this node leaves, with nothing left of its workers, for it can not go on."""
+        """Say that this node leaves, with nothing left of its workers, for it cannot go on."""
         line = state.assignment
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
         self.report(commands.SayLeave(state.run, leaving, None if line is None else line.round))

@@ -119,7 +119,7 @@ class Round:
 
         Raises:
             InvalidRequestError: no workers can be started here.
-            OSError: their files can not be made.
+            OSError: their files cannot be made.
 
         """
         context = self._context
@@ -154,7 +154,7 @@ class Round:
             return "" if self._context.examine is None else await self._context.examine()
         except Exception:
             rdzv_id = self._context.launch.job.rdzv_id
-            log.exception("%s: whether this node is well can not be found out", rdzv_id)
+            log.exception("%s: whether this node is well cannot be found out", rdzv_id)
             return ""
 
     # ------------------------------------------------------------------ the round's store

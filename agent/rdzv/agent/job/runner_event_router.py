@@ -138,7 +138,7 @@ class RunnerEventRouter:
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_strays, mark)
         except OSError as error:
-            text = "%s: what its dead runner has left behind can not be looked for: %s"
+            text = "%s: what its dead runner has left behind cannot be looked for: %s"
             log.error(text, self._rdzv_id, error)
             return False
         return True

@@ -359,7 +359,7 @@ async def serving_metrics(
     """Count what happens, and answer /metrics and /healthz until the body ends; yield where.
 
     Raises:
-        InvalidRequestError: the address can not be listened on.
+        InvalidRequestError: the address cannot be listened on.
 
     """
     metrics = AgentMetrics(link, placements)
@@ -413,7 +413,7 @@ async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Lis
             await site.start()
         except OSError as error:
             raise InvalidRequestError(
-                f"`metrics_listen` = {str(listen)!r} can not be listened on: {error.strerror}; "
+                f"`metrics_listen` = {str(listen)!r} cannot be listened on: {error.strerror}; "
                 "give another address"
             ) from error
         yield Listen(listen.host, runner.addresses[0][1])

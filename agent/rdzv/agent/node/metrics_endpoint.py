@@ -25,7 +25,7 @@ async def metered(
     Nothing if `listen` is None. To be entered before the link runs, and any driver prepares.
 
     Raises:
-        InvalidRequestError: the address can not be listened on.
+        InvalidRequestError: the address cannot be listened on.
 
     """
     if listen is None:

@@ -3,7 +3,7 @@
 ::
 
     Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
-       \\--> Declined: it can not run here           \\--> Withdrawn: leaves in order
+       \\--> Declined: it cannot run here           \\--> Withdrawn: leaves in order
 
 A job is *held* from when it is heard of until nothing of it is left, and the server is told so
 (`Holdings`). Each is a task of its own: whatever becomes of it concerns neither the other jobs nor
@@ -203,7 +203,7 @@ class Placements:
             except Exception:
                 # Another agent may do better, in the time that its runner waits for one.
                 log.exception(
-                    "%s: can not be gone on with; its workers run on until the server gives this "
+                    "%s: cannot be gone on with; its workers run on until the server gives this "
                     "node up, unless an agent that can is started before",
                     orphan.placement.rdzv_id,
                 )
@@ -277,7 +277,7 @@ class Placements:
 
         def tell(failed: Exception | None) -> None:
             if failed is not None:
-                text = "%s: logs can not be found after the job's end: %s"
+                text = "%s: logs cannot be found after the job's end: %s"
                 log.warning(text, driver.rdzv_id, failed)
 
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
@@ -386,7 +386,7 @@ class Placements:
         """Take part in a job until nothing of it is left.
 
         Raises:
-            InvalidRequestError: this node can not take it up.
+            InvalidRequestError: this node cannot take it up.
             _UnhealthyError: not now.
 
         """
@@ -408,7 +408,7 @@ class Placements:
             )
         except OSError as error:
             raise InvalidRequestError(
-                f"its folder can not be made in the agent's state_dir: {error}"
+                f"its folder cannot be made in the agent's state_dir: {error}"
             ) from error
         try:
             share = Share(gpus if self._resources.gpus else None, folder.path, account)
@@ -502,7 +502,7 @@ class Placements:
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Say how it ended, in one line; to the server too, if it can not know."""
+        """Say how it ended, in one line; to the server too, if it cannot know."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)
@@ -527,4 +527,4 @@ async def _answered(
         with waiting_is_said(f"{rdzv_id}: {what}"):
             return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
     except TimeoutError as error:
-        raise InvalidRequestError(f"{what} can not be looked at: {error}") from error
+        raise InvalidRequestError(f"{what} cannot be looked at: {error}") from error

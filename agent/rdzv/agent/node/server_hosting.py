@@ -59,7 +59,7 @@ async def serving_itself(
     The store of the job's round is also reached at `store_at`.
 
     Raises:
-        InvalidRequestError: that port can not be listened on.
+        InvalidRequestError: that port cannot be listened on.
 
     """
     never_ms = UNWATCHED_MS
@@ -90,7 +90,7 @@ async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]
     The store of its round is reached at the same port.
 
     Raises:
-        InvalidRequestError: the port can not be listened on, though it is free.
+        InvalidRequestError: the port cannot be listened on, though it is free.
 
     """
     listening = _listen_at(host_at)
@@ -174,7 +174,7 @@ def _listen_at(endpoint: Endpoint) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise InvalidRequestError(
-            f"{endpoint} can not be listened on: {error.strerror}; give another port"
+            f"{endpoint} cannot be listened on: {error.strerror}; give another port"
         ) from error
 
 

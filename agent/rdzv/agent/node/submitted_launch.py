@@ -96,7 +96,7 @@ async def make_launch(
     "one worker for each device", there are `counted`, if that is known already.
 
     Raises:
-        InvalidRequestError: it can not be launched like this; the message says why.
+        InvalidRequestError: it cannot be launched like this; the message says why.
 
     """
     environ = job_environ(placed, around, share)

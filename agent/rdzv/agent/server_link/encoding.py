@@ -350,7 +350,7 @@ def health(failing: Iterable[FailingCheck]) -> pb.Health:
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Say that this node can not take up a job; not now, if what is in the way may pass."""
+    """Say that this node cannot take up a job; not now, if what is in the way may pass."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=_text(reason), passing=passing)
     )

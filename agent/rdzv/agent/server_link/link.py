@@ -106,7 +106,7 @@ class ServerLink:
         self._last_lease_ms = identity.lease_ms
         """The lease that the last stream gave, open or not; None: there was none."""
         self._declined: dict[tuple[str, str], str] = {}
-        """By rdzv_id and run, the jobs that this node can not take up, and why. Said again when a
+        """By rdzv_id and run, the jobs that this node cannot take up, and why. Said again when a
         stream opens, for nothing else says it."""
         self._renewing = False
         """Whether the stream was ended to say hello anew, and another follows at once."""
@@ -215,14 +215,14 @@ class ServerLink:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Say that this node can not take up a job now; if that is lost, it is placed here again.
+        """Say that this node cannot take up a job now; if that is lost, it is placed here again.
 
         Then there is another occasion.
         """
         self.say(encoding.declined(rdzv_id, run, reason, passing=True))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Say that this node can not take up a job."""
+        """Say that this node cannot take up a job."""
         self._declined.pop((rdzv_id, run), None)
         self._declined[rdzv_id, run] = reason
         if len(self._declined) > DECLINED_KEPT:
@@ -279,7 +279,7 @@ class ServerLink:
             opened = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # It may just be about to be renewed.
-            return RendezvousConnectionError(f"can not connect to {endpoint}: {unusable}")
+            return RendezvousConnectionError(f"cannot connect to {endpoint}: {unusable}")
         async with opened as channel:
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
             while True:
@@ -299,7 +299,7 @@ class ServerLink:
         try:
             metadata = self._credentials.metadata(endpoint)
         except InvalidRequestError as error:
-            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+            return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         attach = partial(stub.Attach, metadata=metadata)
         call = self.outbox.begin(attach, self.hello)
         try:
@@ -351,7 +351,7 @@ class ServerLink:
             elif message.HasField("heard"):
                 self._proofs.note_heard(message.heard.number)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
-                return f"the server can not do it now: {message.refused.message}"
+                return f"the server cannot do it now: {message.refused.message}"
             else:
                 self._inbox.take(message)
             message = await _read(call)

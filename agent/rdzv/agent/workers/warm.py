@@ -75,7 +75,7 @@ def zygote_spec(
 
 
 def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
-    """Say why a worker can not be forked from the zygote; nothing if it can.
+    """Say why a worker cannot be forked from the zygote; nothing if it can.
 
     A module may have read at its import whatever is in the environment, so all that differs
     counts, but for what is known to be read later.
@@ -116,7 +116,7 @@ def _wait_s(environ: Mapping[str, str]) -> float:
 async def check_warm(launch: Launch) -> str:
     """Find out, without importing anything, whether workers of this launch can be warm.
 
-    Returns why they can not be, if nothing is wrong with what was asked for; else nothing.
+    Returns why they cannot be, if nothing is wrong with what was asked for; else nothing.
 
     Raises:
         InvalidRequestError: they never can, on this node.

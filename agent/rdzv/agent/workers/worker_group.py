@@ -69,7 +69,7 @@ class LocalWorkerGroup:
         """Find out what the workers will be bound to, and who says where they write.
 
         Raises:
-            InvalidRequestError: the GPUs that they are to be near can not be found, or nobody has
+            InvalidRequestError: the GPUs that they are to be near cannot be found, or nobody has
                 the name of --logs-specs, or what --warm is to preload.
         """
         if self._logs_specs is not None:
@@ -102,13 +102,13 @@ class LocalWorkerGroup:
         Raises:
             InvalidRequestError: what was there at the join is not there any more, or does not
                 answer.
-            OSError: the files can not be made, or --logs-specs gives no answer.
+            OSError: the files cannot be made, or --logs-specs gives no answer.
 
         """
         try:
             files = await self._files.answer(self._make_files, assignment)
         except TimeoutError as error:
-            what = "its script, program or logs can not be looked at"
+            what = "its script, program or logs cannot be looked at"
             raise InvalidRequestError(f"{what}: {error}") from error
         if self._logs_specs is None:
             output = usual_output(files, self._launch.output)
@@ -118,7 +118,7 @@ class LocalWorkerGroup:
         try:
             self._duplicate(output)
         except OSError as error:
-            raise OSError(f"the filtered log can not be written: {error}") from error
+            raise OSError(f"the filtered log cannot be written: {error}") from error
         self.written.begin(assignment, output)
         workers = enumerate(output.workers)
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
@@ -128,7 +128,7 @@ class LocalWorkerGroup:
 
         Raises:
             InvalidRequestError: what was there at the join is not there any more.
-            OSError: the files can not be made.
+            OSError: the files cannot be made.
         """
         check_startable(self._launch)
         if self._logs_specs is not None:
@@ -138,7 +138,7 @@ class LocalWorkerGroup:
         except TimeoutError:
             raise
         except OSError as error:
-            raise OSError(f"the log directory can not be written: {error}") from error
+            raise OSError(f"the log directory cannot be written: {error}") from error
 
     def _environs_to_reify(self, assignment: Assignment) -> dict[int, dict[str, str]]:
         own = self._launch.environ
