@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -679,6 +680,22 @@ async def test_network_file_systems_are_refused_before_anything_is_made(
     with pytest.raises(InvalidRequestError, match=rf"{directory} is on {kind}, .*--data-dir"):
         await SqliteStore.open(directory, mountinfo=mountinfo)
     assert not (tmp_path / "mnt").exists()
+
+
+async def test_what_is_mounted_at_the_first_access_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTINFO.format(place=tmp_path / "other", kind="nfs"))
+    really_open = os.open
+
+    def mounting(*words: Any) -> int:
+        mountinfo.write_text(MOUNTINFO.format(place=tmp_path, kind="nfs"))
+        return really_open(*words)
+
+    monkeypatch.setattr(sqlite_directory.os, "open", mounting)
+    with pytest.raises(InvalidRequestError, match=rf"{tmp_path / 'data'} is on nfs, "):
+        await SqliteStore.open(tmp_path / "data", mountinfo=mountinfo)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "virtiofs"])

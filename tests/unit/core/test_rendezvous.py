@@ -601,3 +601,14 @@ def test_who_has_stopped_its_workers_has_broken_no_round() -> None:
     assert job.round.number == number
     assert job.round.end is not None
     assert not job.round.end.broken
+
+
+def test_the_last_failures_are_those_of_the_last_round_that_had_some() -> None:
+    job = Job(replace(SETTINGS, max_restarts=3))
+    job.join("n0", "n1", "n2")
+    job.fail("n0")
+    job.stopped("n0", "n1", "n2")
+    found = job.membership.last_failures
+    assert [failure.node_id for failure in found] == ["n0"]
+    job.stopped("n0", "n1", "n2")
+    assert job.membership.last_failures == found
