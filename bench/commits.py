@@ -35,7 +35,7 @@ from peer import Peer
 from simulated import until
 
 from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
-from rdzv.core.model import Claim, Membership, Offer, Settings
+from rdzv.core.model import Membership, Offer, RecoveryReport, Settings
 from rdzv.core.nodes import AgentKind
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
@@ -194,7 +194,7 @@ class Node:
         """Greet a server that may not know the round."""
         line = self.line
         assert line is not None
-        claim = Claim(
+        claim = RecoveryReport(
             round=line.round,
             group_rank=line.group_rank,
             group_world_size=line.group_world_size,

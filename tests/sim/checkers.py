@@ -48,7 +48,7 @@ from rdzv.core.model import (
     Result,
     Round,
     State,
-    stand_in,
+    placeholder,
 )
 from rdzv.core.placement import Demand, Host, Plan
 from rdzv.core.quarantine import Record as QuarantineRecord
@@ -595,7 +595,7 @@ class Judge:
         self.given_up.add((node_id, workers))
         round_ = self.first_rounds.get(workers)
         for group_rank, participant in enumerate(round_.participants if round_ else ()):
-            if stand_in(group_rank) == node_id:
+            if placeholder(group_rank) == node_id:
                 self.given_up.add((participant.node_id, workers))
 
     # -------------------------------------------------------------- what is published
@@ -866,7 +866,7 @@ class Judge:
             return False
         seats = {participant.node_id for participant in self.rounds[old].participants}
         for group_rank, participant in enumerate(self.first_rounds[old].participants):
-            if stand_in(group_rank) in seats:
+            if placeholder(group_rank) in seats:
                 seats.add(participant.node_id)
         return name in seats and self.known_ms[old] < self.known_ms[new]
 

@@ -15,7 +15,7 @@ QUARANTINE_TESTS = "tests/unit/core/test_quarantine.py tests/unit/server/test_qu
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
 PLACER_TESTS = "tests/unit/server/test_placer.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
-ADOPT_TESTS = "tests/unit/core/test_adopt.py"
+ADOPT_TESTS = "tests/unit/core/test_recovery_reports.py"
 
 
 @struct(frozen=True)
@@ -297,30 +297,30 @@ MUTANTS = (
         "                pass",
         by=ROLE_TESTS,
     ),
-    # ---------------------------------------------------------- what a claim tells
+    # ---------------------------------------------------------- recovery reports
     Mutant(
-        "what a run has spent is not claimed back",
+        "the budgets spent by a run are not reported back",
         "spent_known",
         "    known = membership.spent\n    if tally is None:\n        return known\n",
         "    return membership.spent\n",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "a claim makes less of what was spent",
+        "a recovery report lowers the budgets spent",
         "spent_known",
         "        preemptions=max(known.preemptions, told.preemptions),",
         "        preemptions=told.preemptions,",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "restarts that a claim tells of are not spent",
+        "restarts of a recovery report are not spent",
         "restarts_known",
         "    missing = max(restarts - len(membership.restarts), 0)",
         "    missing = 0",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "restarts that a claim tells of are all of this moment",
+        "restarts of a recovery report all count as of now",
         "restarts_known",
         "    if tally is None or not missing:",
         "    if True:",
@@ -328,13 +328,13 @@ MUTANTS = (
     ),
     Mutant(
         "nodes do not hear what a run has spent",
-        "adopt.tally_of",
+        "recovery_reports.tally_of",
         "    return Tally(membership.spent, tuple(counted[-MAX_RESTART_AGES:]))",
         "    return None",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "a node claims two places",
+        "a node reports two places",
         "rebuilding.adopt",
         " or node_id in work.state.seats or node_id in known.gone:",
         ":",
@@ -348,14 +348,14 @@ MUTANTS = (
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "places are given up while claims come in",
-        "unclaimed_seat_due",
-        "max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)",
+        "places are given up while recovery reports come in",
+        "unreported_seat_due",
+        "max(first[1].until_ms, state.reported_ms + state.tuning.claims_quiet_ms)",
         "first[1].until_ms",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "bounds that a claim shows to be scaled are forgotten",
+        "scaled bounds of a recovery report are forgotten",
         "_adopt_round",
         "            scaled=membership.scaled if bounds == membership.bounds else bounds,\n",
         "",
@@ -825,9 +825,9 @@ MUTANTS = (
         "    return False\n",
     ),
     Mutant(
-        "a place that nobody claims is held for ever",
+        "a place that no node reports is held for ever",
         "STATE_RULES",
-        "    release_unclaimed_seats,\n",
+        "    release_unreported_seats,\n",
         "",
     ),
     # ---------------------------------------------------------- nodes
@@ -943,7 +943,7 @@ MUTANTS = (
     Mutant(
         "who comes back hears nothing of its seat",
         "announcements.owed",
-        "told.append(_about_its_seat(state.membership, node_id, now_ms, _claimed_rank(belief)))",
+        "told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))",
         "pass",
     ),
     Mutant(
@@ -1368,23 +1368,23 @@ MUTANTS = (
     Mutant(
         "a later round is adopted beside workers of an earlier one",
         "joining.join",
-        " and not _others_run_on(work.state, command):",
+        " and not _others_run_on(before, command):",
         ":",
-        by="tests/unit/core/test_adopt.py",
+        by="tests/unit/core/test_recovery_reports.py",
     ),
     Mutant(
         "the round after one that was adopted begins beside workers of the one in its place",
         "completion_due_ms",
         "    earliest_ms = max(earliest_ms, superseded_until_ms(state))\n",
         "",
-        by="tests/unit/core/test_adopt.py",
+        by="tests/unit/core/test_recovery_reports.py",
     ),
     Mutant(
         "any join says that nothing is left of a round that was superseded",
         "joining._wait",
         "command.left_round is not None and command.left_round >= former.round",
         "True",
-        by="tests/unit/core/test_adopt.py",
+        by="tests/unit/core/test_recovery_reports.py",
     ),
     Mutant(
         "who has a seat is withdrawn",

@@ -6,7 +6,7 @@ from rdzv.core.commands import MarkAway
 from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeCameBack, NodeWentAway
-from rdzv.core.model import Away, Participant, Round, State, Tuning, is_stand_in
+from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
 from rdzv.structs import replace
 
 
@@ -69,7 +69,9 @@ def may_run_on(state: State, node_id: str) -> bool:
 def may_run(state: State, node_id: str) -> bool:
     """Whether workers may be left on a node that is given up unheard."""
     away = state.away.get(node_id)
-    if node_id in state.waiting or is_stand_in(node_id) or (away is not None and not away.may_run):
+    if node_id in state.waiting or is_placeholder(node_id):
+        return False
+    if away is not None and not away.may_run:
         return False
     participant = participant_of(state, node_id)
     return participant is not None and not participant.instance.fence_after_ms

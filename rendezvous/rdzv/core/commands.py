@@ -9,12 +9,12 @@ from __future__ import annotations
 from rdzv.core.model import (
     UNKNOWN_INSTANCE,
     UNMOVED,
-    Claim,
     Instance,
     JobSpec,
     LeaveCause,
     Moved,
     Offer,
+    RecoveryReport,
     Settings,
 )
 from rdzv.structs import struct
@@ -40,10 +40,10 @@ class Join:
 
     `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
     fresh join. With `fenced` the node was cut off, and has killed those workers itself,
-    `fenced_age_ms` ago; none had failed. `moved` is how far its workers had come. `claim` tells of
-    that round to a server that may not know it. `new_run` is the uid that a run gets which begins
-    with this join; if the job belongs to nobody yet, it then belongs to `owner`. `secret` is the
-    hash of what the node knows. `instance` is what the incarnation numbers.
+    `fenced_age_ms` ago; none had failed. `moved` is how far its workers had come. `recovery`
+    reports that round to a server that may not know it. `new_run` is the uid of a run that begins
+    with this join; a job without an owner then belongs to `owner`. `secret` is the hash of the job
+    secret that the node knows. `instance` is the one that the incarnation numbers.
     """
 
     node_id: str
@@ -55,7 +55,7 @@ class Join:
     failures: tuple[FailureReport, ...] = ()
     refuse_reuse: bool = False
     new_run: str = ""
-    claim: Claim | None = None
+    recovery: RecoveryReport | None = None
     fenced: bool = False
     fenced_age_ms: int = 0
     moved: Moved = UNMOVED
@@ -68,7 +68,7 @@ class Join:
 class Resume:
     """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
 
-    `claim` tells of that round to a server that may not know it; `owner`, `secret` and `instance`
+    `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
     """
 
@@ -76,7 +76,7 @@ class Resume:
     incarnation: int
     run: str
     round: int
-    claim: Claim | None = None
+    recovery: RecoveryReport | None = None
     owner: str = ""
     secret: str = ""
     instance: Instance = UNKNOWN_INSTANCE

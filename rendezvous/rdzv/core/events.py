@@ -121,14 +121,14 @@ class RoundCompleted:
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round that this server did not know goes on; its nodes claim their places in it."""
+    """A round that this server did not know goes on, as its nodes report it."""
 
     round: Round
 
 
 @struct(frozen=True)
 class NodeAdopted:
-    """A node claimed its place in an adopted round."""
+    """A node reported its place in an adopted round."""
 
     node_id: str
     round: int

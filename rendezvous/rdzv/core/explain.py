@@ -36,7 +36,7 @@ from rdzv.core.model import (
     ScaleUp,
     State,
     Submission,
-    is_stand_in,
+    is_placeholder,
 )
 from rdzv.core.placement import Wait
 from rdzv.core.submissions import awaited
@@ -477,7 +477,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
     if node_id in state.away:
         away = state.away[node_id]
         reason: str = "its stream ended; its seat is kept for " + left(away.until_ms - now_ms)
-        if is_stand_in(node_id):
+        if is_placeholder(node_id):
             reason = "not heard since this server knows of the round; waited for "
             reason = reason + left(away.until_ms - now_ms) + " more"
         return NodeState.AWAY, away.since_ms, reason

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from rdzv.core.adopt import claimed, same_participants
 from rdzv.core.events import (
     Event,
     NodeAdopted,
@@ -23,7 +22,8 @@ from rdzv.core.events import (
     NodeWentAway,
 )
 from rdzv.core.leaving import MAX_DEPARTURES
-from rdzv.core.model import Membership, Round, State, stand_in
+from rdzv.core.model import Membership, Round, State, placeholder
+from rdzv.core.recovery_reports import placeholders_replaced, same_participants
 
 
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
@@ -66,9 +66,9 @@ def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[s
         if isinstance(event, _OF_ONE_NODE):
             moved.add(event.node_id)
         if isinstance(event, NodeAdopted):
-            moved.add(stand_in(event.group_rank))
+            moved.add(placeholder(event.group_rank))
     if old is not None and new is not None and old.participants is not new.participants:
-        newcomers = claimed(old, new) if old.number == new.number else None
+        newcomers = placeholders_replaced(old, new) if old.number == new.number else None
         if newcomers is None or not moved.issuperset(p.node_id for p in newcomers):
             return None
     places = (
@@ -100,7 +100,7 @@ def _presence_of(before: State, after: State, moved: Collection[str]) -> list[st
     round_, old = after.membership.round, before.membership.round
     if after.seats is before.seats or round_ is None or old is None:
         return found
-    newcomers = {p.node_id for p in claimed(old, round_) or ()}
+    newcomers = {p.node_id for p in placeholders_replaced(old, round_) or ()}
     if any(n in after.seats and n not in before.seats and n not in newcomers for n in moved):
         found.append("presence: a node holds a seat of a round that it is no participant of")
     return found + _counted_seats(old, after)

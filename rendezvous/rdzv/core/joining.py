@@ -10,7 +10,7 @@ from rdzv.core.draft import Draft, without
 from rdzv.core.ending import add_failures, charge_instead, end_by_failure, end_round, failures_from
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.leaving import give_up
-from rdzv.core.model import Cause, Result, State, Waiting, is_stand_in
+from rdzv.core.model import Cause, Result, State, Waiting, is_placeholder
 from rdzv.core.reachability import note_reach
 from rdzv.core.rebuilding import adopt
 from rdzv.core.refusals import refuse_join, replaces_run
@@ -21,9 +21,9 @@ from rdzv.structs import replace
 
 def join(work: Draft, command: Join) -> Ignored | None:
     """Admit a node, confirm that its workers are gone, or hear it again; see `Join`."""
-    before, node_id, claim = work.state, command.node_id, command.claim
-    if claim and claim.round == command.left_round and not _others_run_on(work.state, command):
-        adopt(work, command, claim)
+    before, node_id, report = work.state, command.node_id, command.recovery
+    if report and report.round == command.left_round and not _others_run_on(before, command):
+        adopt(work, command, report)
     held = work.state.incarnation(node_id)
     number = _round_to_stop(work.state, node_id)
     confirms = number is not None and number == command.left_round
@@ -60,7 +60,7 @@ def _others_run_on(state: State, command: Join) -> bool:
     # Seats that were stored before a server started are younger than their round: they may be of
     # an old copy of the store, and their nodes in the later round, too.
     begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
-    there = any(node_id not in state.away and not is_stand_in(node_id) for node_id in begun)
+    there = any(node_id not in state.away and not is_placeholder(node_id) for node_id in begun)
     return there and command.left_round > round_.number
 
 

@@ -123,7 +123,7 @@ class Tuning:
     takeover_grace_ms: int = 30_000
     """After a start of the server: how long nobody is given up unheard."""
     claims_quiet_ms: int = 5_000
-    """How long no place of an adopted round has to be claimed before the others are given up."""
+    """How long after the last recovery report of an adopted round the other places are given up."""
     stop_margin_ms: int = 20_000
     """What a node may take to stop its workers, beyond its own shutdown_timeout."""
     flap_window_ms: int = 600_000
@@ -171,11 +171,11 @@ UNKNOWN_INSTANCE = Instance()
 
 
 @struct(frozen=True)
-class Claim:
-    """What a node says of the last round that was announced to it.
+class RecoveryReport:
+    """A node's report of the last round that was announced to it.
 
-    The claims of all its participants are enough to rebuild a round that the server does not
-    know: because its memory is gone, or older than the round.
+    The reports of all participants are enough to rebuild a round that the server does not know
+    because its memory is gone, or older than the round.
     """
 
     round: int
@@ -255,7 +255,7 @@ class Round:
     """Participants whose workers have all exited 0, whatever became of them or the round since."""
     end: RoundEnd | None = None
     adopted: bool = False
-    """Rebuilt from its nodes' claims. Who has not claimed a place yet has a stand-in there."""
+    """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
     """Who has left, and counts as done, but may not have been: failures may follow from it."""
 
@@ -326,7 +326,7 @@ of these."""
 class Tally:
     """What a run had spent when a round was announced, beside the number of its restarts.
 
-    Its nodes keep it, so that a server without memory knows it from their claims.
+    Its nodes keep it, so that a server without memory learns it from their recovery reports.
     """
 
     spent: Spent = Spent()
@@ -513,18 +513,18 @@ class Superseded:
     """By when they are gone, or would have been given up."""
 
 
-_STAND_IN = "(GROUP_RANK "
+_PLACEHOLDER = "(GROUP_RANK "
 """Not the beginning of any node's name."""
 
 
-def stand_in(group_rank: int) -> str:
-    """Name a participant of an adopted round that has not been heard yet."""
-    return f"{_STAND_IN}{group_rank})"
+def placeholder(group_rank: int) -> str:
+    """Name the place of a participant of an adopted round that has not reported yet."""
+    return f"{_PLACEHOLDER}{group_rank})"
 
 
-def is_stand_in(node_id: str) -> bool:
-    """Whether this is nobody's name but a place that is kept for whoever claims it."""
-    return node_id.startswith(_STAND_IN)
+def is_placeholder(node_id: str) -> bool:
+    """Whether this names a placeholder instead of a node."""
+    return node_id.startswith(_PLACEHOLDER)
 
 
 @struct(frozen=True)
@@ -553,8 +553,8 @@ class State:
     """When a participant was last back from being away."""
     loopback_machine: str | None = None
     """The machine that everyone is on, if there may be a node that only it can reach."""
-    claimed_ms: int = 0
-    """When a place of an adopted round was last claimed."""
+    reported_ms: int = 0
+    """When the last recovery report of an adopted round came."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
     """By node_id: what may run on of a round in place of which a later one was adopted."""
     stop_deadline_ms: int | None = None

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from rdzv.core.ending import some_succeeded
-from rdzv.core.model import JobSpec, ScaleUp, State, is_stand_in
+from rdzv.core.model import JobSpec, ScaleUp, State, is_placeholder
 from rdzv.core.submissions import MAX_DECLINED
 from rdzv.core.words import counted, listed
 from rdzv.structs import struct
@@ -155,9 +155,9 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
         return None
     round_ = membership.round
     runs = round_ is not None and round_.live
-    # Who holds the seat that a stand-in keeps is most often among the placed.
-    others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_stand_in(n)]
-    claimed = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
+    # The node whose place a placeholder keeps is most often among the placed.
+    others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_placeholder(n)]
+    all_reported = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
     here = frozenset((*submission.placed, *others))
     return Demand(
         rdzv_id=membership.rdzv_id,
@@ -168,7 +168,7 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
         at_ms=submission.at_ms,
         here=here,
         idle=tuple(n for n in submission.placed if n not in state.seats and n not in going)
-        if runs and claimed
+        if runs and all_reported
         else (),
         going=here.intersection(going),
         declined={declined.node_id: declined.reason for declined in submission.declined},

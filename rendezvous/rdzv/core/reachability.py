@@ -7,7 +7,7 @@ from ipaddress import ip_address
 
 from rdzv.core.commands import Join
 from rdzv.core.draft import Draft
-from rdzv.core.model import Offer, Participant, State, is_stand_in
+from rdzv.core.model import Offer, Participant, State, is_placeholder
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 
@@ -43,7 +43,7 @@ def _offers(state: State) -> Iterable[tuple[str, Offer]]:
     for node_id, waiting in state.waiting.items():
         yield node_id, waiting.offer
     for participant in state.membership.round.participants if state.membership.round else ():
-        if participant.node_id in state.seats and not is_stand_in(participant.node_id):
+        if participant.node_id in state.seats and not is_placeholder(participant.node_id):
             yield participant.node_id, participant.offer
 
 

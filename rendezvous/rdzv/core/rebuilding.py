@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rdzv.core.absences import longest_stop_ms, mark_back
-from rdzv.core.adopt import adoptable, first_claim, further_claim, restarts_known, spent_known
 from rdzv.core.commands import Join, Resume
 from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
@@ -14,8 +13,8 @@ from rdzv.core.leaving import give_up
 from rdzv.core.model import (
     UNMOVED,
     Away,
-    Claim,
     Membership,
+    RecoveryReport,
     Result,
     Round,
     Seat,
@@ -24,10 +23,17 @@ from rdzv.core.model import (
     Superseded,
     Tally,
     Tuning,
-    is_stand_in,
-    stand_in,
+    is_placeholder,
+    placeholder,
 )
 from rdzv.core.reachability import only_local
+from rdzv.core.recovery_reports import (
+    adoptable,
+    first_report,
+    further_report,
+    restarts_known,
+    spent_known,
+)
 from rdzv.core.refusals import refuse_resume
 from rdzv.core.runs import close, next_run
 from rdzv.structs import replace
@@ -62,8 +68,8 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 def resume(work: Draft, command: Resume) -> Ignored | None:
     """Hand a seat to the incarnation that speaks for its workers now."""
     before = work.state
-    if command.claim is not None:
-        adopt(work, command, command.claim)
+    if command.recovery is not None:
+        adopt(work, command, command.recovery)
     refuse_resume(before, work.state, command)
     seat = work.state.seats.get(command.node_id)
     round_ = work.membership.round
@@ -78,39 +84,39 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
     return Ignored.KNOWN if work.state is before else None
 
 
-def adopt(work: Draft, command: Join | Resume, claim: Claim) -> None:
-    """Take over a round that is not known here, or a place in it that nobody has claimed yet."""
+def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
+    """Take over a round that is not known here, or replace a placeholder in it."""
     node_id, incarnation = command.node_id, command.incarnation
-    if not adoptable(work.state, command.run, claim.round):
+    if not adoptable(work.state, command.run, report.round):
         return
     known = work.membership.round if command.run == work.membership.run else None
-    if known is not None and known.number == claim.round:
-        held = stand_in(claim.group_rank)
+    if known is not None and known.number == report.round:
+        held = placeholder(report.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
-        filled = further_claim(known, command, claim)
+        filled = further_report(known, command, report)
         if filled is None:
             return
         work.store_round(filled)
         work.put(seats=without(work.state.seats, held), away=without(work.state.away, held))
     else:
-        round_ = first_claim(command, claim, work.now_ms)
+        round_ = first_report(command, report, work.now_ms)
         if round_ is None:
             return
         if command.run != work.membership.run:
-            _adopt_run(work, command, claim.settings)
-        _adopt_round(work, round_, claim.tally)
+            _adopt_run(work, command, report.settings)
+        _adopt_round(work, round_, report.tally)
     work.put(
         seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
         waiting=without(work.state.waiting, node_id),
         stuck=without(work.state.stuck, node_id),
         away=without(work.state.away, node_id),
     )
-    if only_local(claim.offer):
-        work.state = replace(work.state, loopback_machine=claim.offer.machine)
+    if only_local(report.offer):
+        work.state = replace(work.state, loopback_machine=report.offer.machine)
     superseded = without(work.state.superseded, node_id)
-    work.state = replace(work.state, claimed_ms=work.now_ms, superseded=superseded)
-    work.events.append(NodeAdopted(node_id, claim.round, claim.group_rank))
+    work.state = replace(work.state, reported_ms=work.now_ms, superseded=superseded)
+    work.events.append(NodeAdopted(node_id, report.round, report.group_rank))
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
@@ -127,9 +133,9 @@ def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
 
 
 def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
-    """Go on with a round, in place of an older one. Its first claim is still to take its seat."""
+    """Go on with a round, in place of an older one. The node that reports it has no seat yet."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
-    others = [p.node_id for p in round_.participants if is_stand_in(p.node_id)]
+    others = [p.node_id for p in round_.participants if is_placeholder(p.node_id)]
     superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
     away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
     work.put(
@@ -169,18 +175,18 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
         # Of who is away only those that this server has told of the round: others may be of an old
         # copy of the store, and in the later round themselves, or gone for long.
         unheard = away is not None and seat.since_ms != round_.at_ms
-        if not (unheard or seat.succeeded or is_stand_in(node_id)):
+        if not (unheard or seat.succeeded or is_placeholder(node_id)):
             hears_ms = max(now_ms, away.until_ms) if away else now_ms
             until_ms = hears_ms + longest_stop_ms(round_, state.tuning)
             yield node_id, Superseded(seat.incarnation, round_.number, until_ms)
 
 
-def release_unclaimed_seats(work: Draft) -> bool:
-    """A place in an adopted round that nobody claims in time is given up.
+def release_unreported_seats(work: Draft) -> bool:
+    """Give up a place in an adopted round that no node reports in time.
 
-    Not while claims still come in: those of a large job take their time.
+    Not while reports still come in: those of a large job take their time.
     """
-    due = unclaimed_seat_due(work.state)
+    due = unreported_seat_due(work.state)
     if due is None or work.now_ms < due[1]:
         return False
     waited_s = work.state.tuning.takeover_grace_ms / 1000
@@ -188,16 +194,18 @@ def release_unclaimed_seats(work: Draft) -> bool:
     return True
 
 
-def unclaimed_seat_due(state: State) -> tuple[str, int] | None:
-    """Name a stand-in, of whom no stream tells anything, and when it is given up; None: no more.
+def unreported_seat_due(state: State) -> tuple[str, int] | None:
+    """Name a placeholder, and when it is given up; None if none is left.
 
     All are waited for equally long, so this looks at one: a large job has as many steps as seats.
     """
     round_ = state.membership.round
     if round_ is None or not round_.adopted:
         return None
-    stand_ins = ((node_id, away) for node_id, away in state.away.items() if is_stand_in(node_id))
-    first = next(stand_ins, None)
+    placeholders = (
+        (node_id, away) for node_id, away in state.away.items() if is_placeholder(node_id)
+    )
+    first = next(placeholders, None)
     if first is None:
         return None
-    return first[0], max(first[1].until_ms, state.claimed_ms + state.tuning.claims_quiet_ms)
+    return first[0], max(first[1].until_ms, state.reported_ms + state.tuning.claims_quiet_ms)

@@ -72,7 +72,7 @@ from rdzv.core.leaving import (
 )
 from rdzv.core.model import State
 from rdzv.core.operator_commands import restart, scale, stop
-from rdzv.core.rebuilding import release_unclaimed_seats, resume, unclaimed_seat_due
+from rdzv.core.rebuilding import release_unreported_seats, resume, unreported_seat_due
 from rdzv.core.runs import close_when_all_left, close_when_stopped, succeed_run
 from rdzv.core.submitting import (
     bar_nodes,
@@ -171,7 +171,7 @@ COMMAND_RULES: Mapping[type, CommandRule] = {
 
 STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
     release_away_seats,
-    release_unclaimed_seats,
+    release_unreported_seats,
     release_unstopped_seats,
     withdraw_barred,
     succeed_run,
@@ -191,8 +191,8 @@ def _wake_at_ms(state: State, now_ms: int) -> int | None:
     if not membership.run or membership.ended is not None:
         return None
     due: list[int | None] = [due_ms for _, due_ms in away_seats_due(state)]
-    if (unclaimed := unclaimed_seat_due(state)) is not None:
-        due.append(unclaimed[1])
+    if (unreported := unreported_seat_due(state)) is not None:
+        due.append(unreported[1])
     if state.stop_deadline_ms is not None and any(seats_with_deadline(state)):
         due.append(state.stop_deadline_ms)
     if membership.stopping and not state.seats:

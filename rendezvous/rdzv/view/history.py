@@ -69,7 +69,7 @@ class RoundCompleted:
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round that the server did not know goes on; its nodes claim their places in it."""
+    """A round that the server did not know goes on, as its nodes report it."""
 
     round: int
     nodes: int

@@ -17,11 +17,11 @@ from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core import commands as asked
 from rdzv.core.model import (
     Cause,
-    Claim,
     JobSpec,
     LeaveCause,
     Moved,
     Offer,
+    RecoveryReport,
     Result,
     ScaleUp,
     Settings,
@@ -226,7 +226,7 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
 
 IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
 REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
-CLAIM = Claim(
+REPORT_OF_ROUND = RecoveryReport(
     round=5,
     group_rank=LINE.group_rank,
     group_world_size=LINE.group_world_size,
@@ -241,7 +241,7 @@ CLAIM = Claim(
     settings=SETTINGS,
     offer=OFFER,
 )
-RESUME = asked.Resume("n1", 12, "r1", 5, CLAIM)
+RESUME = asked.Resume("n1", 12, "r1", 5, REPORT_OF_ROUND)
 FAIL = asked.Fail("n1", 12, "r1", 5, (REPORTED,))
 LEAVE = asked.Leave("n1", 12, "r1", LeaveCause.SIGNAL, LEAVING.reason)
 
@@ -255,7 +255,7 @@ BELIEFS = {
     "rejoining": (
         REJOINING,
         False,
-        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), claim=CLAIM),),
+        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), recovery=REPORT_OF_ROUND),),
     ),
     "rejoining after its store host failed": (
         replace(REJOINING, store_host_failed="died"),
@@ -263,7 +263,7 @@ BELIEFS = {
         (
             RESUME,
             asked.ReportStoreHost("n1", 12, "r1", 5, "died"),
-            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), claim=CLAIM),
+            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (REPORTED,), recovery=REPORT_OF_ROUND),
         ),
     ),
     "running": (replace(IN_ROUND, phase=Phase.RUNNING), True, (RESUME,)),
@@ -345,7 +345,7 @@ def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
         if has_workers:
             offer = replace(OFFER, store_port=0)
             heard_of = inbound_nodes.belief_of(belief_of(state, offer), SPEAKER, LIMITS)
-            resume = replace(RESUME, claim=replace(CLAIM, offer=offer))
+            resume = replace(RESUME, recovery=replace(REPORT_OF_ROUND, offer=offer))
             assert heard_of.commands == (resume, *expected[1:])
 
 

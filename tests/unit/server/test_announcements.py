@@ -6,7 +6,7 @@ from builders import Job, join, offer
 
 from rdzv.core.commands import Resume
 from rdzv.core.events import RunBegan
-from rdzv.core.model import Claim, Settings
+from rdzv.core.model import RecoveryReport, Settings
 from rdzv.core.rendezvous import step
 from rdzv.server.engine import announcements
 from rdzv.server.messages import Assignment, Joined, RoundOver
@@ -19,9 +19,9 @@ def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
     """In one step the run is adopted, its round ends, and the next one has both of them."""
     job = Job(SETTINGS)
     job.join("n1")
-    claim = Claim(2, 0, 1, 0, 1, 0, 1, "n2.net", 29501, True, 0, SETTINGS, offer("n2"))
+    recovery = RecoveryReport(2, 0, 1, 0, 1, 0, 1, "n2.net", 29501, True, 0, SETTINGS, offer("n2"))
     command = replace(
-        join("n2", run="former", settings=SETTINGS, left_round=2, new_run="x"), claim=claim
+        join("n2", run="former", settings=SETTINGS, left_round=2, new_run="x"), recovery=recovery
     )
     before = job.state
     transition = step(before, command, job.now_ms)
@@ -40,9 +40,9 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
     job = Job(SETTINGS)
     job.join("n1", "n2", "n3")
     run = job.membership.run
-    claim = Claim(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
+    recovery = RecoveryReport(9, 0, 1, 0, 1, 0, 1, "n4.net", 29501, True, 0, SETTINGS, offer("n4"))
     before = job.state
-    transition = step(before, Resume("n4", 1, run, 9, claim), job.now_ms)
+    transition = step(before, Resume("n4", 1, run, 9, recovery), job.now_ms)
     heard = dict(announcements.news(before, transition.state, transition.events, 0))
     assert heard.keys() == {"n1", "n2", "n3"}
     for message in heard.values():

@@ -29,13 +29,13 @@ from rdzv.core.commands import (
 )
 from rdzv.core.model import (
     Cause,
-    Claim,
     Ended,
     Failure,
     LeaveCause,
     Membership,
     NodeState,
     Offer,
+    RecoveryReport,
     Result,
     Round,
     RoundEnd,
@@ -1396,7 +1396,7 @@ def waits(stream: Stream, run: str) -> Belief:
 def runs_elsewhere(stream: Stream) -> Belief:
     """What a node believes that runs a round which a server without memory does not know."""
     offer = join(stream).offer
-    claim = Claim(3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, Settings(2, 2), offer)
+    claim = RecoveryReport(3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, Settings(2, 2), offer)
     resume = Resume(stream.node_id, stream.incarnation, "former", 3, claim)
     return Belief("job-7", "former", 3, has_workers=True, commands=(resume,))
 

@@ -10,7 +10,6 @@ from rdzv.core import commands
 from rdzv.core.explain import BudgetsView, JobView, NodeView
 from rdzv.core.model import (
     Cause,
-    Claim,
     Ended,
     Failure,
     JobState,
@@ -18,6 +17,7 @@ from rdzv.core.model import (
     Moved,
     NodeState,
     Offer,
+    RecoveryReport,
     Result,
     RoundEnd,
     ScaleUp,
@@ -196,7 +196,7 @@ LINE = pb.RoundCompleted(
     use_agent_store=True,
     restarts=4,
 )
-CLAIM = Claim(
+REPORT_OF_ROUND = RecoveryReport(
     round=2,
     group_rank=1,
     group_world_size=3,
@@ -211,7 +211,7 @@ CLAIM = Claim(
     settings=CORE_JOIN.settings,
     offer=CORE_JOIN.offer,
 )
-RESUME = commands.Resume("n1", 7, "feed", 2, CLAIM)
+RESUME = commands.Resume("n1", 7, "feed", 2, REPORT_OF_ROUND)
 TALLY = Tally(Spent(1, 2, 3, 4, 500), (70_000, 1_000))
 PB_TALLY = pb.Tally(
     preemptions=1,
@@ -232,7 +232,7 @@ WITH_TALLY.MergeFrom(LINE)
         (
             pb.Belief(phase=pb.Belief.JOINING, join=join(left_round=2), round=LINE),
             False,
-            [replace(CORE_JOIN, left_round=2, claim=CLAIM)],
+            [replace(CORE_JOIN, left_round=2, recovery=REPORT_OF_ROUND)],
         ),
         (
             pb.Belief(
@@ -241,7 +241,7 @@ WITH_TALLY.MergeFrom(LINE)
                 round=WITH_TALLY,
             ),
             False,
-            [replace(CORE_JOIN, left_round=2, claim=replace(CLAIM, tally=TALLY))],
+            [replace(CORE_JOIN, left_round=2, recovery=replace(REPORT_OF_ROUND, tally=TALLY))],
         ),
         (
             pb.Belief(
@@ -254,7 +254,7 @@ WITH_TALLY.MergeFrom(LINE)
             [
                 RESUME,
                 commands.ReportStoreHost("n1", 7, "feed", 2, "died hard"),
-                replace(CORE_JOIN, left_round=2, claim=CLAIM),
+                replace(CORE_JOIN, left_round=2, recovery=REPORT_OF_ROUND),
             ],
         ),
         (
@@ -264,7 +264,7 @@ WITH_TALLY.MergeFrom(LINE)
                 round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2),
             ),
             True,
-            [replace(RESUME, claim=None)],
+            [replace(RESUME, recovery=None)],
         ),
         (
             pb.Belief(
@@ -273,7 +273,7 @@ WITH_TALLY.MergeFrom(LINE)
                 round=pb.RoundCompleted(rdzv_id="job-7", run="feed", round=2, group_world_size=2),
             ),
             True,
-            [replace(RESUME, claim=None)],
+            [replace(RESUME, recovery=None)],
         ),
         (pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=LINE), True, [RESUME]),
         (

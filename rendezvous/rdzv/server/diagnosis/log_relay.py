@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rdzv.core.model import Membership, Round, State, is_stand_in
+from rdzv.core.model import Membership, Round, State, is_placeholder
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -493,7 +493,7 @@ class LogReader:
 
 
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:
-    """Return the nodes that may have a round's output, without stand-ins.
+    """Return the nodes that may have a round's output, without placeholders.
 
     The participants of a round before the last are not known here; the nodes themselves know.
     """
@@ -503,11 +503,11 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
     if number < last.number:
         present = (*state.seats, *state.waiting, *state.stuck)
         found = dict.fromkeys((*(p.node_id for p in last.participants), *present))
-        return [node_id for node_id in found if not is_stand_in(node_id)]
+        return [node_id for node_id in found if not is_placeholder(node_id)]
     return [
         p.node_id
         for p in last.participants
-        if not is_stand_in(p.node_id)
+        if not is_placeholder(p.node_id)
         and (rank is None or p.rank_first <= rank < p.rank_first + p.offer.local_world_size)
     ]
 

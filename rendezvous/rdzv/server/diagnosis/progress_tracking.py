@@ -72,7 +72,7 @@ class ProgressBoard:
         if job is None or not _is_of(job, state):
             job = self._jobs[rdzv_id] = _Job(state.membership.run, round_, _ranks(round_))
         elif job.round is not round_:
-            # An adopted node has taken the place of a stand-in.
+            # An adopted node has replaced a placeholder.
             job.round, job.ranks = round_, _ranks(round_)
         return job
 

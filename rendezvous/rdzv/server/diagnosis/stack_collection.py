@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rdzv.core.model import Participant, State, is_stand_in
+from rdzv.core.model import Participant, State, is_placeholder
 from rdzv.core.stacks import (
     Frame,
     Key,
@@ -138,7 +138,7 @@ class StackRelay:
         )
         try:
             for node_id in nodes:
-                if is_stand_in(node_id) or not self._send(node_id, told):
+                if is_placeholder(node_id) or not self._send(node_id, told):
                     taking.end(node_id, "its agent is not connected")
             await taking.done.wait()
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
-from rdzv.core.adopt import adoptable, tally_of
 from rdzv.core.commands import Join
 from rdzv.core.events import (
     Event,
@@ -35,8 +34,9 @@ from rdzv.core.model import (
     RoundEnd,
     State,
     Tally,
-    is_stand_in,
+    is_placeholder,
 )
+from rdzv.core.recovery_reports import adoptable, tally_of
 from rdzv.core.runs import ended_run
 from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
@@ -146,7 +146,7 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
     reason = f"round {adopted.number} has followed it"
     end = old.end or RoundEnd(Cause.NODE_LEFT, reason, adopted.at_ms, broken=True)
     for node_id in before.seats:
-        if not is_stand_in(node_id):
+        if not is_placeholder(node_id):
             yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
 
 
@@ -227,15 +227,15 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
         # Also where the seat is another instance's: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
-        told.append(_about_its_seat(state.membership, node_id, now_ms, _claimed_rank(belief)))
+        told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
     if node_id in state.waiting:
         told.append(waiting(state, node_id, now_ms))
     return tuple(told)
 
 
-def _claimed_rank(belief: Belief) -> int | None:
-    claims = (getattr(command, "claim", None) for command in belief.commands)
-    return next((claim.group_rank for claim in claims if claim is not None), None)
+def _reported_rank(belief: Belief) -> int | None:
+    reports = (getattr(command, "recovery", None) for command in belief.commands)
+    return next((recovery.group_rank for recovery in reports if recovery is not None), None)
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
@@ -254,25 +254,25 @@ def unknown(state: State, belief: Belief) -> bool:
 
 
 def _about_its_seat(
-    membership: Membership, node_id: str, now_ms: int, claimed_rank: int | None = None
+    membership: Membership, node_id: str, now_ms: int, reported_rank: int | None = None
 ) -> Assignment | RoundOver:
     """Tell a seated node its assignment while the round is live, and then that it has ended."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
         return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
-    group_rank = _group_rank(round_.participants, node_id, claimed_rank)
+    group_rank = _group_rank(round_.participants, node_id, reported_rank)
     return _assignment(membership, round_, group_rank, tally_of(membership, now_ms))
 
 
 def _group_rank(
-    participants: tuple[Participant, ...], node_id: str, claimed_rank: int | None
+    participants: tuple[Participant, ...], node_id: str, reported_rank: int | None
 ) -> int:
-    # While a round is adopted its participants change with each claim, which says where it is.
-    if claimed_rank is not None and claimed_rank < len(participants):
-        claimed = participants[claimed_rank]
-        if claimed.node_id == node_id:
-            return claimed_rank
+    # The participants of an adopted round change with each recovery report, which has its place.
+    if reported_rank is not None and reported_rank < len(participants):
+        reported = participants[reported_rank]
+        if reported.node_id == node_id:
+            return reported_rank
     return _group_ranks(_Participants(participants))[node_id]
 
 

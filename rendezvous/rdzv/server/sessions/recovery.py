@@ -14,7 +14,7 @@ from rdzv.core import nodes
 from rdzv.core.absences import may_run_on, unheard
 from rdzv.core.commands import Join, MarkHeard, MarkLost
 from rdzv.core.conditions import joined_replaced_run
-from rdzv.core.model import State, is_stand_in
+from rdzv.core.model import State, is_placeholder
 from rdzv.core.runs import ended_run
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
@@ -63,7 +63,7 @@ class Recovery:
         for participant in round_.participants if round_ else ():
             node_id, instance = participant.node_id, participant.instance
             seat = job.state.seats.get(node_id)
-            if seat is None or is_stand_in(node_id):
+            if seat is None or is_placeholder(node_id):
                 continue
             self._presence.add(job, node_id)
             fence_ms = instance.fence_after_ms

@@ -19,7 +19,7 @@ from rdzv.core.commands import (
     Succeed,
 )
 from rdzv.core.hangs import HungWorker
-from rdzv.core.model import Claim, LeaveCause, Moved, Offer
+from rdzv.core.model import LeaveCause, Moved, Offer, RecoveryReport
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import FailingCheck, Gpu, Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
@@ -225,10 +225,12 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if message.HasField("round") and message.round.rdzv_id != rdzv_id:
         raise bounds.refusal("rdzv_id", message.round.rdzv_id, f"is not {rdzv_id}", "name one job")
     run = bounds.uid("run", message.round.run or join.run, limits, needed=False)
-    claim = _claim(message.round, join, limits) if message.HasField("round") and run else None
+    recovery = (
+        _recovery_report(message.round, join, limits) if message.HasField("round") and run else None
+    )
     resume: tuple[Command, ...] = ()
     if round_ is not None:
-        again = Resume(speaker.node_id, speaker.incarnation, run, round_, claim)
+        again = Resume(speaker.node_id, speaker.incarnation, run, round_, recovery)
         resume = (replace(again, secret=join.secret),)
     store_host: tuple[Command, ...] = ()
     if round_ is not None and message.store_host_failed:
@@ -237,7 +239,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
         # A node of a new incarnation takes its seat first, and then reports about it.
         store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
-        join = replace(join, claim=claim)
+        join = replace(join, recovery=recovery)
         return Belief(rdzv_id, run, round_, has_workers=False, commands=(*store_host, join))
     if phase == pb.Belief.LEAVING:
         leave = _leave(message.leave, speaker, limits)
@@ -259,21 +261,23 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
 _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 
 
-def _claim(assignment: pb.RoundCompleted, join: Join, limits: Limits) -> Claim | None:
+def _recovery_report(
+    assignment: pb.RoundCompleted, join: Join, limits: Limits
+) -> RecoveryReport | None:
     """Read the assignment that was announced to the node; None if no round can be rebuilt from it.
 
-    That is no reason to refuse the rest of the hello: the claim may not be needed.
+    That is no reason to refuse the rest of the hello: the report may not be needed.
     """
     try:
-        return _checked_claim(assignment, join, limits)
+        return _checked_report(assignment, join, limits)
     except InvalidRequestError:
         return None
 
 
-def _checked_claim(assignment: pb.RoundCompleted, join: Join, limits: Limits) -> Claim:
+def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -> RecoveryReport:
     nodes = bounds.within("group_world_size", assignment.group_world_size, 1, limits.nodes_per_job)
     most = nodes * limits.local_world_size
-    return Claim(
+    return RecoveryReport(
         round=assignment.round,
         group_rank=bounds.within("group_rank", assignment.group_rank, 0, nodes - 1),
         group_world_size=nodes,

@@ -1,4 +1,4 @@
-"""A server that knows less than its nodes takes over what they claim, and stops nobody."""
+"""A server that knows less than its nodes adopts the round that they report, and stops nobody."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
-from rdzv.core.adopt import claimed, restarts_known, same_participants, spent_known, tally_of
 from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
 from rdzv.core.ending import restarts_that_count
 from rdzv.core.events import (
@@ -21,16 +20,23 @@ from rdzv.core.events import (
 from rdzv.core.model import (
     MAX_RESTART_AGES,
     Cause,
-    Claim,
     JobState,
     LeaveCause,
     Membership,
+    RecoveryReport,
     Result,
     Settings,
     Spent,
     Tally,
-    is_stand_in,
-    stand_in,
+    is_placeholder,
+    placeholder,
+)
+from rdzv.core.recovery_reports import (
+    placeholders_replaced,
+    restarts_known,
+    same_participants,
+    spent_known,
+    tally_of,
 )
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
@@ -40,9 +46,9 @@ SIZES = (2, 1, 3)
 """Workers of n0, n1 and n2."""
 
 
-def claim(group_rank: int, round_: int = 7, restarts: int = 0, **given: Any) -> Claim:
+def recovery(group_rank: int, round_: int = 7, restarts: int = 0, **given: Any) -> RecoveryReport:
     return replace(
-        Claim(
+        RecoveryReport(
             round=round_,
             group_rank=group_rank,
             group_world_size=len(SIZES),
@@ -62,14 +68,14 @@ def claim(group_rank: int, round_: int = 7, restarts: int = 0, **given: Any) -> 
 
 
 def resume(group_rank: int, run: str = FORMER, incarnation: int = 1, **given: Any) -> Resume:
-    made = claim(group_rank, **given)
+    made = recovery(group_rank, **given)
     return Resume(f"n{group_rank}", incarnation, run, made.round, made)
 
 
 def rejoin(group_rank: int, run: str = FORMER, **given: Any) -> Join:
-    made = claim(group_rank, **given)
+    made = recovery(group_rank, **given)
     wanted = join(f"n{group_rank}", run=run, left_round=made.round, local_world_size=1)
-    return replace(wanted, claim=made)
+    return replace(wanted, recovery=made)
 
 
 def adopted(**given: Any) -> Job:
@@ -80,12 +86,12 @@ def adopted(**given: Any) -> Job:
     return job
 
 
-def test_a_round_that_is_not_known_goes_on_as_its_nodes_claim_it():
+def test_a_round_that_is_not_known_goes_on_as_its_nodes_report_it():
     job = Job()
     events = job.do(resume(1))
     assert [type(event) for event in events] == [RunBegan, RoundAdopted, NodeAdopted]
     assert job.job_state is JobState.RUNNING
-    assert job.seated == [stand_in(0), "n1", stand_in(2)]
+    assert job.seated == [placeholder(0), "n1", placeholder(2)]
     assert [p.rank_first for p in job.round.participants] == [0, 2, 3]
     job.do(resume(2))
     job.do(resume(0))
@@ -98,7 +104,7 @@ def test_a_round_that_is_not_known_goes_on_as_its_nodes_claim_it():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
-def test_the_order_of_the_claims_makes_no_difference(order: tuple[int, ...]):
+def test_the_order_of_the_reports_makes_no_difference(order: tuple[int, ...]):
     job = Job()
     for group_rank in order:
         job.do(resume(group_rank))
@@ -178,7 +184,7 @@ def test_restarts_beyond_what_a_tally_holds_are_as_old_as_its_oldest():
 
 
 def test_a_backup_knows_what_its_nodes_do_not():
-    """What was known is never less for a claim; rounds in a row are those of the later round."""
+    """What was known is never less for a report; rounds in a row are those of the later round."""
     known = Membership("job-7", RUN, 1, SETTINGS, 0, spent=Spent(5, 0, 0, 0, 1_000), restarts=(10,))
     assert spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
     assert spent_known(known, None) == known.spent
@@ -220,7 +226,7 @@ def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
     assert not job.membership.restarts
 
 
-def test_no_place_is_given_up_while_claims_come_in():
+def test_no_place_is_given_up_while_reports_come_in():
     job = Job()
     job.do(resume(0))
     job.do(resume(1), at_ms=28_000)
@@ -231,13 +237,13 @@ def test_no_place_is_given_up_while_claims_come_in():
     assert job.round.end is not None
 
 
-def test_a_node_claims_one_place():
+def test_a_node_reports_one_place():
     job = Job()
     job.do(resume(0))
     assert job.do(replace(resume(1), node_id="n0")) == ()
     job.do(MarkLost("n0", 1, "it was not heard"))
     job.do(replace(resume(1), node_id="n0"))
-    assert job.round.participants[1].node_id == stand_in(1)
+    assert job.round.participants[1].node_id == placeholder(1)
 
 
 def test_nobody_is_started_beside_a_node_that_has_not_been_heard():
@@ -282,11 +288,11 @@ def test_a_node_that_leaves_is_adopted_and_leaves():
     assert job.seated == ["n0", "n2"]
 
 
-def test_a_crash_in_the_middle_loses_no_claim():
+def test_a_crash_in_the_middle_loses_no_report():
     job = Job()
     job.do(resume(0))
     job.crash()
-    assert job.seated == ["n0", stand_in(1), stand_in(2)]
+    assert job.seated == ["n0", placeholder(1), placeholder(2)]
     for group_rank in range(3):
         job.do(resume(group_rank))
     assert job.seated == ["n0", "n1", "n2"]
@@ -461,7 +467,7 @@ def test_a_run_that_is_adopted_keeps_its_secret():
     with pytest.raises(DeniedError):
         job.do(resume(1))
     job.do(replace(resume(1), secret="aa"))
-    assert job.seated == ["n0", "n1", stand_in(2)]
+    assert job.seated == ["n0", "n1", placeholder(2)]
 
 
 def test_an_ended_run_is_not_raised_from_the_dead():
@@ -484,7 +490,7 @@ def test_an_ended_run_is_not_raised_from_the_dead():
         {"group_world_size": 9, "world_size": 5},
     ],
 )
-def test_a_claim_of_what_can_not_be_changes_nothing(wrong: dict[str, Any]):
+def test_a_report_of_an_impossible_round_changes_nothing(wrong: dict[str, Any]):
     job = Job()
     with pytest.raises(UnknownNodeError):
         job.do(resume(1, **wrong))
@@ -494,14 +500,14 @@ def test_a_claim_of_what_can_not_be_changes_nothing(wrong: dict[str, Any]):
 @pytest.mark.parametrize(
     "wrong", [{"master_port": 1}, {"master_addr": "elsewhere"}, {"world_size": 7}]
 )
-def test_a_claim_that_does_not_fit_gets_no_seat(wrong: dict[str, Any]):
+def test_a_report_that_does_not_fit_gets_no_seat(wrong: dict[str, Any]):
     job = Job()
     job.do(resume(0))
     job.do(resume(1, **wrong))
     assert "n1" not in job.state.seats
 
 
-def test_a_round_of_which_only_a_leaver_has_told_may_still_be_claimed():
+def test_a_round_that_only_a_leaver_has_reported_may_still_be_reported():
     """Whoever left it told no more than its number."""
     job = Job()
     job.join("n9", run=FORMER, left_round=7)
@@ -551,7 +557,7 @@ def test_a_fresh_job_waits_for_nobody():
     assert job.round.number == 0
 
 
-def test_a_place_is_claimed_once():
+def test_a_place_is_reported_once():
     job = Job()
     job.do(resume(0))
     job.do(replace(resume(0), node_id="n9"))
@@ -565,7 +571,7 @@ def test_a_place_that_was_given_up_stays_so():
     job.do(resume(1))
     job.pass_until(30_000)
     job.do(resume(2))
-    assert job.round.gone == (stand_in(2),)
+    assert job.round.gone == (placeholder(2),)
     assert "n2" not in job.state.seats
 
 
@@ -574,12 +580,12 @@ def test_a_round_of_another_size_has_other_participants():
     job.do(resume(0))
     smaller = replace(job.round, participants=job.round.participants[:-1])
     assert not same_participants(job.round, smaller)
-    assert claimed(job.round, smaller) is None
+    assert placeholders_replaced(job.round, smaller) is None
 
 
-def test_stand_ins_have_names_that_no_node_has():
-    assert is_stand_in(stand_in(0))
-    assert not is_stand_in("n0")
+def test_placeholders_have_names_that_no_node_has():
+    assert is_placeholder(placeholder(0))
+    assert not is_placeholder("n0")
 
 
 def test_the_first_run_of_a_job_that_nobody_claims_is_as_ever():

@@ -1,10 +1,10 @@
-"""How a round that the server does not know is rebuilt from what its nodes say of it.
+"""How a round that the server does not know is rebuilt from the reports of its nodes.
 
 A server may know less than its nodes: its memory is gone, or was restored from a backup. Each
-participant of a round *claims* its place. The first claim makes the round, with a *stand-in* on
-every other seat; each further claim takes the place of its stand-in. A stand-in holds its seat
-like a node that is away, until it is claimed or `takeover_grace` is over, so all rules about
-seats hold for it: nobody is started beside a node that has not been heard yet.
+participant of a round sends a *recovery report*. The first report makes the round, with a
+*placeholder* on every other seat; each further report replaces the placeholder of its place. A
+placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace` is
+over. So all rules about seats hold for it: no worker starts beside a node that has not reported.
 
 The highest round wins, for it was complete only when those before it had ended.
 """
@@ -18,22 +18,22 @@ from operator import is_not
 from rdzv.core.commands import Join, Resume
 from rdzv.core.model import (
     MAX_RESTART_AGES,
-    Claim,
     Membership,
     Offer,
     Participant,
+    RecoveryReport,
     Round,
     Spent,
     State,
     Tally,
-    is_stand_in,
-    stand_in,
+    is_placeholder,
+    placeholder,
 )
 from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:
-    """Say whether a claim of this round tells this server something that it does not know.
+    """Say whether a report of this round has something that this server does not know.
 
     A run that is not known beside an open one whose nodes are there is not adopted: a job has one
     run at a time.
@@ -50,39 +50,44 @@ def adoptable(state: State, run: str, number: int) -> bool:
     round_ = membership.round
     if round_ is None or number > round_.number:
         return True
-    return number == round_.number and any(map(is_stand_in, state.away))
+    return number == round_.number and any(map(is_placeholder, state.away))
 
 
-def first_claim(command: Join | Resume, claim: Claim, now_ms: int) -> Round | None:
-    """Return the round of which this is the first claim; None if no such round can be."""
-    participant = _participant(command, claim)
-    whole = range(claim.group_world_size)
-    participants = _filled(whole, range(claim.world_size), claim.group_rank, participant)
+def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:
+    """Return the round of which this is the first report; None if no such round can be."""
+    participant = _participant(command, report)
+    whole = range(report.group_world_size)
+    participants = _filled(whole, range(report.world_size), report.group_rank, participant)
     if participants is None:
         return None
     return Round(
-        number=claim.round,
+        number=report.round,
         participants=participants,
-        master_addr=claim.master_addr,
-        master_port=claim.master_port,
-        use_agent_store=claim.use_agent_store,
-        restarts=claim.restarts,
+        master_addr=report.master_addr,
+        master_port=report.master_port,
+        use_agent_store=report.use_agent_store,
+        restarts=report.restarts,
         at_ms=now_ms,
         adopted=True,
     )
 
 
-def further_claim(round_: Round, command: Join | Resume, claim: Claim) -> Round | None:
-    """Return the round with one stand-in less; None if the claim does not fit into it.
+def further_report(round_: Round, command: Join | Resume, report: RecoveryReport) -> Round | None:
+    """Return the round with one placeholder less; None if the report does not fit into it.
 
     The node must not have a place in the round already.
     """
-    seats, place = round_.participants, claim.group_rank
+    seats, place = round_.participants, report.group_rank
     known = (len(seats), _ranks(seats[-1]).stop, round_.master_addr, round_.master_port)
-    told = (claim.group_world_size, claim.world_size, claim.master_addr, claim.master_port)
-    if known != told or not is_stand_in(seats[place].node_id):
+    told = (
+        report.group_world_size,
+        report.world_size,
+        report.master_addr,
+        report.master_port,
+    )
+    if known != told or not is_placeholder(seats[place].node_id):
         return None
-    participant = _participant(command, claim)
+    participant = _participant(command, report)
     gap = _gap(seats, place, _ranks(participant))
     ranks = range(_ranks(seats[gap.start]).start, _ranks(seats[gap.stop - 1]).stop)
     filled = _filled(gap, ranks, place, participant)
@@ -92,15 +97,16 @@ def further_claim(round_: Round, command: Join | Resume, claim: Claim) -> Round 
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
-    """Return the places that a claim of these RANKs changes: its own, if what was guessed is true.
+    """Return the places that a report of these RANKs changes: its own, if the guess was right.
 
-    Where nodes bring different numbers of workers it may not be; then all stand-ins around it.
+    Where nodes bring different numbers of workers it may be wrong; then also all placeholders
+    around it.
     """
     first, end = place, place + 1
     if _ranks(seats[place]) != ranks:
-        while first and is_stand_in(seats[first - 1].node_id):
+        while first and is_placeholder(seats[first - 1].node_id):
             first -= 1
-        while end < len(seats) and is_stand_in(seats[end].node_id):
+        while end < len(seats) and is_placeholder(seats[end].node_id):
             end += 1
     return range(first, end)
 
@@ -108,26 +114,26 @@ def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
 def _filled(
     places: range, ranks: range, place: int, participant: Participant
 ) -> tuple[Participant, ...] | None:
-    """Put stand-ins around a participant, so that these places have these RANKs; None if not so."""
+    """Put placeholders around a participant, so that these places have these RANKs; else None."""
     own = _ranks(participant)
-    before = _stand_ins(range(places.start, place), range(ranks.start, own.start))
-    behind = _stand_ins(range(place + 1, places.stop), range(own.stop, ranks.stop))
+    before = _placeholders(range(places.start, place), range(ranks.start, own.start))
+    behind = _placeholders(range(place + 1, places.stop), range(own.stop, ranks.stop))
     if before is None or behind is None or own.start < ranks.start or own.stop > ranks.stop:
         return None
     return (*before, participant, *behind)
 
 
-def _stand_ins(places: range, ranks: range) -> tuple[Participant, ...] | None:
+def _placeholders(places: range, ranks: range) -> tuple[Participant, ...] | None:
     """Divide RANKs among places as evenly as can be; None if there are too few, or too many."""
     if len(ranks) < len(places) or (ranks and not places):
         return None
-    stand_ins: list[Participant] = []
+    placeholders: list[Participant] = []
     first = ranks.start
     for count, group_rank in zip(range(len(places), 0, -1), places, strict=True):
         offer = Offer(address="", local_world_size=(ranks.stop - first) // count)
-        stand_ins.append(Participant(stand_in(group_rank), 0, offer, first, 0, 0))
+        placeholders.append(Participant(placeholder(group_rank), 0, offer, first, 0, 0))
         first += offer.local_world_size
-    return tuple(stand_ins)
+    return tuple(placeholders)
 
 
 def _ranks(participant: Participant) -> range:
@@ -135,49 +141,49 @@ def _ranks(participant: Participant) -> range:
     return range(first, first + participant.offer.local_world_size)
 
 
-def _participant(command: Join | Resume, claim: Claim) -> Participant:
+def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
     return Participant(
         node_id=command.node_id,
         incarnation=command.incarnation,
-        offer=claim.offer,
-        rank_first=claim.rank_first,
-        role_rank_first=claim.role_rank_first,
-        role_world_size=claim.role_world_size,
+        offer=report.offer,
+        rank_first=report.rank_first,
+        role_rank_first=report.role_rank_first,
+        role_world_size=report.role_world_size,
         instance=command.instance,
     )
 
 
 def same_participants(before: Round, after: Round) -> bool:
-    """Whether a round has the participants that it had, but for claimed stand-ins."""
+    """Whether a round has the participants that it had, except for replaced placeholders."""
     if before.participants == after.participants:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
         return False
-    return all(old == new or is_stand_in(old.node_id) for old, new in _exchanged(before, after))
+    return all(old == new or is_placeholder(old.node_id) for old, new in _exchanged(before, after))
 
 
-def claimed(before: Round, after: Round) -> tuple[Participant, ...] | None:
-    """Return who took the places of stand-ins; None if anything else changed of the participants.
+def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...] | None:
+    """Return the nodes that replaced placeholders; None if other participants changed, too.
 
-    The stand-ins that make place for others are not among them.
+    New placeholders with other RANKs are not among them.
     """
     if not before.adopted or len(before.participants) != len(after.participants):
         return None
     exchanged = _exchanged(before, after)
-    if not all(is_stand_in(old.node_id) for old, _ in exchanged):
+    if not all(is_placeholder(old.node_id) for old, _ in exchanged):
         return None
     return tuple(new for old, new in exchanged if old.node_id != new.node_id)
 
 
 def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Pair those who are not the same, of rounds of one size: a claim changes one of thousands."""
+    """Pair the participants that differ, of rounds of one size: a report changes one of many."""
     old, new = before.participants, after.participants
     places = compress(range(len(old)), map(is_not, old, new))
     return [(old[place], new[place]) for place in places]
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:
-    """Return what the nodes of a round are to keep for a server that knows less; None: nothing."""
+    """Return the tally that nodes keep for a server that knows less; None if nothing is spent."""
     window_ms = membership.settings.restart_window_ms
     if membership.spent == Spent() and not (window_ms and membership.restarts):
         return None
@@ -187,7 +193,7 @@ def tally_of(membership: Membership, now_ms: int) -> Tally | None:
 
 
 def spent_known(membership: Membership, tally: Tally | None) -> Spent:
-    """Return what a run has spent: what is known, and what the nodes of a newer round tell."""
+    """Return the budgets spent by a run: as known here, and as nodes of a newer round report."""
     known = membership.spent
     if tally is None:
         return known
@@ -205,10 +211,10 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
 def restarts_known(
     membership: Membership, restarts: int, tally: Tally | None, now_ms: int
 ) -> tuple[int, ...]:
-    """Return when restarts were spent, as many as a claim tells of.
+    """Return when restarts were spent, as many as the report counts.
 
-    Those that are not known, and of which the claim does not tell when, count as if spent now:
-    a budget may be thought smaller than it is, but never greater.
+    Restarts that are not known, and whose time the report does not have, count as spent now:
+    the budget left may be thought smaller than it is, but never greater.
     """
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
