@@ -1330,7 +1330,7 @@ MUTANTS = (
     Mutant(
         "who was let go of is let in by the echo of its join",
         "conditions.is_barred",
-        "    return submitted and node_id in state.barred",
+        "    return state.run_is_open and state.membership.submission is not None",
         "    return False",
         by=QUARANTINE_TESTS,
     ),
@@ -1438,8 +1438,8 @@ MUTANTS = (
     Mutant(
         "who waits in an adopted run can not join it again by the name of its own",
         "refuse_join",
-        "    if not joined_replaced_run(state, node_id, command.incarnation, command.run):\n",
-        "    if True:\n",
+        "    if run and not joined_replaced_run(state, node_id, command.incarnation, run):\n",
+        "    if run:\n",
         by=ADOPT_TESTS,
     ),
     Mutant(

@@ -103,8 +103,9 @@ def of_submitted_run(state: State, _: object) -> Ignored | None:
 
 def is_barred(state: State, node_id: str) -> bool:
     """Say whether a submitted run has let go of this node, which is told so."""
-    submitted = state.run_is_open and state.membership.submission is not None
-    return submitted and node_id in state.barred
+    if node_id not in state.barred:
+        return False
+    return state.run_is_open and state.membership.submission is not None
 
 
 def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:

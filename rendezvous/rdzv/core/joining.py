@@ -25,7 +25,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     if report and report.round == command.left_round and not _others_run_on(before, command):
         adopt(work, command, report)
     held = work.state.incarnation(node_id)
-    number = _round_to_stop(work.state, node_id)
+    number = None if held is None else _round_to_stop(work.state, node_id)
     confirms = number is not None and number == command.left_round
     admits = held != command.incarnation and not confirms
     refuse_join(before, work.state, command, admits=admits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import ip_address
 
 from rdzv.core.commands import Join
@@ -60,6 +61,7 @@ def only_local(offer: Offer) -> bool:
     return _is_loopback(offer.address) and not offer.host_name
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(address: str) -> bool:
     if address == "localhost":
         return True

@@ -45,12 +45,12 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
     membership, node_id = state.membership, command.node_id
     _refuse_stranger(before, command)
     _refuse_former_instance(state, command)
-    if not joined_replaced_run(state, node_id, command.incarnation, command.run):
+    run = command.run
+    if run and not joined_replaced_run(state, node_id, command.incarnation, run):
         _refuse_ended_run(state, command)
     if not admits:
         return
-    begins_next = not command.run and not state.present(node_id)
-    if state.run_is_open and membership.stopping and begins_next:
+    if membership.stopping and state.run_is_open and not (run or state.present(node_id)):
         raise RunStoppingError(
             f"the last run of {membership.rdzv_id} is being stopped; the next begins when the "
             f"workers on {listed((*state.seats, *unheard(state)))} are gone"
@@ -140,7 +140,7 @@ def refuse_submission(state: State, command: Submit) -> None:
 
 def replaces_run(state: State, command: Join) -> bool:
     """Whether a launch with other settings ends the open run, in which nobody else is left."""
-    if not state.run_is_open or command.settings == state.membership.settings:
+    if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:
         return False
@@ -151,7 +151,7 @@ def replaces_run(state: State, command: Join) -> bool:
 def _refuse_stranger(state: State, command: Join | Resume) -> None:
     """Keep strangers out of a run: whoever takes part in it knows its secret, if it has one."""
     membership = state.membership
-    if not state.run_is_open or membership.secret == command.secret:
+    if membership.secret == command.secret or not state.run_is_open:
         return
     if any(earlier.run == command.run for earlier in membership.earlier):
         # It is to hear how that run has ended; of this one it hears nothing.

@@ -2,61 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any, TypeVar
 
-from rdzv.core.model import Failure, Membership, Round
+from rdzv.core.model import Departure, Failure, Membership, Round, RoundEnd, Submission
 from rdzv.structs import replace
+
+_Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
 
 
 def not_after(membership: Membership, now_ms: int) -> Membership:
     """Have nothing of a run that has not ended lie in the future: it counts as of now.
 
     The clock was stepped back, or was ahead when this was stored. Otherwise ages would stand still,
-    and no restart be forgotten, until the clock has caught up.
+    and no restart would be forgotten, until the clock has caught up. A membership whose times are
+    all past is returned as it is.
     """
-    if membership.ended is not None or all(at_ms <= now_ms for at_ms in _times(membership)):
+    if membership.ended is not None:
         return membership
-    submission, resumed_at_ms = membership.submission, membership.resumed_at_ms
-    return replace(
-        membership,
-        began_at_ms=min(membership.began_at_ms, now_ms),
-        round=_round(membership.round, now_ms),
-        restarts=tuple(min(at_ms, now_ms) for at_ms in membership.restarts),
-        last_failures=_failures(membership.last_failures, now_ms),
-        departures=tuple(
-            replace(one, at_ms=min(one.at_ms, now_ms)) for one in membership.departures
-        ),
-        resumed_at_ms=None if resumed_at_ms is None else min(resumed_at_ms, now_ms),
-        submission=submission and replace(submission, at_ms=min(submission.at_ms, now_ms)),
-    )
-
-
-def _times(membership: Membership) -> Iterator[int]:
-    yield membership.began_at_ms
-    yield from membership.restarts
-    yield from (one.at_ms for one in membership.departures)
-    failures = membership.last_failures
+    bounded: dict[str, Any] = {
+        "restarts": _all_bounded_ms(membership.restarts, now_ms),
+        "departures": _all_bounded(membership.departures, now_ms),
+        "last_failures": _all_bounded(membership.last_failures, now_ms),
+    }
+    if membership.began_at_ms > now_ms:
+        bounded["began_at_ms"] = now_ms
+    if membership.resumed_at_ms is not None and membership.resumed_at_ms > now_ms:
+        bounded["resumed_at_ms"] = now_ms
     if membership.round is not None:
-        yield membership.round.at_ms
-        if membership.round.end is not None:
-            yield membership.round.end.at_ms
-            failures += membership.round.end.failures
-    yield from (one.at_ms for one in failures)
-    if membership.resumed_at_ms is not None:
-        yield membership.resumed_at_ms
+        bounded["round"] = _round_bounded(membership.round, now_ms)
     if membership.submission is not None:
-        yield membership.submission.at_ms
+        bounded["submission"] = _bounded(membership.submission, now_ms)
+    changed = {
+        name: value for name, value in bounded.items() if value is not getattr(membership, name)
+    }
+    return replace(membership, **changed) if changed else membership
 
 
-def _round(round_: Round | None, now_ms: int) -> Round | None:
-    if round_ is None:
-        return None
+def _round_bounded(round_: Round, now_ms: int) -> Round:
     end = round_.end
     if end is not None:
-        failures = _failures(end.failures, now_ms)
-        end = replace(end, at_ms=min(end.at_ms, now_ms), failures=failures)
-    return replace(round_, at_ms=min(round_.at_ms, now_ms), end=end)
+        failures = _all_bounded(end.failures, now_ms)
+        if failures is not end.failures:
+            end = replace(end, failures=failures)
+        end = _bounded(end, now_ms)
+        if end is not round_.end:
+            round_ = replace(round_, end=end)
+    return _bounded(round_, now_ms)
 
 
-def _failures(failures: tuple[Failure, ...], now_ms: int) -> tuple[Failure, ...]:
-    return tuple(replace(one, at_ms=min(one.at_ms, now_ms)) for one in failures)
+def _bounded(one: _Dated, now_ms: int) -> _Dated:
+    return one if one.at_ms <= now_ms else replace(one, at_ms=now_ms)
+
+
+def _all_bounded(ones: tuple[_Dated, ...], now_ms: int) -> tuple[_Dated, ...]:
+    if all(one.at_ms <= now_ms for one in ones):
+        return ones
+    return tuple(_bounded(one, now_ms) for one in ones)
+
+
+def _all_bounded_ms(times_ms: tuple[int, ...], now_ms: int) -> tuple[int, ...]:
+    if all(at_ms <= now_ms for at_ms in times_ms):
+        return times_ms
+    return tuple(min(at_ms, now_ms) for at_ms in times_ms)
