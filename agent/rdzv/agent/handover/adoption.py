@@ -1,4 +1,4 @@
-"""What the previous agent left: its instance, and the runners that have outlived it.
+"""The previous agent's remains: its instance, and the runners that have outlived it.
 
 ::
 

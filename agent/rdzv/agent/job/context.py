@@ -1,4 +1,4 @@
-"""What the parts of one job's driver share: its tools, and how far it has got on this node."""
+"""Shared by the parts of one job's driver: their tools, and the state of the job on this node."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JobContext:
     keep: Callable[[], None]
     """Has the runner keep the present state for the next agent."""
     examine: Callable[[], Awaitable[str]] | None
-    """Says what is wrong with this node; empty: nothing. None: nobody looks."""
+    """Says what is wrong with this node; empty: nothing. None: it is not examined."""
     offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
     linked: RunnerLink | None = None
     """The job's runner; None until the job is prepared."""

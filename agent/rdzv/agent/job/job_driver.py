@@ -287,7 +287,7 @@ class JobDriver:
 
     @property
     def written(self) -> Written:
-        """What the workers write on this node."""
+        """The output of the workers on this node, round by round."""
         return self._context.workers.written
 
     # ------------------------------------------------------------------ the server's side

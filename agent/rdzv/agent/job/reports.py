@@ -1,4 +1,4 @@
-"""What the driver of a job tells the server: encoded, and sent over the node's link."""
+"""The messages of a job's driver to the server: encoded, and sent over the node's link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this node offers to the next round of a job: its address, and a port for the c10d store."""
+"""The offer of this node for a job's next round: its address, and a port for the c10d store."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class AgentMetrics(Meter, Collector):
     # ---------------------------------------------------------------- what happens
 
     def job(self, local_world_size: int) -> JobMeter:
-        """Return what is to be told of a job that begins, with so many workers here."""
+        """Return what is to be told of a job that begins, with `local_world_size` workers here."""
         job = _JobCounter(self, local_world_size, self._now_s)
         self._jobs[job] = None
         return job

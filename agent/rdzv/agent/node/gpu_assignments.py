@@ -1,7 +1,7 @@
 """Which job has which GPUs of this node: no GPU is given twice.
 
 A job is entered from when the server has placed it here until its last process is gone. One that
-finds its GPUs still held waits; whoever waits first is served first, but does not hold up those
+finds its GPUs still held waits; the first to wait is served first, but does not hold up those
 whose GPUs are free.
 """
 
@@ -38,7 +38,7 @@ class Ledger:
         """Refuse a number of GPUs that can never be free.
 
         Raises:
-            InvalidRequestError: there are not so many.
+            InvalidRequestError: this node does not have that many.
 
         """
         if count > len(self.uuids):
@@ -74,7 +74,7 @@ class Ledger:
         return tuple(uuid for uuid in self.uuids if uuid not in held)
 
     def why_not(self, count: int) -> str:
-        """Say what a job that is not given so many GPUs waits for."""
+        """Say what a job waits for that is not given `count` GPUs."""
         if len(self._held) >= self.capacity:
             return f"a job to end: {len(self._held)} of {self.capacity} are here"
         return f"GPUs: {count} are asked for, {len(self.free)} of {len(self.uuids)} are free"

@@ -136,7 +136,7 @@ class Placements:
 
     @property
     def resources(self) -> Resources:
-        """What this node has for submitted jobs."""
+        """The places and GPUs of this node for submitted jobs."""
         return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
@@ -150,7 +150,7 @@ class Placements:
 
     @property
     def failing(self) -> tuple[FailingCheck, ...]:
-        """What is wrong with this node."""
+        """The health checks that fail on this node."""
         return self._health.failing
 
     def look_again(self) -> None:
@@ -294,7 +294,7 @@ class Placements:
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
         """Have other resources, and another environment for jobs that begin from now on.
 
-        The GPUs stay those that they are. Who has more than the new capacity keeps it.
+        The GPUs stay the same. Jobs beyond the new capacity stay, too.
         """
         self._resources = resources
         self._around = replace(self._around, environ=environ)
@@ -484,7 +484,7 @@ class Placements:
             self._decline(held, f"a bug of its rdzv-agent: {bug!r}")
 
     async def _close(self, held: _Held, driver: JobDriver) -> None:
-        """End all processes of a job; while one survives SIGKILL, its GPUs are given to nobody."""
+        """End all processes of a job; while one survives SIGKILL, its GPUs stay its own."""
         while True:
             try:
                 await driver.close()

@@ -34,7 +34,7 @@ would be placed here again."""
 
 @struct(frozen=True)
 class Surroundings:
-    """What this node gives to every submitted job."""
+    """The part of a launch that this node gives to every submitted job."""
 
     node_id: str
     endpoints: tuple[Endpoint, ...]
@@ -47,14 +47,14 @@ class Surroundings:
 
 @struct(frozen=True)
 class Share:
-    """What of this node one submitted job gets."""
+    """The part of this node that one submitted job gets."""
 
     gpus: Sequence[str] | None
     """UUIDs; None on a node that has no GPUs."""
     run_dir: Path
     """Where its files are."""
     account: Account | None = None
-    """What it runs as; None: the account of this agent."""
+    """The account that it runs as; None: that of this agent."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -79,7 +79,7 @@ def working_directory(placed: Placed, around: Surroundings, account: Account | N
 
 def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
     """Return what the environment of a job's workers is made from."""
-    # What says who this agent is, which it may pass on, does not say who the job is.
+    # Variables that name this agent's account, which it may pass on, do not name the job's.
     own = {} if share.account is None else share.account.environ
     environ = {**around.environ, **own, **dict(placed.spec.env)}
     if share.gpus is not None:
@@ -92,7 +92,7 @@ async def make_launch(
 ) -> Launch:
     """Read what was submitted as rdzvrun's arguments, on this node's terms.
 
-    Its output goes to files alone, for nobody looks at a daemon's console. Where the arguments say
+    Its output goes to files alone, since a daemon has no console. Where the arguments say
     "one worker for each device", there are `counted`, if that is known already.
 
     Raises:
@@ -171,6 +171,6 @@ def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:
         tee={},
         stdout_filters=(),
         stderr_filters=(),
-        # Logs specs may name files to be teed all the same; they are read by nobody here.
+        # Logs specs may name files to be teed all the same; nothing here reads them.
         console=False,
     )

@@ -30,7 +30,7 @@ Event = events.NoticeGiven | events.NoticeLifted
 
 
 class NodeDrain:
-    """What this node knows of its own leaving. `tell` hears whatever changes it, for every job."""
+    """The state of this node's own leaving. `tell` gets each change of it, for every job."""
 
     def __init__(self, now_ms: Callable[[], int], tell: Callable[[Event], None]) -> None:
         self._now_ms = now_ms

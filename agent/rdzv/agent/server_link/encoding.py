@@ -184,7 +184,7 @@ Statement: TypeAlias = (
     | commands.SayStuck
     | commands.SayStoreHostFailed
 )
-"""What the core says about a job's workers."""
+"""The statements of the core about a job's workers."""
 
 
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:

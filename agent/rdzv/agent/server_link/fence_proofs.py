@@ -25,7 +25,7 @@ UNANSWERED_MOST = 1_000
 
 
 class FenceProofs:
-    """What was sent on the open stream, and renews the fences of these jobs once it is answered."""
+    """Remembers what the open stream has sent; an answer renews the fences of these jobs."""
 
     def __init__(self, jobs: Mapping[str, JobPort]) -> None:
         self._jobs = jobs

@@ -93,7 +93,7 @@ class Inbox:
         """Deliver what is said of a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
-            # It was asked for a place by one that is gone from here, and nobody else gives it back.
+            # A driver that is gone has asked for the place, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
             log.debug("heard of a job that is not here: %s", message)

@@ -67,7 +67,7 @@ DECLINED_KEPT = 64
 
 @struct(frozen=True)
 class Identity:
-    """Who speaks on the stream."""
+    """The node and the agent that speak on the stream."""
 
     node_id: str
     instance: str
@@ -76,7 +76,7 @@ class Identity:
     pid: int
     version: str
     incarnation: int = 0
-    """What this instance was given before, where an agent before this one has begun it."""
+    """The incarnation that this instance was given before, if an earlier agent has begun it."""
     leadership: int = 0
     """The highest that was heard of, likewise."""
     lease_ms: int | None = None
@@ -100,7 +100,7 @@ class ServerLink:
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        """Who takes up submitted jobs; None: nobody."""
+        """Takes up submitted jobs; None: this node takes none."""
         self._lease_ms: int | None = None
         """The lease that the open stream gives; None: there is no such stream."""
         self._last_lease_ms = identity.lease_ms
@@ -138,7 +138,7 @@ class ServerLink:
 
     @property
     def identity(self) -> Identity:
-        """Who speaks on the stream."""
+        """The node and the agent that speak on the stream."""
         return self._identity
 
     def certificate_expires(self) -> datetime | None:
@@ -401,7 +401,7 @@ class ServerLink:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # Who was let in before may be again, with a token or certificate that is renewed.
+        # A node that was let in before may be again, with a token or certificate that is renewed.
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):

@@ -1,4 +1,4 @@
-"""What waits to be sent on the open stream, and the heartbeats in between."""
+"""The messages that wait to be sent on the open stream, and the heartbeats in between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outbox:
         """Open a stream by `attach`. What is said from here on follows its `hello`."""
         waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
         call = attach(self._outgoing(waiting))
-        # What came before is in it.
+        # The hello says all that came before.
         waiting.put_nowait(pb.NodeMessage(hello=hello()))
         self._waiting, self.hang_up = waiting, call.cancel
         return call

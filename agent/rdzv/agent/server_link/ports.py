@@ -1,4 +1,4 @@
-"""What the link to the server needs of the drivers of jobs, and of the placements."""
+"""The drivers of jobs and the placements, as the link to the server uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 class JobPort(Protocol):
-    """What the link needs of each job's driver."""
+    """The driver of a job, as the link uses it."""
 
     rdzv_id: str
     fence_after_ms: int
@@ -36,11 +36,11 @@ class JobPort(Protocol):
 
 
 class PlacementPort(Protocol):
-    """What the link needs of who takes up submitted jobs on this node."""
+    """The submitted jobs of this node, as the link uses them."""
 
     @property
     def resources(self) -> Resources:
-        """What this node has for them."""
+        """The places and GPUs of this node for them."""
 
     def holdings(self) -> tuple[Holding, ...]:
         """Name those of which something may be left on this node."""
@@ -53,7 +53,7 @@ class PlacementPort(Protocol):
 
     @property
     def failing(self) -> tuple[FailingCheck, ...]:
-        """What is wrong with this node."""
+        """The health checks that fail on this node."""
 
     def look_again(self) -> None:
         """Hear that an operator wants to have that looked at now."""

@@ -37,7 +37,7 @@ class WorkerFate:
     pid: int | None = None
     exit_code: int | None = None
     signal: int | None = None
-    """What ended it; None with no exit code either: it has not ended, or was never started."""
+    """The signal that ended it; without an exit code either, it has not ended or never started."""
     failed: bool = False
     """It failed by itself."""
     stopped: Stop | None = None

@@ -69,8 +69,8 @@ class LocalWorkerGroup:
         """Find out what the workers will be bound to, and who says where they write.
 
         Raises:
-            InvalidRequestError: the GPUs that they are to be near cannot be found, or nobody has
-                the name of --logs-specs, or what --warm is to preload.
+            InvalidRequestError: the GPUs that they are to be near cannot be found, or nothing has
+                the name of --logs-specs, or of what --warm is to preload.
         """
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
@@ -124,7 +124,7 @@ class LocalWorkerGroup:
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
     def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
-        """Make the files of a round, if nobody else does; in a thread, for that may hang.
+        """Make the files of a round, unless --logs-specs does; in a thread, for that may hang.
 
         Raises:
             InvalidRequestError: what was there at the join is not there any more.
