@@ -47,6 +47,8 @@ from rdzv.view.answers import (
     Server,
     StackReport,
     Token,
+)
+from rdzv.view.from_messages import (
     event_of,
     job_status_of,
     job_summary_of,

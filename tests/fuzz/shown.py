@@ -31,7 +31,7 @@ from rdzv.ctl.as_text_logs import Printer
 from rdzv.ctl.layout import Page
 from rdzv.structs import field_names
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view import answers
+from rdzv.view import from_messages
 from rdzv.view.history import KINDS
 from tests.fuzz import messages, surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
@@ -41,7 +41,7 @@ _WIDE = Page(width=None, colour=False, now_s=1_000.0)
 
 
 def _status(message: Any) -> Iterator[str]:
-    job = answers.job_status_of(message)
+    job = from_messages.job_status_of(message)
     for page in (_NARROW, _WIDE):
         yield as_text.status(job, page)
         yield as_text.status(job, page, everything=True)
@@ -51,31 +51,33 @@ def _status(message: Any) -> Iterator[str]:
 
 
 def _jobs(message: Any) -> Iterator[str]:
-    yield as_text.jobs("h:1", [answers.job_summary_of(one) for one in message.jobs], _NARROW)
+    yield as_text.jobs("h:1", [from_messages.job_summary_of(one) for one in message.jobs], _NARROW)
 
 
 def _events(message: Any) -> Iterator[str]:
-    found = [answers.event_of(one) for one in message.events]
+    found = [from_messages.event_of(one) for one in message.events]
     yield as_text.events("j", found, _NARROW)
-    job = answers.job_status_of(pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus())
+    job = from_messages.job_status_of(
+        pb.JobStatus(run=found[0].run or "") if found else pb.JobStatus()
+    )
     yield as_text_story.explain(job, found, _NARROW)
     yield trace.trace(job, found, 1_000)
     yield as_text_access.audit(found, _NARROW)
 
 
 def _nodes(message: Any) -> Iterator[str]:
-    found = [answers.node_of(one) for one in message.nodes]
+    found = [from_messages.node_of(one) for one in message.nodes]
     yield as_text_nodes.nodes("h:1", found, _NARROW)
     yield from (as_text_nodes.node(one, _NARROW) for one in found)
 
 
 def _stacks(message: Any) -> Iterator[str]:
     for raw in (False, True):
-        yield as_text_stacks.text(answers.stack_report_of(message), _NARROW, raw=raw)
+        yield as_text_stacks.text(from_messages.stack_report_of(message), _NARROW, raw=raw)
 
 
 def _servers(message: Any) -> Iterator[str]:
-    yield as_text.servers([answers.server_of(one) for one in message.servers], _NARROW)
+    yield as_text.servers([from_messages.server_of(one) for one in message.servers], _NARROW)
 
 
 _SHOWN: Mapping[str, Callable[[Any], Iterator[str]]] = {
@@ -139,7 +141,7 @@ def _take(steps: Input) -> None:
         except DecodeError:
             continue
         if kind == _LINE:
-            printer.take(answers.log_lines_of(message))
+            printer.take(from_messages.log_lines_of(message))
             continue
         for text in _SHOWN[kind](message):
             check_text(f"what is shown of {kind}", text)

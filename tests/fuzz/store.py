@@ -23,7 +23,7 @@ from rdzv.ctl import as_text
 from rdzv.ctl.layout import Page
 from rdzv.server.operations import answer_values
 from rdzv.server.wire import outbound
-from rdzv.view.answers import job_status_of
+from rdzv.view.from_messages import job_status_of
 from tests.fuzz import surface
 from tests.fuzz.surface import Input, Step, Surface, Take, check_text
 

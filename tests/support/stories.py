@@ -12,7 +12,8 @@ from rdzv.ctl.layout import Page
 from rdzv.server.operations import answer_values
 from rdzv.server.wire import outbound
 from rdzv.structs import replace
-from rdzv.view.answers import Event, JobStatus, event_of, job_status_of
+from rdzv.view.answers import Event, JobStatus
+from rdzv.view.from_messages import event_of, job_status_of
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.server.test_driver import join, settle
 from tests.unit.server.test_metrics import Scraped, history, scraped

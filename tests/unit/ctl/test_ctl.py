@@ -31,7 +31,7 @@ from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import job_status_of
+from rdzv.view.from_messages import job_status_of
 from rdzv.view.log_lines import harmless
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"

@@ -83,7 +83,7 @@ RULES = (
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
             "server/__main__.py",
-            *("view/answers.py", "client.py", "transport/*.py"),
+            *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on what its link has encoded.
             *("agent/server_link/*.py", "agent/job/reports.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),

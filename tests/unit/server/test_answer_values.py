@@ -30,7 +30,7 @@ from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
 from rdzv.server.wire import outbound
 from rdzv.structs import replace
-from rdzv.view import answers
+from rdzv.view import from_messages as client
 from tests.unit.server.test_driver import server
 from tests.unit.server.test_wire import NODE, VIEW
 
@@ -108,31 +108,31 @@ SLOW = (Straggler(3, 2.5, 0.5, 9_500),)
     ("value", "write", "read"),
     [
         *(
-            (answer_values.job_status(view, NOW_MS), outbound.job_status, answers.job_status_of)
+            (answer_values.job_status(view, NOW_MS), outbound.job_status, client.job_status_of)
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
             answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW),
             outbound.job_status,
-            answers.job_status_of,
+            client.job_status_of,
         ),
         *(
-            (answer_values.job_summary(view, hangs), outbound.job_summary, answers.job_summary_of)
+            (answer_values.job_summary(view, hangs), outbound.job_summary, client.job_summary_of)
             for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
         ),
         *(
-            (answer_values.node(node), outbound.node, answers.node_of)
+            (answer_values.node(node), outbound.node, client.node_of)
             for node in (PLAIN_NODE, FULL_NODE, replace(PLAIN_NODE, resources=Resources()))
         ),
         *(
-            (answer_values.server(view), outbound.server, answers.server_of)
+            (answer_values.server(view), outbound.server, client.server_of)
             for view in (
                 ServerView("h:1", False, 0, "memory", "0.1.0", 5),
                 ServerView("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away"),
             )
         ),
         *(
-            (answer_values.token(token, NOW_MS), outbound.token, answers.token_of)
+            (answer_values.token(token, NOW_MS), outbound.token, client.token_of)
             for token in (
                 Token("id", "ada", ("read",), "x", 4_000),
                 Token("id", "ada", ("read", "operate"), "x", 4_000, 9_000, 10_001),
@@ -141,11 +141,11 @@ SLOW = (Straggler(3, 2.5, 0.5, 9_500),)
         (
             answer_values.stack_report(REPORT, NOW_MS),
             outbound.stack_report,
-            answers.stack_report_of,
+            client.stack_report_of,
         ),
         *(
             (answer_values.log_lines(lines), lambda _, lines=lines: outbound.log_lines(lines),
-             answers.log_lines_of)
+             client.log_lines_of)
             for lines in (
                 LogLines("n1", "feed", 3, 1, True, 2, 4_711, b"x\xff"),
                 LogLines("", "feed", note="nothing came"),
