@@ -44,9 +44,8 @@ class Forgetting:
         self._store = store
         self._clock = clock
         self._tasks = tasks
-        self._most = config.limits.ended_jobs
-        self._kept_ms = config.timings.ended_kept_ms
-        self._every_ms = config.timings.prune_every_ms
+        self._config = config
+        """Read when a value is used, since a reload changes it."""
         self._time_noted = False
         """Whether this server has stored that it runs."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
@@ -98,11 +97,11 @@ class Forgetting:
 
         Nobody waits for it. A job that cannot be read was never loaded, and is left alone.
         """
-        self._timer.arm(self._clock.now_ms() + self._every_ms)
+        self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
         self._tasks.start(self._prune())
 
     async def _prune(self) -> None:
-        most, kept_ms = self._most, self._kept_ms
+        most, kept_ms = self._config.limits.ended_jobs, self._config.timings.ended_kept_ms
         now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
         try:
             seen = await self._note_time(now_ms)

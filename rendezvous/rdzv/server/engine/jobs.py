@@ -56,7 +56,7 @@ class Jobs:
         self._meter = meter
         self._limits = config.limits
         self._tuning = config.tuning
-        self._retry_ms = config.timings.store_retry_ms
+        self._timings = config.timings
         self._publish = publish
         self._on_load = on_load
         self._on_due = on_due
@@ -163,7 +163,7 @@ class Jobs:
 
     def retry_at_ms(self) -> int:
         """Return when what the store has not taken is tried again."""
-        return self._clock.now_ms() + self._retry_ms
+        return self._clock.now_ms() + self._timings.store_retry_ms
 
     # ---------------------------------------------------------------- looking
 
