@@ -388,6 +388,13 @@ MUTANTS = (
         "rendezvous._OF_ROUND",
         "of_this_run, ",
         "",
+        by="tests/unit/core/test_protocol.py",
+    ),
+    Mutant(
+        "a node leaves by the name of another run",
+        "COMMAND_RULES",
+        "    Leave: CommandRule(leave, (*_FROM_HOLDER, of_run_joined)),",
+        "    Leave: CommandRule(leave, _FROM_HOLDER),",
         by=_unit(),
     ),
     Mutant(
