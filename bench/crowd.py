@@ -38,7 +38,7 @@ from rdzv.v1 import rdzv_pb2_grpc
 
 JOB = "crowd"
 AT_ONCE = 256
-"""So many nodes connect at once: one process can not do for 10,000 machines what each does."""
+"""So many nodes connect at once: one process cannot do for 10,000 machines what each does."""
 TIMEOUT_S = 120.0
 FOREVER_MS = 3_600_000
 

@@ -112,7 +112,7 @@ class ControlClient:
         takeover_s: float = TAKEOVER_S,
     ) -> None:
         if not 0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout {timeout_s} s can not be used: it must be above 0")
+            raise InvalidRequestError(f"timeout {timeout_s} s cannot be used: it must be above 0")
         servers = (server,) if isinstance(server, Endpoint) else tuple(server)
         self._timeout_s = timeout_s
         self._takeover_s = takeover_s
@@ -201,7 +201,7 @@ class ControlClient:
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
         """Return the newest `limit` events of a job, oldest first; 0: as many as it sees fit."""
         if not 0 <= limit <= _UINT32_MAX:
-            raise InvalidRequestError(f"limit {limit} can not be used: it must be 0 or above")
+            raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
         return tuple(map(event_of, self._call(lambda stub: stub.ListEvents, request).events))
 
@@ -559,11 +559,11 @@ class _Places:
 
 
 def _checked_name(name: str, kind: str = "job") -> str:
-    """Refuse a name that can not travel: bytes from a shell that are no UTF-8."""
+    """Refuse a name that cannot travel: bytes from a shell that are no UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{kind} name {name!r} can not be used: no UTF-8") from None
+        raise InvalidRequestError(f"{kind} name {name!r} cannot be used: no UTF-8") from None
     return name
 
 

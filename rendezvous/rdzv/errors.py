@@ -129,7 +129,7 @@ class RendezvousConnectionError(RendezvousError):
 
 
 class RunStoppingError(RendezvousConnectionError):
-    """A run is being stopped, and the next can not begin yet. The caller asks again soon."""
+    """A run is being stopped, and the next cannot begin yet. The caller asks again soon."""
 
     code = "RunStoppingError"
     definite = True
@@ -148,7 +148,7 @@ class NotLeaderError(RendezvousConnectionError):
 
 
 class RendezvousStateError(RendezvousError):
-    """Stored state can not be read. The server stops; an operator is needed."""
+    """Stored state cannot be read. The server stops; an operator is needed."""
 
     code = "RendezvousStateError"
     grpc_status = "DATA_LOSS"

@@ -122,7 +122,7 @@ def serve(path: str) -> None:
         import torch.distributed.run  # noqa: F401
 
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
-        assert threads == 1, f"it has {threads} threads, and can not be forked"
+        assert threads == 1, f"it has {threads} threads, and cannot be forked"
         # Else each fork would copy all of it, only to look for what is not used any more.
         gc.freeze()
         os.write(1, b"ready\n")

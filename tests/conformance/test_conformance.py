@@ -50,7 +50,7 @@ MEET = "--rdzv-backend=c10d --rdzv-endpoint=localhost:@PORT --rdzv-id=job"
 
 
 def refused(why: str) -> dict[str, Differ]:
-    """Both refuse it; what can not work as typed is usage, and is told in one line."""
+    """Both refuse it; what cannot work as typed is usage, and is told in one line."""
     return {"exit codes": Differ([1], [2], why)}
 
 

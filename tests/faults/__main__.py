@@ -232,7 +232,7 @@ def episode(lane: Lane, number: int, fault: Fault, rng: random.Random) -> None:
 
 
 def must_change(fault: Fault) -> bool:
-    """Whether a group from before the fault can not be the one from after it."""
+    """Whether a group from before the fault cannot be the one from after it."""
     return fault.promise is history.Promise.ONE_RESTART
 
 

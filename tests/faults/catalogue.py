@@ -58,7 +58,7 @@ ALONE_HOST = ALONE[0]
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Whom a fault hits. `unseen`: hosts whose workers the server can not see stopped."""
+    """Whom a fault hits. `unseen`: hosts whose workers the server cannot see stopped."""
 
     hosts: tuple[str, ...]
     unseen: tuple[str, ...] = ()

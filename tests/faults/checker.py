@@ -200,7 +200,7 @@ def _round_numbers_never_go_back(history: History) -> Iterator[str]:
 def _no_old_worker_beside_a_new_one(history: History) -> Iterator[str]:
     """Once a worker of a round has started, none of an older round is alive where it can be seen.
 
-    Where the server can not reach a node, or the node's agent can not act, its workers may go on.
+    Where the server cannot reach a node, or the node's agent cannot act, its workers may go on.
     """
     starts = _first_starts(history)
     numbers = sorted(starts)

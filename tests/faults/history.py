@@ -148,7 +148,7 @@ class MetStranger:
 class FaultBegan:
     """The harness is about to do harm.
 
-    `unseen` are hosts that the server can not reach, or whose agent can not act, from now until
+    `unseen` are hosts that the server cannot reach, or whose agent cannot act, from now until
     the fault has `Recovered`: their workers may go on for a while.
     """
 

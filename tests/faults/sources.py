@@ -94,7 +94,7 @@ def announced(events: Iterable[Event]) -> Iterator[Record]:
     """Find in the history of the server what it announced and settled.
 
     Raises:
-        ValueError: an event that matters can not be read; its fields must have changed.
+        ValueError: an event that matters cannot be read; its fields must have changed.
 
     """
     for event in events:
@@ -109,7 +109,7 @@ def announced(events: Iterable[Event]) -> Iterator[Record]:
             case kept_history.RunEnded() as ended:
                 yield RunEnded(run, ended.result, ended.reason)
             case None if event.name in _READ:
-                raise ValueError(f"{event.name} can not be read: {event.text!r}")
+                raise ValueError(f"{event.name} cannot be read: {event.text!r}")
 
 
 def _announced(run: str, round_: kept_history.RoundCompleted) -> Announced:

@@ -116,7 +116,7 @@ def open_tap(name: str) -> int:
 
 
 def send(fd: int, frame: bytes) -> None:
-    """Hand a frame to the kernel; one that it can not take is lost, as on a full link."""
+    """Hand a frame to the kernel; one that it cannot take is lost, as on a full link."""
     try:
         os.write(fd, frame)
     except OSError:

@@ -39,7 +39,7 @@ HARMLESS = frozenset(
         *(grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED),
     }
 )
-"""Those of the error table that the store can not be blamed for."""
+"""Those of the error table that the store cannot be blamed for."""
 
 _SENTENCES = frozenset({"reason", "text", "summary", "note"})
 """Of what the server says, these are one line that people read."""

@@ -25,7 +25,7 @@ INPUTS = {
 }
 """Beside the corpus; a second or so of each."""
 SECONDS = 120.0
-"""No bound that counts, but where a machine can not do even that."""
+"""No bound that counts, but where a machine cannot do even that."""
 SEED = 4711
 
 

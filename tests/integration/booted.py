@@ -104,7 +104,7 @@ class Booted:
 
 @contextmanager
 def booted(tmp_path: Path, given: Path) -> Iterator[Booted]:
-    """Boot a machine, which finds the folder `given` at /run/given; skip where that can not be."""
+    """Boot a machine, which finds the folder `given` at /run/given; skip where that cannot be."""
     _skip_without()
     machine = tmp_path / "machine"
     machine.mkdir()
@@ -130,7 +130,7 @@ def _skip_without() -> None:
     if not Path("/lib/systemd/systemd").exists():
         pytest.skip("there is no systemd here (Debian: systemd)")
     if subprocess.run(["unshare", "-mpniuC", "--fork", "true"], check=False).returncode != 0:
-        pytest.skip("namespaces can not be made here")
+        pytest.skip("namespaces cannot be made here")
 
 
 def _when_up(process: subprocess.Popen[bytes], log: Path) -> Booted:

@@ -198,7 +198,7 @@ async def test_a_backup_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
 
 async def test_no_server_no_file(tmp_path: Path) -> None:
     code, _, complaint = await rdzvctl("backup", tmp_path / "file", "--server", "127.0.0.1:1")
-    assert (code, "can not reach rdzvd" in complaint) == (75, True)
+    assert (code, "cannot reach rdzvd" in complaint) == (75, True)
     assert contents(tmp_path) == {}
 
 
@@ -292,7 +292,7 @@ async def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -
         query = "SELECT membership FROM job WHERE rdzv_id = 'job-8'"
         good: bytes = db.execute(query).fetchone()[0]
     for bad, says in (
-        (b"{", "job job-8 in .* can not be read"),
+        (b"{", "job job-8 in .* cannot be read"),
         (good.replace(b'"rdzv_id":"job-8"', b'"rdzv_id":"job-9"'), "job job-8: calls itself job-9"),
         (good.replace(b'"next_round":1', b'"next_round":0'), "round 0 is not below the next one"),
         (good.replace(b'"min_nodes":1,"max_nodes":1', b'"min_nodes":2,"max_nodes":2'), "barrier"),
@@ -321,7 +321,7 @@ async def test_restoring_into_memory_is_refused(tmp_path: Path) -> None:
     code, _, complaint = await offline("--restore", tmp_path / "x", "--store=memory")
     assert (code, "forgets" in complaint) == (1, True)
     code, _, complaint = await offline("--restore", tmp_path / "x", "--data-dir", tmp_path / "d")
-    assert (code, f"{tmp_path}/x can not be read: No such file" in complaint) == (1, True)
+    assert (code, f"{tmp_path}/x cannot be read: No such file" in complaint) == (1, True)
 
 
 # ---------------------------------------------------------------- etcd

@@ -155,7 +155,7 @@ def test_what_can_not_be_started_on_this_node_never_joins(
     ("options", "said"),
     [
         ("no-such.py", "looked in the working directory, which is gone"),
-        ("--log-dir=logs no-such.py", "--log-dir=logs: the working directory can not be found"),
+        ("--log-dir=logs no-such.py", "--log-dir=logs: the working directory cannot be found"),
     ],
 )
 def test_a_working_directory_that_is_gone_is_named(
@@ -178,8 +178,8 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server:
     assert ended.returncode == 75, ended
     *_, first, last = ended.stderr.splitlines()
     # Once when it was noticed, and once as the reason for giving up.
-    assert ended.stderr.count("can not reach") == 2
-    assert f"can not reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
+    assert ended.stderr.count("cannot reach") == 2
+    assert f"cannot reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
     assert "trying again" in first
     assert "no rendezvous server answered within 1 s" in last
 
@@ -188,12 +188,12 @@ def test_a_server_that_comes_late_is_found(no_server: Cluster) -> None:
     c = no_server
     c.endpoint = f"127.0.0.1:{free_port()}"
     node = c.start_node("n1", nnodes="1")
-    text_when(c, node, "can not reach rdzvd")
+    text_when(c, node, "cannot reach rdzvd")
     c.start_server()
     c.wait_for_round(0, workers=1)
     c.finish()
     assert node.wait() == 0
-    assert node.text.count("can not reach rdzvd") == 1
+    assert node.text.count("cannot reach rdzvd") == 1
     # For the first time, so not "again".
     assert f"connected to the server at {c.endpoint}\n" in node.text
 
@@ -243,7 +243,7 @@ def test_other_settings_are_refused_with_both_values_and_disturb_nobody(c: Clust
     c.wait_for_round(0, workers=1)
     second = c.start_node("n2", AT_ONCE, "--max-restarts=3", nnodes="1:3")
     assert second.wait() == 2
-    assert f"n2 can not join {JOB}" in second.text
+    assert f"n2 cannot join {JOB}" in second.text
     assert "max_nodes is 3 here and 2 in the job" in second.text
     assert "max_restarts is 3 here and 2 in the job" in second.text
     assert "or choose another --rdzv-id" in second.text

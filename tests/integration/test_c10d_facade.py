@@ -270,9 +270,9 @@ def test_hostile_clients_disturb_nobody(c: Cluster) -> None:
     store.delete_key("torch.rendezvous.text")
     c.wait_until("it is gone", lambda: ("text", "c10d") not in names(c))
 
-    # A name that Python can not even list.
+    # A name that Python cannot even list.
     store.set(b"\xff\xfe", "x")
-    c.wait_until("it is complained about", lambda: "can not be listed" in c.server_log)
+    c.wait_until("it is complained about", lambda: "cannot be listed" in c.server_log)
     assert ("good0", "c10d") in names(c)
     assert not (c.folder / "harm").exists()
     assert "Traceback" not in c.server_log
@@ -317,7 +317,7 @@ def refused(c: Cluster, *options: str) -> tuple[int, str]:
         (["--c10d=29400"], 2, "it has no port; write HOST:PORT"),
         (["--c10d=127.0.0.1:4711", "--listen=127.0.0.1:4711"], 2, "give one of them another port"),
         (["--c10d=no-such-host.invalid:0", "--insecure"], 1, "host no-such-host.invalid"),
-        (["--c10d=127.0.0.1:0", "--c10d-python=/no/such"], 1, "/no/such can not be run"),
+        (["--c10d=127.0.0.1:0", "--c10d-python=/no/such"], 1, "/no/such cannot be run"),
         (["--c10d=127.0.0.1:0", "--c10d-python=/bin/false"], 1, "ended with exit code 1"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_port_that_is_taken_is_refused(alone: Cluster) -> None:
         port = taken.getsockname()[1]
         code, said = refused(alone, f"--c10d=127.0.0.1:{port}")
     assert code == 1
-    assert f"can not listen on 127.0.0.1:{port}: another program does already" in said
+    assert f"cannot listen on 127.0.0.1:{port}: another program does already" in said
 
 
 def test_an_interpreter_without_torch_is_refused_with_the_remedy(alone: Cluster) -> None:

@@ -236,7 +236,7 @@ def test_no_gpu_is_given_twice(d: Daemons) -> None:
     d.until("all GPUs are free", lambda: d.node("n1")["gpus_free"] == 3)
 
 
-# ------------------------------------------------------------------ what can not run
+# ------------------------------------------------------------------ what cannot run
 
 
 def declined(d: Daemons, rdzv_id: str) -> str:
@@ -253,7 +253,7 @@ def declined(d: Daemons, rdzv_id: str) -> str:
 def test_a_folder_that_is_not_there_is_declined_by_name(d: Daemons) -> None:
     agent = d.start("n1")
     d.submit("lost", *worker(), chdir="/no/such/folder")
-    assert "the folder '/no/such/folder' can not be used on this node" in declined(d, "lost")
+    assert "the folder '/no/such/folder' cannot be used on this node" in declined(d, "lost")
     d.cluster.wait_for_text(agent, "lost: declined: ")
     d.submit("next", *worker("exit=0"))
     d.until_state("next", "succeeded")

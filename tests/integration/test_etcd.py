@@ -628,7 +628,7 @@ async def test_a_leader_that_was_held_up_knows_so_before_it_writes_and_writes_no
 
 
 async def test_a_user_where_nobody_is_asked_for_one_is_refused(config: EtcdConfig) -> None:
-    with pytest.raises(InvalidRequestError, match=r"'me' can not be checked: .* leave out user"):
+    with pytest.raises(InvalidRequestError, match=r"'me' cannot be checked: .* leave out user"):
         async with EtcdClient.connected(replace(config, user="me", password="x")):
             pass
 

@@ -319,7 +319,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     what_is_counted_is_right(p, http)
     what_dashboards_draw_is_told(c)
 
-    # The next join can not be written.
+    # The next join cannot be written.
     assert c.server is not None
     set_file_limit(c.server, 0)
     c.start_node("n3", "--rdzv-id=other", nnodes="1:1")

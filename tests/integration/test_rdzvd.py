@@ -78,7 +78,7 @@ def rdzvd(
 
 
 def refused(*options: str) -> tuple[int, str]:
-    """Run a server that can not start; return its exit code and what it said."""
+    """Run a server that cannot start; return its exit code and what it said."""
     done = subprocess.run(
         [sys.executable, "-m", "rdzv.server", *options],
         capture_output=True,
@@ -202,7 +202,7 @@ def test_a_port_in_use_is_named_with_a_remedy(tmp_path: Path) -> None:
     with rdzvd(tmp_path) as server:
         code, said = refused("--listen", server.address, "--data-dir", str(tmp_path / "other"))
     assert code == 1
-    assert f"can not listen on {server.address}: another program does already" in said
+    assert f"cannot listen on {server.address}: another program does already" in said
     assert "--listen" in said
 
 
@@ -293,7 +293,7 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
                 "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
             )()
             await call.write(b"\xff\xff\xff")
-            with pytest.raises(grpc.aio.AioRpcError, match="can not be read") as refused:
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as refused:
                 await call.read()
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

@@ -134,7 +134,7 @@ def test_a_jobs_secret_keeps_strangers_out(tmp_path: Path) -> None:
         for name, environ in (("n3", {}), ("n4", {"RDZV_JOB_SECRET": "0123456789abcdef"})):
             stranger = running.start_node(name, nnodes="2", environ=environ)
             assert stranger.wait() == DENIED, stranger.text
-            assert f"{name} can not join {JOB}" in stranger.text
+            assert f"{name} cannot join {JOB}" in stranger.text
         running.finish()
         assert [node.wait() for node in nodes] == [0, 0]
         assert running.status().has_secret

@@ -1,4 +1,4 @@
-"""Workers of another account than their runner: what they are, and what they can not do to it."""
+"""Workers of another account than their runner: what they are, and what they cannot do to it."""
 
 from __future__ import annotations
 

@@ -489,7 +489,7 @@ def test_who_joins_again_waits_for_a_server_from_then_on(made: Made) -> None:
 
 
 def test_without_a_server_the_job_can_not_be_closed() -> None:
-    with pytest.raises(RendezvousConnectionError, match=r"can not reach rdzvd at 127\.0\.0\.1:1"):
+    with pytest.raises(RendezvousConnectionError, match=r"cannot reach rdzvd at 127\.0\.0\.1:1"):
         RdzvHandler(read_options(params())).set_closed()
 
 
@@ -647,7 +647,7 @@ def test_success_is_told_when_torch_enters_its_exit_barrier(made: Made) -> None:
 
 
 def test_nobody_waits_in_the_exit_barrier_of_a_round_that_is_over(made: Made) -> None:
-    """A peer failed after this node's success; torch can not start these workers again."""
+    """A peer failed after this node's success; torch cannot start these workers again."""
     run = made(line(0))
     info = run.handler.next_rendezvous()
     threading.Timer(0.1, lambda: run.stream.tell(round_ended(0))).start()

@@ -173,5 +173,5 @@ def test_who_waits_in_vain_says_for_what(c: Cluster) -> None:
     assert "RendezvousTimeoutError" in alone.text
     assert "1 of 2:2 nodes; there: n1" in alone.text
     assert "RendezvousConnectionError: no server for 1 s (join_timeout)" in nowhere.text
-    assert "can not reach rdzvd at 127.0.0.1:1: connection refused" in nowhere.text
+    assert "cannot reach rdzvd at 127.0.0.1:1: connection refused" in nowhere.text
     assert c.status().state == "failed"

@@ -1,4 +1,4 @@
-"""Warm workers, forked from a zygote, beside cold ones: a script can not tell which it is.
+"""Warm workers, forked from a zygote, beside cold ones: a script cannot tell which it is.
 
 Each case of warm_scripts/cases.py runs under the same runner once cold and once warm; exit, stdout
 and stderr must be the same, line by line.

@@ -87,7 +87,7 @@ _UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
 
 
 class ScenarioError(Exception):
-    """A line of a scenario can not be read."""
+    """A line of a scenario cannot be read."""
 
 
 def read_ms(text: str) -> int:

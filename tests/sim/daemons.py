@@ -1,7 +1,7 @@
 """Nodes that take submitted jobs: the real ledger and agent core, with a model of what is between.
 
 `Daemon` does what `rdzv.agent.node.placements` does: it takes up what the server places on it, one
-part each, waits for its places and GPUs, declines what can not run here, and tells what it holds.
+part each, waits for its places and GPUs, declines what cannot run here, and tells what it holds.
 """
 
 from __future__ import annotations

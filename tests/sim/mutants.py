@@ -2,7 +2,7 @@
 
 A mutant is one small change to the code, at least one for each rule of the three cores and for each
 guarantee. Each is applied to a copy of the packages and run by a child process, until a history
-fails; those that a single history can not show name the tests that catch them instead. A mutant
+fails; those that a single history cannot show name the tests that catch them instead. A mutant
 that survives is a fault that the simulator does not make, or a check that it lacks: it fails the
 run. A change that fits no code, or several places, fails it, too: the list (`planted_bugs`) follows
 the code, by symbols and tokens (`planting`).

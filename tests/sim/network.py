@@ -48,7 +48,7 @@ class Network:
         self.connections: list[Connection] = []
 
     def connect(self, node: Peer, server: Server) -> Connection | None:
-        """Open a connection; None if the server can not be reached."""
+        """Open a connection; None if the server cannot be reached."""
         if not server.accepting or self.is_cut(node.name, server.number):
             return None
         connection = Connection(self, node, server)

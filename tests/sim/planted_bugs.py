@@ -1443,14 +1443,14 @@ MUTANTS = (
         by="tests/unit/server/test_driver.py",
     ),
     Mutant(
-        "who waits in an adopted run can not join it again by the name of its own",
+        "who waits in an adopted run cannot join it again by the name of its own",
         "refuse_join",
         "    if run and not joined_replaced_run(state, node_id, command.incarnation, run):\n",
         "    if run:\n",
         by=ADOPT_TESTS,
     ),
     Mutant(
-        "who waits in an adopted run can not leave it by the name of its own",
+        "who waits in an adopted run cannot leave it by the name of its own",
         "of_run_joined",
         "    return None if joined else Ignored.OTHER_RUN",
         "    return Ignored.OTHER_RUN",

@@ -124,7 +124,7 @@ class World:
             self.note(f"FAILED: {error!r}")
 
     def blame(self) -> None:
-        """Note that a restart may be spent from now on, though the server can not know why."""
+        """Note that a restart may be spent from now on, though the server cannot know why."""
         self.judge.blameless = False
 
     def happens(self, chance: str) -> bool:

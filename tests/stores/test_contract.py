@@ -505,9 +505,7 @@ async def test_a_directory_that_can_not_be_used_is_refused(tmp_path: Path) -> No
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     for directory in (in_the_way, in_the_way / "below"):
-        with pytest.raises(
-            InvalidRequestError, match=rf"{directory} can not be used: .*--data-dir"
-        ):
+        with pytest.raises(InvalidRequestError, match=rf"{directory} cannot be used: .*--data-dir"):
             await SqliteStore.open(directory)
 
 
@@ -536,7 +534,7 @@ async def test_a_job_that_can_not_be_read_is_named_and_left_untouched(tmp_path: 
     damaged = b'{"format":1,"membership":{"rdzv_id":7}}'
     with sqlite3.connect(tmp_path / "rdzv.db") as db:
         db.execute("INSERT INTO job VALUES ('bad', 1, ?)", (damaged,))
-    with pytest.raises(RendezvousStateError, match=r"job bad in .*rdzv\.db can not be read"):
+    with pytest.raises(RendezvousStateError, match=r"job bad in .*rdzv\.db cannot be read"):
         await store.load("bad")
     assert await store.list() == ("bad", "good")
     assert await store.load("good") is not None
@@ -636,8 +634,8 @@ def test_what_was_stored_before_there_were_budgets_is_read_with_their_defaults()
     ("data", "says"),
     [
         (b'{"format":4,"membership":{}}', "here has format 4, and this rdzvd reads format 3"),
-        (b"", "here can not be read"),
-        (b"\xff\xfe", "here can not be read"),
+        (b"", "here cannot be read"),
+        (b"\xff\xfe", "here cannot be read"),
         (b'{"membership":{}}', "missing required field `format`"),
         (b'{"format":1,"membership":{"rdzv_id":"x"}}', "missing required field"),
     ],

@@ -53,11 +53,11 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
     ("given", "says"),
     [
         ({"endpoints": ()}, "no etcd endpoint is given"),
-        ({"prefix": ""}, "etcd prefix '' can not be used"),
+        ({"prefix": ""}, "etcd prefix '' cannot be used"),
         ({"prefix": "rdzv"}, "give one like /rdzv"),
-        ({"prefix": "/rdzv/"}, "etcd prefix '/rdzv/' can not be used"),
+        ({"prefix": "/rdzv/"}, "etcd prefix '/rdzv/' cannot be used"),
         ({"prefix": "/a b"}, "no path of letters, digits"),
-        ({"ttl_s": 1}, "etcd ttl 1 s can not be used"),
+        ({"ttl_s": 1}, "etcd ttl 1 s cannot be used"),
         ({"ttl_s": 301}, "give 2 to 300"),
         ({"timeout_ms": 99}, "give 100 to 60000"),
         ({"timeout_ms": 60_001}, "give 100 to 60000"),
@@ -189,7 +189,7 @@ def test_what_is_small_or_does_not_get_smaller_is_kept_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"\x78\x01damaged", "here can not be read"),
+        (b"\x78\x01damaged", "here cannot be read"),
         (zlib.compress(b"{" * 100_000)[:-1], "cut off, or too long"),
         (b"gibberish", "left untouched"),
     ],

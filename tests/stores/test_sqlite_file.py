@@ -238,7 +238,7 @@ async def problem_seen(directory: Path) -> str:
 
 async def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rdzv.db").mkdir()
-    with pytest.raises(InvalidRequestError, match=r"rdzv\.db can not be written: Is a directory"):
+    with pytest.raises(InvalidRequestError, match=r"rdzv\.db cannot be written: Is a directory"):
         await SqliteStore.open(tmp_path)
 
 
@@ -454,7 +454,7 @@ async def test_a_mark_that_can_not_be_written_costs_no_commit(
     with monkeypatch.context() as broken:
         broken.setattr(sqlite_mark.os, "pwrite", refuse)
         await commit(store, "a")
-    assert "the number of commits can not be written" in caplog.text
+    assert "the number of commits cannot be written" in caplog.text
     await store.close()
     assert (await problem_seen(tmp_path)) == ""
 
@@ -760,9 +760,7 @@ async def test_a_directory_without_permission_is_refused(public_folder: Path) ->
     data.chmod(0o555)
     before = path.read_bytes()
     said = await asyncio.to_thread(as_nobody, "open", data)
-    assert said.startswith(
-        f"InvalidRequestError: data directory {data} can not be used: Permission"
-    )
+    assert said.startswith(f"InvalidRequestError: data directory {data} cannot be used: Permission")
     assert "--data-dir" in said
     assert path.read_bytes() == before
     data.chmod(0o755)
@@ -790,7 +788,7 @@ async def test_a_file_without_permission_is_refused(public_folder: Path) -> None
         (data / name).chmod(0o777)
     said = await asyncio.to_thread(as_nobody, "open", data)
     assert said.startswith(
-        f"InvalidRequestError: {path} can not be written: Permission denied; give"
+        f"InvalidRequestError: {path} cannot be written: Permission denied; give"
     )
     # It may be read, so a look is allowed, though it can leave no links in the directory.
     data.chmod(0o555)
@@ -798,7 +796,7 @@ async def test_a_file_without_permission_is_refused(public_folder: Path) -> None
     path.chmod(0o400)
     said = await asyncio.to_thread(as_nobody, "look", data)
     assert said.startswith("InvalidRequestError")
-    assert "can not be read: Permission denied" in said
+    assert "cannot be read: Permission denied" in said
     data.chmod(0o755)
 
 
@@ -842,7 +840,7 @@ async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
     (problem,) = found.problems
     assert (
         problem
-        == f"{tmp_path} can not be written to: No space left on device; nothing can be stored"
+        == f"{tmp_path} cannot be written to: No space left on device; nothing can be stored"
     )
     assert found.lines[-1] == "1 problem(s) found"
 

@@ -25,6 +25,7 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.messages import (
+    Announcement,
     Hung,
     LogPiece,
     Progress,
@@ -32,7 +33,6 @@ from rdzv.server.messages import (
     ReadLog,
     Stacks,
     TakeStacks,
-    Told,
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
@@ -176,7 +176,7 @@ class Served:
     async def _read(self, stream: Stream) -> None:
         """Take in what a node is told, and answer when it is asked for logs."""
         while True:
-            told: Told = await stream.next()
+            told: Announcement = await stream.next()
             if isinstance(told, ReadLog):
                 rank = told.rank or 0
                 written = self.logs.get(stream.node_id, b"")

@@ -138,7 +138,7 @@ async def _run(path: Path, config: Config) -> int:
         raise
     except Exception:
         # A node is of no use without its agent, and another start may do better.
-        log.exception("rdzv-agent can not go on")
+        log.exception("rdzv-agent cannot go on")
         return EXIT_TRY_AGAIN
     return EXIT_SUCCESS
 

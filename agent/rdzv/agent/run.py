@@ -74,7 +74,7 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
         try:
             write_error(Path(path), outcome.failures[0])
         except OSError as error:
-            log.warning("TORCHELASTIC_ERROR_FILE can not be written: %s", error)
+            log.warning("TORCHELASTIC_ERROR_FILE cannot be written: %s", error)
     sys.exit(outcome.exit_code)
 
 

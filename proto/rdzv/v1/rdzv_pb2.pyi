@@ -503,7 +503,7 @@ global___Holding = Holding
 
 @typing.final
 class Declined(google.protobuf.message.Message):
-    """The node can not take up a job that it was placed in: no such folder, GPUs gone."""
+    """The node cannot take up a job that it was placed in: no such folder, GPUs gone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -655,7 +655,7 @@ class Join(google.protobuf.message.Message):
     furthest_step: builtins.int
     """The highest step that a worker of `left_round` on this node was at; unset: none has said any."""
     snapshot_changed: builtins.bool
-    """The snapshot that was named has changed since that round began, or that can not be known."""
+    """The snapshot that was named has changed since that round began, or that cannot be known."""
     secret: builtins.str
     """What whoever takes part in the run must know; empty: nothing. The first join decides. The server
     keeps a hash of it.
@@ -933,7 +933,7 @@ class Leave(google.protobuf.message.Message):
         SIGNAL: Leave._Cause.ValueType  # 1
         """It was signalled to end."""
         START_FAILED: Leave._Cause.ValueType  # 2
-        """It can not start the workers: no such script, folder or interpreter."""
+        """It cannot start the workers: no such script, folder or interpreter."""
         TIMEOUT: Leave._Cause.ValueType  # 3
         """It gives up for now: it has waited for join_timeout, or has lost its runner."""
         FAILED: Leave._Cause.ValueType  # 4
@@ -944,7 +944,7 @@ class Leave(google.protobuf.message.Message):
     SIGNAL: Leave.Cause.ValueType  # 1
     """It was signalled to end."""
     START_FAILED: Leave.Cause.ValueType  # 2
-    """It can not start the workers: no such script, folder or interpreter."""
+    """It cannot start the workers: no such script, folder or interpreter."""
     TIMEOUT: Leave.Cause.ValueType  # 3
     """It gives up for now: it has waited for join_timeout, or has lost its runner."""
     FAILED: Leave.Cause.ValueType  # 4
@@ -1265,7 +1265,7 @@ class WorkerStack(google.protobuf.message.Message):
     local_rank: builtins.int
     pid: builtins.int
     state: builtins.str
-    """As in /proc/PID/stat: R, S, D (in the kernel, can not even be killed), T (stopped by a signal),
+    """As in /proc/PID/stat: R, S, D (in the kernel, cannot even be killed), T (stopped by a signal),
     t (held by a debugger), Z. Empty if it could not be read.
     """
     note: builtins.str

@@ -262,7 +262,7 @@ class ControlServicer(object):
 
     def ReadLogs(self, request, context):
         """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-        when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+        when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
         NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

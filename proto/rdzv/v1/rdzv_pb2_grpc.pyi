@@ -104,7 +104,7 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+    when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
     NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
@@ -256,7 +256,7 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+    when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
     NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
@@ -420,7 +420,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.LogLines], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.LogLines]]:
         """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-        when the job has ended. Of a node that can not be read a note says why; the others' logs come.
+        when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
         NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
         """
 

@@ -144,7 +144,7 @@ class Facade:
             answer = await self._ask(server, closed)
             closed = ()
             if answer.error:
-                self._complain(f"the jobs in torch's store can not be listed: {answer.error}")
+                self._complain(f"the jobs in torch's store cannot be listed: {answer.error}")
                 continue
             try:
                 closed = await self._take(answer)
@@ -186,7 +186,7 @@ class Facade:
 
 
 def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
-    """Read states; return those that can be read, and why the others can not."""
+    """Read states; return those that can be read, and why the others cannot."""
     states: dict[str, State | None] = {}
     unreadable: dict[str, str] = {}
     for rdzv_id, value in values.items():
@@ -226,7 +226,7 @@ class _StoreServer:
         """Start the process on a listening socket, which it takes over, and wait until it serves.
 
         Raises:
-            InvalidRequestError: the interpreter can not be run, or has no torch.
+            InvalidRequestError: the interpreter cannot be run, or has no torch.
             RendezvousError: it does not come to serve.
 
         """
@@ -238,7 +238,7 @@ class _StoreServer:
                 except OSError as error:
                     ours.close()
                     raise InvalidRequestError(
-                        f"{python} can not be run to serve torch's store: {error.strerror}; name "
+                        f"{python} cannot be run to serve torch's store: {error.strerror}; name "
                         "an interpreter that has torch with --c10d-python"
                     ) from error
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -261,11 +261,11 @@ class _StoreServer:
         except _EndedError as error:
             if self._process.returncode == NO_TORCH:
                 raise InvalidRequestError(
-                    f"--c10d needs torch, which {python} can not import ({self.last_words()}); "
+                    f"--c10d needs torch, which {python} cannot import ({self.last_words()}); "
                     "install rdzv[torch] beside rdzvd, or name another interpreter with "
                     "--c10d-python"
                 ) from None
-            raise RendezvousError(f"torch's store can not be served: its process {error}") from None
+            raise RendezvousError(f"torch's store cannot be served: its process {error}") from None
         if not answer.ready:
             raise RendezvousError(f"{python} did not serve torch's store: {answer}")
 
@@ -353,7 +353,7 @@ def listening_socket(listen: Listen) -> socket.socket:
     """Listen for torch's clients.
 
     Raises:
-        InvalidRequestError: the address can not be listened on.
+        InvalidRequestError: the address cannot be listened on.
 
     """
     advice = "give another address with --c10d"
@@ -363,7 +363,7 @@ def listening_socket(listen: Listen) -> socket.socket:
         )
     except socket.gaierror as error:
         raise InvalidRequestError(
-            f"can not listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
+            f"cannot listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
         ) from error
     family, kind, protocol, _, address = infos[0]
     sock = socket.socket(family, kind, protocol)
@@ -378,11 +378,11 @@ def listening_socket(listen: Listen) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise InvalidRequestError(
-                f"can not listen on {listen}: another program does already; end that one "
+                f"cannot listen on {listen}: another program does already; end that one "
                 f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
             ) from error
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise InvalidRequestError(f"can not listen on {listen}: {reason}; {advice}") from error
+        raise InvalidRequestError(f"cannot listen on {listen}: {reason}; {advice}") from error
     return sock
 
 
@@ -393,7 +393,7 @@ async def serving_c10d(
     """Serve torch's store at `listen` until the body ends; if that is None, yield None.
 
     Raises:
-        RendezvousError: it can not be served: no torch, no such interpreter, address in use.
+        RendezvousError: it cannot be served: no torch, no such interpreter, address in use.
 
     """
     if listen is None:

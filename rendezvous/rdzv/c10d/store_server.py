@@ -13,7 +13,7 @@ need not be looked at any more: `{"closed": [...]}`. The answer has
     gone      jobs whose key was removed
     left_out  jobs beyond the most that are looked at
 
-or `error`, if the store can not be listed. An answer is of at most some megabytes; what does not
+or `error`, if the store cannot be listed. An answer is of at most some megabytes; what does not
 fit comes with the next.
 
 It lives as long as its parent: it ends when the socket closes, is killed when the parent dies, and
@@ -55,7 +55,7 @@ LIST_ANYWAY_AFTER = 30
 
 
 def main() -> None:
-    """Serve until the parent is gone; exit with one line of explanation if that can not be done."""
+    """Serve until the parent is gone; exit with one line of explanation if that cannot be done."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -198,7 +198,7 @@ class Looks:
 
 
 def text(value: bytes) -> str | None:
-    """Return a state as text, which base64 is; None if it can not be one."""
+    """Return a state as text, which base64 is; None if it cannot be one."""
     if len(value) > MOST_STATE_BYTES:
         return None
     try:

@@ -89,7 +89,7 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Whether a participant is away: it can not stop in order, and may have succeeded unheard."""
+    """Whether a participant is away: it cannot stop in order, and may have succeeded unheard."""
     return any(node_id in state.seats for node_id in state.away)
 
 

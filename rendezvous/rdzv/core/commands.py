@@ -249,7 +249,7 @@ class Bar:
 
 @struct(frozen=True)
 class Decline:
-    """A node that was chosen can not take up the job; it is not chosen again in this run.
+    """A node that was chosen cannot take up the job; it is not chosen again in this run.
 
     Unless what is in the way is `passing`: then it is as if it had not been chosen.
     """

@@ -85,7 +85,7 @@ def complete_round(work: Draft) -> bool:
 
 
 def completion_due_ms(state: State) -> int | None:
-    """When the next round completes if nothing changes; None while it can not."""
+    """When the next round completes if nothing changes; None while it cannot."""
     membership, settings, tuning = state.membership, state.membership.settings, state.tuning
     round_, enough_ms = membership.round, state.enough_since_ms
     if state.seats or enough_ms is None or _awaits_survivor(state):

@@ -15,7 +15,7 @@ all is heard, leases run on for `takeover_grace_ms`.
 One node_id, one speaker: a new instance takes over only once the old one's stream has ended.
 A node may *fence* itself: it kills its own workers so long after the last time that the server is
 proven to have heard it, and the server counts on that. Its seats are kept until this has happened,
-for certain, however its stream ended and whoever else asks for its place. A paused machine can not
+for certain, however its stream ended and whoever else asks for its place. A paused machine cannot
 kill anything, so of that one nothing is certain.
 
 A lease suits the number of nodes when it is given, and grows with them: those who came first are

@@ -3,7 +3,7 @@
 The rules, in the order in which they hold:
 
 * Jobs are served by priority, and within one priority strictly first in, first out.
-* A job gets `min_nodes` at once or none: no node is hoarded for a job that can not start.
+* A job gets `min_nodes` at once or none: no node is hoarded for a job that cannot start.
 * A later job may start only on nodes that no earlier waiting job could use, so none is overtaken
   for ever. A node could be used by a job if it has its labels and enough GPUs, busy or not. A job
   for which too few such nodes are known could not use any: it keeps none back until there are more.

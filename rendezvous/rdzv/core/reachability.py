@@ -50,7 +50,7 @@ def _offers(state: State) -> Iterable[tuple[str, Offer]]:
 
 def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{node_id} offers the address {offer.address}, which {other} on another machine can not "
+        f"{node_id} offers the address {offer.address}, which {other} on another machine cannot "
         f"reach; start {node_id} with --local-addr=ADDRESS, or let it reach the server by another "
         "address than loopback"
     )

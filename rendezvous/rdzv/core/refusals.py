@@ -163,7 +163,7 @@ def _refuse_stranger(state: State, command: Join | Resume) -> None:
     else:
         difference = "the job was begun with a job secret, and it gives none"
     raise DeniedError(
-        f"{command.node_id} can not join {membership.rdzv_id}: {difference}. Launch all nodes of a "
+        f"{command.node_id} cannot join {membership.rdzv_id}: {difference}. Launch all nodes of a "
         "job with the same RDZV_JOB_SECRET_FILE, or choose another --rdzv-id"
     )
 
@@ -203,7 +203,7 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
         if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
     return SettingsMismatchError(
-        f"{command.node_id} can not join {membership.rdzv_id}: {'; '.join(differences)}. "
+        f"{command.node_id} cannot join {membership.rdzv_id}: {'; '.join(differences)}. "
         "Launch all nodes of a job alike, or choose another --rdzv-id"
     )
 

@@ -205,7 +205,7 @@ def odd_one_out(found: Sequence[Group]) -> int | None:
 
     In this order:
 
-    1. the only one that can not do anything: stopped, held by a debugger, in D state, dead;
+    1. the only one that cannot do anything: stopped, held by a debugger, in D state, dead;
     2. the only one that is in no collective, where all others are in one;
     3. the only one that is by itself, where others are at least two together.
     """

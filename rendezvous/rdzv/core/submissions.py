@@ -1,4 +1,4 @@
-"""What becomes of a submission: who is chosen, who is not any more, and who can not.
+"""What becomes of a submission: who is chosen, who is not any more, and who cannot.
 
 A submitted run is like every other to its rendezvous, but for three things: the server chooses its
 nodes (`placement`), it waits in a queue while it has none, and it never ends because nodes are
@@ -29,7 +29,7 @@ def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
 
 
 def decline(submission: Submission, node_id: str, reason: str) -> Submission:
-    """Note that a node can not run the job. It is not chosen again."""
+    """Note that a node cannot run the job. It is not chosen again."""
     others = tuple(other for other in submission.declined if other.node_id != node_id)
     declined = (*others, Declined(node_id, reason))[-MAX_DECLINED:]
     return replace(withdraw(submission, (node_id,)), declined=declined)

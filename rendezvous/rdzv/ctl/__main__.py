@@ -55,7 +55,7 @@ Exit codes:
   0   ok
   1   what was asked for is not there, or the server refused
   2   the command line is wrong
-  75  the server can not be reached; the same command may succeed later
+  75  the server cannot be reached; the same command may succeed later
   77  the server does not let this caller do that
 """
 
@@ -97,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         return OK  # The reader, say `head`, has seen enough.
     except OSError as error:
         _drop_output()
-        return complain(f"can not write the output: {error.strerror}", REFUSED)
+        return complain(f"cannot write the output: {error.strerror}", REFUSED)
     return result if isinstance(result, int) else OK
 
 

@@ -69,14 +69,14 @@ class Authority:
         """Make a CA.
 
         Raises:
-            InvalidRequestError: there is one, or the folder can not be written.
+            InvalidRequestError: there is one, or the folder cannot be written.
 
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"{folder} can not be made: {error.strerror}; give another --dir"
+                f"{folder} cannot be made: {error.strerror}; give another --dir"
             ) from error
         files = _files(folder, "ca")
         _refuse_present(files, replace=replace)
@@ -94,7 +94,7 @@ class Authority:
         """Open the CA of a folder.
 
         Raises:
-            InvalidRequestError: there is none, or it can not be read.
+            InvalidRequestError: there is none, or it cannot be read.
 
         """
         files = _files(folder, "ca")
@@ -103,12 +103,12 @@ class Authority:
             certificate = x509.load_pem_x509_certificate(files.cert.read_bytes())
         except OSError as error:
             raise InvalidRequestError(
-                f"{error.filename} can not be read: {error.strerror}; `rdzvctl certs init` makes "
+                f"{error.filename} cannot be read: {error.strerror}; `rdzvctl certs init` makes "
                 "a CA, and --dir names the folder of one"
             ) from error
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise InvalidRequestError(
-                f"the CA in {folder} can not be used: {error}; give the folder of another"
+                f"the CA in {folder} cannot be used: {error}; give the folder of another"
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise InvalidRequestError(
@@ -135,7 +135,7 @@ class Authority:
         """Make the pair of one that calls, with these roles."""
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
-                f"name {name!r} can not be used: give up to 64 letters, digits and . _ @ -, the "
+                f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
                 "first a letter, a digit or _"
             )
         return self._make(
@@ -179,7 +179,7 @@ def show(files: Sequence[Path]) -> list[Shown]:
     """Read what certificates say.
 
     Raises:
-        InvalidRequestError: one can not be read.
+        InvalidRequestError: one cannot be read.
 
     """
     found = []
@@ -188,7 +188,7 @@ def show(files: Sequence[Path]) -> list[Shown]:
             certificate = x509.load_pem_x509_certificate(file.read_bytes())
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no certificate in PEM"
-            raise InvalidRequestError(f"{file} can not be read: {reason}") from error
+            raise InvalidRequestError(f"{file} cannot be read: {reason}") from error
         found.append(_shown(file, certificate))
     return found
 
@@ -227,7 +227,7 @@ def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
     """Read names and addresses, also several in one word with commas between them.
 
     Raises:
-        InvalidRequestError: one can not be used, or there is none.
+        InvalidRequestError: one cannot be used, or there is none.
 
     """
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
@@ -310,5 +310,5 @@ def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bo
         files.cert.chmod(0o644)
     except OSError as error:
         raise InvalidRequestError(
-            f"{files.cert} can not be made readable for all: {error.strerror}"
+            f"{files.cert} cannot be made readable for all: {error.strerror}"
         ) from error

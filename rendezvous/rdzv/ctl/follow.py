@@ -21,7 +21,7 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
     What it waits for, and what happens to it, is said on stderr.
 
     Raises:
-        RendezvousError: the server can not say any more how the run goes on.
+        RendezvousError: the server cannot say any more how the run goes on.
 
     """
     story = _Story(watcher, rdzv_id, run)

@@ -44,7 +44,7 @@ def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str,
     A `chdir` that is relative begins in the folder of the file.
 
     Raises:
-        InvalidRequestError: the file can not be read, is no TOML, or a key or value makes no sense.
+        InvalidRequestError: the file cannot be read, is no TOML, or a key or value makes no sense.
 
     """
     keys = _Keys(path, flags, refused)
@@ -111,7 +111,7 @@ class _Keys:
             return str(value).lower()
         if not isinstance(value, str | int | float) or "," in f"{name}{value}":
             raise self._bad(
-                f"{key}.{name}", f"{value!r} can not be used", "give text without commas"
+                f"{key}.{name}", f"{value!r} cannot be used", "give text without commas"
             )
         return str(value)
 

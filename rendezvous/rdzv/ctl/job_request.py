@@ -44,7 +44,7 @@ REFUSED = {
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
 }
-"""Flags that a submitted job can not have, by their dest: why not, and the remedy."""
+"""Flags that a submitted job cannot have, by their dest: why not, and the remedy."""
 
 CREDENTIALS = {
     "tls_ca": "ca",
@@ -210,7 +210,7 @@ def _parser() -> _Parser:
         "rdzv-agent takes submitted jobs, as soon as enough of them are free. The script, its "
         "folder and its interpreter have to be on every node: nothing is copied.",
         epilog="Flags are rdzvrun's own; PET_* of this environment do not count. Exit codes: 0 "
-        "submitted, 1 refused, 2 usage, 75 the server can not be reached; with --follow 0 the job "
+        "submitted, 1 refused, 2 usage, 75 the server cannot be reached; with --follow 0 the job "
         "has succeeded, 1 failed, 3 stopped, 93 failed without progress, 130 Ctrl-C.",
         allow_abbrev=False,
         add_help=False,
@@ -472,9 +472,9 @@ def _check_utf8(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{what} {text!r} can not be used: no UTF-8") from None
+        raise InvalidRequestError(f"{what} {text!r} cannot be used: no UTF-8") from None
     if "\0" in text:
-        raise InvalidRequestError(f"{what} {text!r} can not be used: it has a NUL character")
+        raise InvalidRequestError(f"{what} {text!r} cannot be used: it has a NUL character")
 
 
 def _labels(text: str) -> tuple[tuple[str, str], ...]:
@@ -487,7 +487,7 @@ def _labels(text: str) -> tuple[tuple[str, str], ...]:
             )
         if not value.isprintable() or len(value) > LABEL_CHARS:
             raise InvalidRequestError(
-                f"--labels: the value of {name} can not be used; give at most {LABEL_CHARS} "
+                f"--labels: the value of {name} cannot be used; give at most {LABEL_CHARS} "
                 "characters that can be printed"
             )
         if name in labels:
@@ -531,7 +531,7 @@ def _account(name: str) -> str:
 def _name(rdzv_id: str) -> str:
     if not _NAME.fullmatch(rdzv_id):
         raise InvalidRequestError(
-            f"--rdzv-id={short(rdzv_id)} can not be used; give at most 128 letters, digits and "
+            f"--rdzv-id={short(rdzv_id)} cannot be used; give at most 128 letters, digits and "
             ". _ : @ -, beginning with a letter, a digit or _"
         )
     return rdzv_id

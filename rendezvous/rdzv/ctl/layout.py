@@ -139,7 +139,7 @@ class Page:
         lines = [harmless(cell.text)]
         if self.width is not None:
             room = max(self.width - indent, 8)
-            # Host names have hyphens, and half a word can not be copied.
+            # Host names have hyphens, and half a word cannot be copied.
             lines = textwrap.wrap(
                 lines[0], room, break_long_words=False, break_on_hyphens=False
             ) or [""]

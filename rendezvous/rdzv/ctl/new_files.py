@@ -19,7 +19,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
     If the body fails nothing is left behind, and what was at `path` is as it was.
 
     Raises:
-        InvalidRequestError: it is there and not to be replaced, or can not be written.
+        InvalidRequestError: it is there and not to be replaced, or cannot be written.
 
     """
     _check(path, replace)
@@ -76,6 +76,6 @@ def _sync(folder: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{path} can not be written: {error.strerror or error}; give a file in a folder that you "
+        f"{path} cannot be written: {error.strerror or error}; give a file in a folder that you "
         "may write to, with room for it"
     )

@@ -320,7 +320,7 @@ class UndrainNode:
     """The node may stay."""
 
 
-Told = (
+Announcement = (
     Welcome
     | Lease
     | Heard

@@ -149,7 +149,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
 
     Raises:
         RendezvousConnectionError: the store is away, or a job changes all the time.
-        RendezvousStateError: a job can not be read; there is no backup without it.
+        RendezvousStateError: a job cannot be read; there is no backup without it.
 
     """
     tally = _Tally()
@@ -278,7 +278,7 @@ def _decoded(data: bytes, name: str) -> _Line:
     try:
         return _line_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _refused(name, f"a line of it can not be read: {error}") from error
+        raise _refused(name, f"a line of it cannot be read: {error}") from error
 
 
 def _membership(line: JobLine, name: str) -> Membership:
@@ -296,7 +296,7 @@ def _check_document(line: DocumentLine, name: str) -> None:
 
 
 def _refused(name: str, reason: str, remedy: str = "take another backup") -> RendezvousStateError:
-    return RendezvousStateError(f"{name} can not be restored: {reason}; {remedy}")
+    return RendezvousStateError(f"{name} cannot be restored: {reason}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------ restoring

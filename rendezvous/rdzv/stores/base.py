@@ -57,7 +57,7 @@ class Stored:
 
 
 Read = Stored | RendezvousStateError
-"""A job as it was last written, or why that can not be read."""
+"""A job as it was last written, or why that cannot be read."""
 
 Page = Sequence[tuple[str, Read]]
 """Jobs by name."""
@@ -120,7 +120,7 @@ class Store(Protocol):
         """Return a job as it was last written; None if it never was.
 
         Raises:
-            RendezvousStateError: it is there and can not be read; it is left untouched.
+            RendezvousStateError: it is there and cannot be read; it is left untouched.
 
         """
         ...

@@ -58,7 +58,7 @@ def decode(data: bytes, where: str) -> Membership:
     """Return the membership that was encoded; `where` names it in errors (file and job).
 
     Raises:
-        RendezvousStateError: the bytes are damaged, or of a format that this server can not read.
+        RendezvousStateError: the bytes are damaged, or of a format that this server cannot read.
 
     """
     try:
@@ -68,7 +68,7 @@ def decode(data: bytes, where: str) -> Membership:
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RendezvousStateError(
-            f"{where} can not be read: {error} (format {FORMAT} expected); it was left untouched. "
+            f"{where} cannot be read: {error} (format {FORMAT} expected); it was left untouched. "
             "Restore it from a backup, or remove it if the job is over"
         ) from error
 
@@ -102,7 +102,7 @@ def unpack(data: bytes, where: str) -> bytes:
         damage = str(error)
     if damage:
         raise RendezvousStateError(
-            f"{where} can not be read: {damage}; it was left untouched. "
+            f"{where} cannot be read: {damage}; it was left untouched. "
             "Restore it from a backup, or remove it if the job is over"
         )
     return unpacked

@@ -215,7 +215,7 @@ class Election:
         return Fence(self._key, held.create_revision)
 
     async def lost(self) -> str:
-        """Wait until leadership can not be proven any more; return the reason.
+        """Wait until leadership cannot be proven any more; return the reason.
 
         That is: the newest renewal is older than the TTL less a margin, counted by this machine's
         clock from when it was *sent*, so that another rdzvd can lead a margin later at the
@@ -237,7 +237,7 @@ class Election:
     async def resign(self) -> None:
         """End this process's term, so that another leads at once; without one, do nothing.
 
-        Never raises: if etcd can not be told, the lease runs out.
+        Never raises: if etcd cannot be told, the lease runs out.
         """
         session = self._session
         if session is None or session.fence is None:
@@ -387,7 +387,7 @@ class Election:
 
 
 def read_leader(kv: KeyValue) -> Leader:
-    """Return what a leader has written about itself; one that can not be read has no name."""
+    """Return what a leader has written about itself; one that cannot be read has no name."""
     try:
         return msgspec.json.decode(kv.value, type=Leader)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -358,7 +358,7 @@ class EtcdStore:
             rows = _rows_decoder.decode(codec.unpack(kv.value, where))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RendezvousStateError(
-                f"{where} can not be read: {error}; it was left untouched. Delete the key "
+                f"{where} cannot be read: {error}; it was left untouched. Delete the key "
                 f"{kv.key.decode(errors='replace')}"
             ) from error
         return tuple(Record(unix_ms, rdzv_id, run, name, data) for unix_ms, run, name, data in rows)
@@ -379,7 +379,7 @@ class EtcdStore:
             return _number_decoder.decode(held.value) if held else 0
         except msgspec.DecodeError as error:
             raise RendezvousStateError(
-                f"leadership in {self.place} can not be read: {error}; it was left untouched. "
+                f"leadership in {self.place} cannot be read: {error}; it was left untouched. "
                 "Put back a number above all that were given"
             ) from error
 

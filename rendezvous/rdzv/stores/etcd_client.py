@@ -470,7 +470,7 @@ class EtcdClient:
             )
         if "authentication is not enabled" in said:
             return (
-                f"{config.place}: user {config.user!r} can not be checked: authentication is not "
+                f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
                 "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
             )
         # To a client with a certificate, etcd says that the user without a name has no permission.

@@ -25,7 +25,7 @@ def first_line(file: Path) -> str:
     try:
         line = file.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"etcd password file {file} can not be read: {error}") from None
+        raise InvalidRequestError(f"etcd password file {file} cannot be read: {error}") from None
     if not line:
         raise InvalidRequestError(f"etcd password file {file}: its first line is empty")
     return line
@@ -57,7 +57,7 @@ class EtcdConfig:
         """Read `HOST:PORT,HOST:PORT`, each also as http:// or https://; check the whole.
 
         Raises:
-            InvalidRequestError: a value can not be used.
+            InvalidRequestError: a value cannot be used.
 
         """
         parsed, tls = parse_endpoints(endpoints)
@@ -76,7 +76,7 @@ class EtcdConfig:
         return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
 
     def check(self) -> None:
-        """Refuse what can not work, with value, reason and remedy.
+        """Refuse what cannot work, with value, reason and remedy.
 
         Raises:
             InvalidRequestError: the first such value.
@@ -86,17 +86,17 @@ class EtcdConfig:
             raise InvalidRequestError("no etcd endpoint is given; give HOST:PORT,HOST:PORT")
         if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
             raise InvalidRequestError(
-                f"etcd prefix {self.prefix!r} can not be used: it is no path of letters, digits "
+                f"etcd prefix {self.prefix!r} cannot be used: it is no path of letters, digits "
                 "and . _ -; give one like /rdzv"
             )
         if not 2 <= self.ttl_s <= 300:
             raise InvalidRequestError(
-                f"etcd ttl {self.ttl_s} s can not be used: a leader must renew in time and be "
+                f"etcd ttl {self.ttl_s} s cannot be used: a leader must renew in time and be "
                 "replaced in time; give 2 to 300"
             )
         if not 100 <= self.timeout_ms <= 60_000:
             raise InvalidRequestError(
-                f"etcd timeout {self.timeout_ms} ms can not be used; give 100 to 60000"
+                f"etcd timeout {self.timeout_ms} ms cannot be used; give 100 to 60000"
             )
         if bool(self.user) != bool(self.password):
             raise InvalidRequestError(
@@ -106,7 +106,7 @@ class EtcdConfig:
         if (self.cert is None) != (self.key is None):
             raise InvalidRequestError(
                 f"etcd client certificate {self.cert} and key {self.key}: one without the other "
-                "can not be used; give both or neither"
+                "cannot be used; give both or neither"
             )
         self._check_files()
 
@@ -124,7 +124,7 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
     ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
 
     Raises:
-        InvalidRequestError: one can not be read, or is given twice, or schemes are mixed.
+        InvalidRequestError: one cannot be read, or is given twice, or schemes are mixed.
 
     """
     endpoints: list[Endpoint] = []
@@ -133,19 +133,19 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
         scheme, found, rest = part.strip().partition("://")
         if found and scheme not in ("http", "https"):
             raise InvalidRequestError(
-                f"etcd endpoint {part.strip()!r} can not be used: {scheme!r} is no scheme of "
+                f"etcd endpoint {part.strip()!r} cannot be used: {scheme!r} is no scheme of "
                 "etcd's; give http, https or none"
             )
         schemes.add(scheme if found else "http")
         endpoint = parse_endpoint(rest.removesuffix("/") if found else scheme, DEFAULT_PORT)
         if endpoint in endpoints:
             raise InvalidRequestError(
-                f"etcd endpoints {text!r} can not be used: {endpoint} is given twice; leave one out"
+                f"etcd endpoints {text!r} cannot be used: {endpoint} is given twice; leave one out"
             )
         endpoints.append(endpoint)
     if len(schemes) > 1:
         raise InvalidRequestError(
-            f"etcd endpoints {text!r} can not be used: some are https and some are not; give "
+            f"etcd endpoints {text!r} cannot be used: some are https and some are not; give "
             "all of them alike"
         )
     return tuple(endpoints), schemes == {"https"}

@@ -43,7 +43,7 @@ class SqliteStore:
         left as it was, byte for byte.
 
         Raises:
-            InvalidRequestError: the directory can not be used, is in use, or is on a network
+            InvalidRequestError: the directory cannot be used, is in use, or is on a network
                 file system.
             RendezvousStateError: its data is damaged, was written by a newer rdzvd or by another
                 program, or could not be migrated.
@@ -61,7 +61,7 @@ class SqliteStore:
         Nothing is changed. No server can start on the directory until the store is closed.
 
         Raises:
-            InvalidRequestError: it can not be read.
+            InvalidRequestError: it cannot be read.
             RendezvousStateError: there is no data of this rdzvd in it, or it is damaged.
 
         """
@@ -75,7 +75,7 @@ class SqliteStore:
             )
         except OSError as error:
             raise InvalidRequestError(
-                f"data directory {directory} can not be read: {error.strerror or error}; look at "
+                f"data directory {directory} cannot be read: {error.strerror or error}; look at "
                 "it as the user that runs rdzvd"
             ) from error
 

@@ -270,7 +270,7 @@ class Connection:
             self._mark_file.write(self.mark)
         except OSError as error:
             # The commit is there; only that it is, is not known elsewhere.
-            log.warning("the number of commits can not be written beside %s: %s", self.path, error)
+            log.warning("the number of commits cannot be written beside %s: %s", self.path, error)
 
     def _rollback(self) -> None:
         """Drop a transaction; where that fails, it is tried again before the next begins."""
@@ -279,7 +279,7 @@ class Connection:
             try:
                 self.db.rollback()
             except sqlite3.Error as error:
-                log.error("%s: what was not written can not be rolled back: %s", self.path, error)
+                log.error("%s: what was not written cannot be rolled back: %s", self.path, error)
 
 
 def _fail(batch: Sequence[_Write], error: Exception) -> None:

@@ -24,7 +24,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     """Create the data directory, lock it, and return the descriptor that holds the lock.
 
     Raises:
-        InvalidRequestError: it can not be used, is in use, or is on a network file system.
+        InvalidRequestError: it cannot be used, is in use, or is on a network file system.
 
     """
     # Before anything is made there.
@@ -47,7 +47,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
 
 def _unusable(directory: Path, error: OSError) -> InvalidRequestError:
     return InvalidRequestError(
-        f"data directory {directory} can not be used: {error.strerror or error}; give a "
+        f"data directory {directory} cannot be used: {error.strerror or error}; give a "
         "directory that this user may write to with --data-dir, or use --store memory"
     )
 

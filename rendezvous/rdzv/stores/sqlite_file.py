@@ -291,7 +291,7 @@ def _check_writable(path: Path) -> None:
                 os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise InvalidRequestError(
-                f"{file} can not be written: {error.strerror or error}; give it to the user that "
+                f"{file} cannot be written: {error.strerror or error}; give it to the user that "
                 "runs rdzvd, or give another directory with --data-dir"
             ) from error
 
@@ -412,7 +412,7 @@ def mapped(path: Path) -> Iterator[None]:
         raise foreign(path, error) from error
     except OSError as error:
         raise InvalidRequestError(
-            f"{path} can not be used: {error.strerror or error}; see to it that rdzvd may write "
+            f"{path} cannot be used: {error.strerror or error}; see to it that rdzvd may write "
             "there and has room, or give another directory with --data-dir"
         ) from error
 

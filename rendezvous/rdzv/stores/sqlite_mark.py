@@ -82,7 +82,7 @@ class MarkFile:
         """Open it until the stack is closed, and make it if need be.
 
         Raises:
-            OSError: it can not be opened.
+            OSError: it cannot be opened.
 
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -95,7 +95,7 @@ class MarkFile:
         """Write it over what stands there: all are as long.
 
         Raises:
-            OSError: what stands there is the number before, or can not be read.
+            OSError: what stands there is the number before, or cannot be read.
 
         """
         number = f"{mark.number:020}"

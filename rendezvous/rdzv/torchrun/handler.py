@@ -308,7 +308,7 @@ class RdzvHandler(RendezvousHandler):
         if not self._news.wait_for(lambda: self._talk.round_is_over, EXPLAIN_TIMEOUT_S):
             raise RendezvousConnectionError(
                 f"the nodes of round {line.round} did not meet in the store at {where} ({why}); "
-                "if this address can not be reached from here, start the node that is there with "
+                "if this address cannot be reached from here, start the node that is there with "
                 "another --local-addr"
             )
 

@@ -108,7 +108,7 @@ class Part:
         return pb.NodeMessage(leave=leave)
 
     def say_store_failed(self, reason: str) -> pb.NodeMessage:
-        """Say that the store of the round, on this node, can not be used."""
+        """Say that the store of the round, on this node, cannot be used."""
         failed = pb.StoreHostFailed(
             rdzv_id=self.rdzv_id, run=self._run, round=self._line.round, reason=reason
         )

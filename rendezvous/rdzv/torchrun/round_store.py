@@ -4,7 +4,7 @@ The traps that shape this, seen with torch 2.13:
 
 * `master_listen_fd` takes over a socket that was listening before. So the port can be announced
   first, and a client that was quicker than the server is served once that is there.
-* Such a client does not keep to its own timeout while nobody accepts, and can not be woken. So a
+* Such a client does not keep to its own timeout while nobody accepts, and cannot be woken. So a
   store is opened in a thread that may be left behind.
 * In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`) torch's agents wait
   for one another in the store, and an agent that waits in vain dies. So `meet` returns when all

@@ -130,7 +130,7 @@ class NodeStream:
             opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
         except InvalidRequestError as error:
             # It may just be about to be renewed.
-            return RendezvousConnectionError(f"can not connect to {endpoint}: {error}")
+            return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
             watchdog = _timer(WELCOME_TIMEOUT_S, call)
@@ -184,7 +184,7 @@ class NodeStream:
                 with self._lock:
                     self.say(_no_logs(message.read_log.request))
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
-                return f"the server can not do it now: {message.refused.message}"
+                return f"the server cannot do it now: {message.refused.message}"
             else:
                 self._deliver(message)
         return "the server ended the stream"

@@ -69,7 +69,7 @@ class Credentials:
         """Take the given files, and the rest from the environment; check them.
 
         Raises:
-            InvalidRequestError: it does not go together, or a file can not be used.
+            InvalidRequestError: it does not go together, or a file cannot be used.
 
         """
         files = {
@@ -87,16 +87,16 @@ class Credentials:
         return self.ca is not None
 
     def check(self) -> None:
-        """Refuse what can not be used.
+        """Refuse what cannot be used.
 
         Raises:
-            InvalidRequestError: it does not go together, or a file can not be used.
+            InvalidRequestError: it does not go together, or a file cannot be used.
 
         """
         if (self.cert is None) != (self.key is None):
             raise InvalidRequestError(
-                f"client certificate {self.cert} and key {self.key}: one without the other can "
-                "not be used; give --tls-cert and --tls-key, or neither"
+                f"client certificate {self.cert} and key {self.key}: one without the other cannot "
+                "be used; give --tls-cert and --tls-key, or neither"
             )
         if self.cert is not None and self.ca is None:
             raise InvalidRequestError(
@@ -113,7 +113,7 @@ class Credentials:
         """Open a channel.
 
         Raises:
-            InvalidRequestError: a file can not be used.
+            InvalidRequestError: a file cannot be used.
 
         """
         if not self.tls:
@@ -136,7 +136,7 @@ class Credentials:
             return grpc.ssl_channel_credentials(read(self.ca), read(self.key), read(self.cert))
         except OSError as error:
             raise InvalidRequestError(
-                f"{error.filename} can not be read: {error.strerror}"
+                f"{error.filename} cannot be read: {error.strerror}"
             ) from error
 
     def metadata(self, server: Endpoint) -> Metadata:
@@ -165,7 +165,7 @@ class Credentials:
                 token = self.token_file.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is no text"
-                raise InvalidRequestError(f"{where} can not be read: {reason}") from error
+                raise InvalidRequestError(f"{where} cannot be read: {reason}") from error
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
@@ -179,7 +179,7 @@ class Credentials:
         return stamp_of(path for path in paths if path is not None)
 
     def expires(self) -> datetime | None:
-        """Say when the client certificate expires; None: there is none, or it can not be read."""
+        """Say when the client certificate expires; None: there is none, or it cannot be read."""
         if self.cert is None:
             return None
         try:

@@ -99,7 +99,7 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
     """Read one or several endpoints, with commas between them.
 
     Raises:
-        InvalidRequestError: one of them can not be used, or there is none.
+        InvalidRequestError: one of them cannot be used, or there is none.
 
     """
     found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())

@@ -22,7 +22,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
     """Return the job's secret; empty if there is none.
 
     Raises:
-        InvalidRequestError: the file that is named can not be read, or is empty.
+        InvalidRequestError: the file that is named cannot be read, or is empty.
 
     """
     if not (name := environ.get(FILE_VARIABLE)):
@@ -32,7 +32,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise InvalidRequestError(
-            f"the job secret in {name} can not be read: {reason}; {FILE_VARIABLE} names the file"
+            f"the job secret in {name} cannot be read: {reason}; {FILE_VARIABLE} names the file"
         ) from error
     if not secret:
         raise InvalidRequestError(

@@ -114,7 +114,7 @@ class Rota:
     """Which of several servers is asked next: the one that leads, as far as was said, or in turn.
 
     A server that stands by names the one that leads, which need not be among those that were
-    given. It is tried once; if it can not be reached, the others have their turn.
+    given. It is tried once; if it cannot be reached, the others have their turn.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -298,4 +298,4 @@ def _connection_reason(details: str) -> str:
 
 
 def _unreachable(server: Endpoint, reason: str, remedy: str) -> RendezvousConnectionError:
-    return RendezvousConnectionError(f"can not reach rdzvd at {server}: {reason}; {remedy}")
+    return RendezvousConnectionError(f"cannot reach rdzvd at {server}: {reason}; {remedy}")

@@ -75,7 +75,7 @@ export class LogView {
       const at = new Date().toLocaleTimeString([], { hour12: false });
       put(this.said, this.text.textContent ? `As of ${at}.` : "Nothing was written.");
     } catch (error) {
-      if (!reading.signal.aborted) put(this.said, `It can not be read: ${error.message}. Read again.`);
+      if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Read again.`);
     }
   }
 

@@ -73,7 +73,7 @@ export class Stacks {
       put(this.said, answer.ok ? "" : report.message);
       if (answer.ok) this.show(report);
     } catch (error) {
-      if (!reading.signal.aborted) put(this.said, `It can not be read: ${error.message}. Ask again.`);
+      if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Ask again.`);
     }
   }
 

@@ -166,7 +166,7 @@ def test_limits_and_umask_go_with_the_account() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("files", "1", "'files' can not be limited; give one of "),
+        ("files", "1", "'files' cannot be limited; give one of "),
         ("nofile", "many", "nofile = 'many' is no limit"),
         ("nofile", "-1", "is no limit"),
         ("nofile", "", "is no limit"),
@@ -391,7 +391,7 @@ def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) 
     private.mkdir(mode=0o700)
     check_chdir(home, ADA)
     check_chdir(private)
-    with pytest.raises(InvalidRequestError, match="can not be entered on this node by the account"):
+    with pytest.raises(InvalidRequestError, match="cannot be entered on this node by the account"):
         check_chdir(private, ADA)
 
 
@@ -417,7 +417,7 @@ def test_an_error_file_that_leads_elsewhere_shows_nothing_of_it(shared: Path) ->
     home, secret = own_folder(shared, "home"), roots_secret(shared)
     (home / "error.json").symlink_to(secret)
     found = read_error(home / "error.json", None, 7, ADA)
-    assert "can not be read" in found.message
+    assert "cannot be read" in found.message
     assert SECRET not in found.message + found.traceback
     assert SECRET in read_error(home / "error.json", None, 7).message, "as root it would be shown"
 
@@ -469,7 +469,7 @@ async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
         round_of(home / "0", written)
     pieces = await read_log(written)
     assert b"".join(piece.data for piece in pieces) == b""
-    assert any("can not be read" in piece.error for piece in pieces)
+    assert any("cannot be read" in piece.error for piece in pieces)
 
 
 @needs_root
@@ -621,7 +621,7 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
     async with asyncio.timeout(100):
         snapshot = Snapshot(private / "model.pt", identity=ADA)
         await snapshot.begin_round()
-        assert await snapshot.has_changed(), "what can not be seen counts as changed"
+        assert await snapshot.has_changed(), "what cannot be seen counts as changed"
         seen = Snapshot(private / "model.pt")
         await seen.begin_round()
         assert not await seen.has_changed()
@@ -641,7 +641,7 @@ async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
     watches = Watches(asyncio.get_running_loop())
     try:
         watches.arm(source)
-        assert source.watch == 0, "it is looked at now and then, for it can not be watched"
+        assert source.watch == 0, "it is looked at now and then, for it cannot be watched"
     finally:
         watches.close()
 

@@ -182,7 +182,7 @@ def test_submitters_are_mapped_to_accounts(tmp_path: Path, monkeypatch: pytest.M
         ('[[user]]\nname = "a"\n[[user]]\nname = "a"', 0, "two [[user]] have the name 'a'"),
         ('account = "root"\n[[user]]\nname = "a"', 0, "both say what submitted jobs run as"),
         ('[[user]]\nname = "*"\naccounts = ["root"]', 0, "gives root to '*', which is everyone"),
-        ('[[user]]\nname = "a"\nlimits = {x = "1"}', 0, "'x' can not be limited; give one of as"),
+        ('[[user]]\nname = "a"\nlimits = {x = "1"}', 0, "'x' cannot be limited; give one of as"),
         ('[[user]]\nname = "a"\numask = "9"', 0, "'9' is no umask"),
         ('[[user]]\naccounts = ["a"]', 0, "`user[1].name` is missing"),
         ('[[user]]\nname = "a"\naccounts = ["mail"]', 65534, "only root can start jobs as others"),

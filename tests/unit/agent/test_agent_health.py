@@ -243,7 +243,7 @@ def _gone(pid: int) -> bool:
 
 async def test_a_command_that_is_not_there_fails() -> None:
     check = Command("command x", 1.0, ("/no/such/program",), {})
-    assert await check.look(NONE) == "can not be started: No such file or directory"
+    assert await check.look(NONE) == "cannot be started: No such file or directory"
 
 
 # ---------------------------------------------------------------- disks
@@ -256,7 +256,7 @@ async def test_a_disk_has_room_or_says_how_much_it_has(tmp_path: Path) -> None:
     found = await Disk("disk", 5.0, tmp_path, min_free_bytes=1 << 60).look(NONE)
     assert found.endswith(" free, and 1.05e+06 TiB are asked for")
     found = await Disk("disk", 5.0, tmp_path / "gone", min_free_bytes=1).look(NONE)
-    assert found == "can not be looked at: No such file or directory"
+    assert found == "cannot be looked at: No such file or directory"
 
 
 # ---------------------------------------------------------------- GPUs
@@ -386,7 +386,7 @@ async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot
 async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
     found = await Xids("xid", 5.0, log=tmp_path / "kmsg").look(NONE)
     assert found == (
-        f"the log {tmp_path / 'kmsg'} can not be read: No such file or directory; give the agent "
+        f"the log {tmp_path / 'kmsg'} cannot be read: No such file or directory; give the agent "
         "CAP_SYSLOG, or leave this check out"
     )
 

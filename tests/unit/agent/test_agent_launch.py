@@ -334,10 +334,10 @@ def test_a_folder_that_workers_can_not_start_in_is_refused_by_name(tmp_path: Pat
     (tmp_path / "file").touch()
     check_chdir(tmp_path)
     for folder, why in (
-        (tmp_path / "no", "can not be used on this node (No such file or directory)"),
+        (tmp_path / "no", "cannot be used on this node (No such file or directory)"),
         (tmp_path / "file", "is no directory on this node"),
-        (tmp_path / "file" / "below", "can not be used on this node (Not a directory)"),
-        (Path("/a\0b"), "can not be used on this node"),
+        (tmp_path / "file" / "below", "cannot be used on this node (Not a directory)"),
+        (Path("/a\0b"), "cannot be used on this node"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
             check_startable(Launch(JOB, "train.py", chdir=folder))
@@ -361,7 +361,7 @@ async def test_devices_are_counted_while_other_jobs_go_on(
     ("says", "why"),
     [
         ("echo 0", "torch sees no gpu on this node; give a number"),
-        ("echo 'no torch' >&2; exit 1", r"can not count them \(no torch\)"),
+        ("echo 'no torch' >&2; exit 1", r"cannot count them \(no torch\)"),
     ],
 )
 async def test_devices_that_can_not_be_counted_are_refused(
@@ -380,9 +380,9 @@ async def test_an_interpreter_that_hangs_counts_nothing(
 ) -> None:
     monkeypatch.setattr(launch, "COUNT_TIMEOUT_S", 0.05)
     python = program(tmp_path, "exec sleep 60")
-    with pytest.raises(InvalidRequestError, match="can not count them"):
+    with pytest.raises(InvalidRequestError, match="cannot count them"):
         await ask_count_devices("gpu", python, {})
-    with pytest.raises(InvalidRequestError, match="can not count them"):
+    with pytest.raises(InvalidRequestError, match="cannot count them"):
         count_devices("gpu", python)
 
 

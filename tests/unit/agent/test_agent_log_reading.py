@@ -299,7 +299,7 @@ async def test_nothing_is_looked_at_while_nothing_changes(
     assert not looks
 
 
-# ------------------------------------------------------------------ what can not be read
+# ------------------------------------------------------------------ what cannot be read
 
 
 async def test_what_goes_to_the_console_is_an_error_that_says_what_helps(node: Node) -> None:

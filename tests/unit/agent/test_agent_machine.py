@@ -658,7 +658,7 @@ def test_the_result_of_a_run_that_has_ended_is_not_lost_by_its_withdrawal() -> N
     assert outcome_of(node.hear(gone())).result is Result.STOPPED
 
 
-# ------------------------------------------------------------------ this node can not go on
+# ------------------------------------------------------------------ this node cannot go on
 
 
 def test_workers_that_can_not_be_started_make_the_node_leave_with_the_reason() -> None:

@@ -446,7 +446,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str], is_gpu: bool
 ) -> None:
     async def shows_none(*_: object) -> tuple[tuple[str, ...], str]:
-        return (), "the CUDA driver can not be loaded (gone)"
+        return (), "the CUDA driver cannot be loaded (gone)"
 
     monkeypatch.setattr(numa, "_ask_cuda", shows_none)
     folder = "bus/pci/devices/0000:e0:00.0"
@@ -458,7 +458,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
     with pytest.raises(InvalidRequestError) as caught:
         await visible_gpu_pci_addresses({}, sysfs=tmp_path)
     assert str(caught.value).startswith(
-        "--numa-binding: the CUDA driver can not be loaded (gone), but there are some on the PCI "
+        "--numa-binding: the CUDA driver cannot be loaded (gone), but there are some on the PCI "
         "bus (0000:e0:00.0); give this job access to them"
     )
 

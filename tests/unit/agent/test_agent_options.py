@@ -611,7 +611,7 @@ def test_one_node_with_an_endpoint_serves_itself_there_as_under_torchrun() -> No
         taken = parse_launch([*line, "train.py"])[1]
     assert [str(endpoint) for endpoint in taken.endpoints] == [at]
     assert (
-        taken.why == f"rdzvd at {at}, where this node can not serve itself: the port is taken, "
+        taken.why == f"rdzvd at {at}, where this node cannot serve itself: the port is taken, "
         "or another machine's"
     )
     found, meeting = parse_launch([*line, "train.py"])

@@ -325,7 +325,7 @@ async def test_a_folder_that_is_not_there_is_declined_by_name(node: Node) -> Non
     await node.until_free()
     ((rdzv_id, run, reason),) = node.declined
     assert (rdzv_id, run) == ("job", "r1")
-    assert reason.startswith("the folder '/no/such' can not be used on this node (No such file")
+    assert reason.startswith("the folder '/no/such' cannot be used on this node (No such file")
     assert node.drivers == {}
     assert not (node.folder / "runs").exists()
 

@@ -159,14 +159,14 @@ async def test_a_command_that_can_not_be_started_is_tried_again(
     with caplog.at_level(logging.WARNING, "rdzv.agent"):
         async with watched(command=(str(program),)) as notices:
             async with asyncio.timeout(PATIENCE_S):
-                while "can not be started" not in caplog.text:  # noqa: ASYNC110
+                while "cannot be started" not in caplog.text:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             new = tmp_path / "new"
             new.write_text("#!/bin/sh\necho 11\n")
             new.chmod(0o755)
             new.rename(program)
             assert (await notices.next())[0] == 11_000
-    assert "can not be started: No such file or directory" in caplog.text
+    assert "cannot be started: No such file or directory" in caplog.text
 
 
 async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path: Path) -> None:

@@ -199,10 +199,10 @@ def test_a_gpu_that_is_named_and_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("broken", ["init", "handle"])
 def test_where_nvml_can_not_be_asked_none_may_be_named(broken: str) -> None:
-    said = f"names GPU-c, and NVML can not be asked .* {broken} fails; see that `nvidia-smi -L`"
+    said = f"names GPU-c, and NVML cannot be asked .* {broken} fails; see that `nvidia-smi -L`"
     with pytest.raises(InvalidRequestError, match=said):
         find_gpus("GPU-c", nvml=Nvml(broken=broken))
-    with pytest.raises(InvalidRequestError, match="names GPU-c, and NVML can not be asked"):
+    with pytest.raises(InvalidRequestError, match="names GPU-c, and NVML cannot be asked"):
         find_gpus("GPU-c", library="/no/such/library")
 
 

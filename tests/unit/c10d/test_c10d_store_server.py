@@ -286,7 +286,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
         assert [view.rdzv_id for view in served.views()] == ["a"]
         assert "the state of job 'b' is not shown" in caplog.text
         assert "7 jobs in torch's store are beyond" in caplog.text
-        assert "can not be listed: no" in caplog.text
+        assert "cannot be listed: no" in caplog.text
         go.touch()
         await until("a is gone", lambda: served.view("a") is None)
 

@@ -144,7 +144,7 @@ async def test_ended_jobs_are_not_read_one_by_one(caplog: pytest.LogCaptureFixtu
     async with server(store) as s:
         assert len(s.driver.jobs.ended) == 300
         assert store.reads == 1
-        assert "job spoilt is left alone: job spoilt in memory can not be read" in caplog.text
+        assert "job spoilt is left alone: job spoilt in memory cannot be read" in caplog.text
         caplog.clear()
         listed = await s.driver.views.list()
         assert store.reads == 1
@@ -196,7 +196,7 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
         node_id, incarnation, line = await begun(s, "job-7")
         with pytest.raises(
             InvalidRequestError,
-            match="job-7 is running and can not be forgotten; stop it first, with `rdzvctl stop ",
+            match="job-7 is running and cannot be forgotten; stop it first, with `rdzvctl stop ",
         ):
             await s.driver.forgetting.forget("job-7")
         stream = await s.connect("n8")

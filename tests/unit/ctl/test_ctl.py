@@ -372,7 +372,7 @@ def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        f"rdzvctl: can not reach rdzvd at {endpoint}: connection refused; "
+        f"rdzvctl: cannot reach rdzvd at {endpoint}: connection refused; "
         "check the address, and that rdzvd runs there\n"
     )
 
@@ -401,7 +401,7 @@ def test_options_after_the_command_win(
         (["status"], "Missing argument 'JOB'; see rdzvctl status --help"),
         (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
         (["--timeout", "0", "list"], "0.0 is not in the range"),
-        (["--timeout", "nan", "list"], "timeout nan s can not be used"),
+        (["--timeout", "nan", "list"], "timeout nan s cannot be used"),
         (["--server", "::1", "list"], "endpoint '::1' cannot be used"),
         (["events", "a", "-n", "0"], "0 is not in the range"),
     ],
@@ -501,7 +501,7 @@ def test_a_full_disk_is_one_line(server: str) -> None:
             check=False,
         )
     assert result.returncode == 1
-    assert result.stderr == b"rdzvctl: can not write the output: No space left on device\n"
+    assert result.stderr == b"rdzvctl: cannot write the output: No space left on device\n"
 
 
 def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def test_nothing_is_replaced_unless_that_is_said(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("node", "../n1"), "name '../n1' can not be used"),
+        (("node", "../n1"), "name '../n1' cannot be used"),
         (("node", "n" * 65), "up to 64 letters"),
         (("server", "--force", "--server", "head:29400"), "without a port"),
         (("server", "--force", "--server", ","), "no name of the server"),
@@ -81,7 +81,7 @@ def test_a_folder_without_a_ca_is_said_to_have_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = certs(capsys, "node", "n1", "--dir", str(tmp_path), code=1)
-    assert "ca.key can not be read: No such file or directory; `rdzvctl certs init` makes" in said
+    assert "ca.key cannot be read: No such file or directory; `rdzvctl certs init` makes" in said
     assert "no certificate is in" in certs(capsys, "show", "--dir", str(tmp_path), code=1)
 
 

@@ -234,7 +234,7 @@ REFUSED = [
     ("--labels=gpu t", "--labels: 'gpu' is not NAME=VALUE; give, for example, gpu=h100,zone=a"),
     ("--labels=/x=1 t", "--labels: '/x=1' is not NAME=VALUE"),
     ("--labels=a=1,a=2 t", "--labels: a is given twice; leave one of them out"),
-    ("--labels=a=\x1b t", "--labels: the value of a can not be used"),
+    ("--labels=a=\x1b t", "--labels: the value of a cannot be used"),
     ("--rdzv-id= t", "--rdzv-id is empty; give the job's name, or leave it out"),
     ("--env =1 t", "--env: there is no name before the `=`; give NAME=VALUE, or NAME"),
     ("--env A-B=1 t", "--env A-B: 'A-B' is no name of a variable"),
@@ -245,8 +245,8 @@ REFUSED = [
     ("--chdir= t", "--chdir is empty; name a folder, or leave it out"),
     ("--timeout=0 t", "--timeout=0: give a number of seconds above 0, at most 86400"),
     ("--timeout=nan t", "--timeout=nan: give a number of seconds"),
-    ("--rdzv-id=.x t", "--rdzv-id=.x can not be used; give at most 128 letters, digits"),
-    ("--rdzv-id=a/b t", "--rdzv-id=a/b can not be used"),
+    ("--rdzv-id=.x t", "--rdzv-id=.x cannot be used; give at most 128 letters, digits"),
+    ("--rdzv-id=a/b t", "--rdzv-id=a/b cannot be used"),
     ("--nnodes=4:2 t", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
     ("--nproc-per-node=x t", "--nproc-per-node=x is not a number of workers"),
     ("--redirects=4 t", "--redirects=4: '4' is not of the form LOCAL_RANK:N"),
@@ -296,8 +296,8 @@ def test_an_environment_has_bounds() -> None:
 def test_arguments_have_bounds_and_can_travel() -> None:
     assert read("t", "x" * (job_request.ARGS_BYTES - 1))
     assert "the arguments have 131073 bytes" in refusal("t", "x" * job_request.ARGS_BYTES)
-    assert "argument '\\udcff' can not be used: no UTF-8" in refusal("t", "\udcff")
-    assert "--chdir '/\\udcff' can not be used: no UTF-8" in refusal("--chdir=/\udcff", "t")
+    assert "argument '\\udcff' cannot be used: no UTF-8" in refusal("t", "\udcff")
+    assert "--chdir '/\\udcff' cannot be used: no UTF-8" in refusal("--chdir=/\udcff", "t")
 
 
 def test_what_has_no_effect_is_noted() -> None:
@@ -401,8 +401,8 @@ BAD_FILES = [
     ("env_from = 'A'", "`env_from` is no list of texts"),
     ("script='t'\nenv_from = ['NOPE']", "env_from: NOPE: it is not set here"),
     ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is no name of a variable"),
-    ("[labels]\na = 'x,y'", "`labels.a` 'x,y' can not be used; give text without commas"),
-    ("[labels]\na = ['x']", "`labels.a` ['x'] can not be used"),
+    ("[labels]\na = 'x,y'", "`labels.a` 'x,y' cannot be used; give text without commas"),
+    ("[labels]\na = ['x']", "`labels.a` ['x'] cannot be used"),
     ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
     ("script = 't'\npriority = 1.5", "argument --priority: invalid int value: '1.5'"),
     ("= 3", "job.toml: it is not TOML: "),

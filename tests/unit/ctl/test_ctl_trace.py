@@ -142,6 +142,6 @@ def test_the_file_is_written_whole_or_the_reason_is_told(
     assert run(["trace", "a", "-o", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["otherData"] == whole["otherData"]
     assert run(["trace", "a", "-o", str(tmp_path / "nowhere" / "life.json")]) == 1
-    assert "can not be written: No such file or directory; give another" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory; give another" in capsys.readouterr().err
     assert run(["trace", "a"]) == 2
     assert control.limits == [10_000] * 3

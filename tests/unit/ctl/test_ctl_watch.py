@@ -266,7 +266,7 @@ def test_a_server_that_is_not_there_is_not_watched(capsys: pytest.CaptureFixture
     assert codes == [75]
     captured = capsys.readouterr()
     assert captured.err.startswith(
-        "rdzvctl: can not reach rdzvd at 127.0.0.1:1: connection refused; "
+        "rdzvctl: cannot reach rdzvd at 127.0.0.1:1: connection refused; "
     )
     assert captured.out == ""
 
@@ -316,5 +316,5 @@ def test_a_server_that_goes_away_is_told_once_each_time(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith(f"rdzvctl: can not reach rdzvd at {endpoint}: the other side closed")
+        assert line.startswith(f"rdzvctl: cannot reach rdzvd at {endpoint}: the other side closed")
         assert line.endswith("; trying again")

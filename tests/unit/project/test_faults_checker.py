@@ -212,7 +212,7 @@ def test_the_servers_events_are_understood() -> None:
 
 
 def test_an_event_with_other_fields_is_an_error() -> None:
-    with pytest.raises(ValueError, match="RoundCompleted can not be read"):
+    with pytest.raises(ValueError, match="RoundCompleted cannot be read"):
         list(sources.announced([Event(0, "u", "RoundCompleted", "?", {"number": "three"})]))
 
 

@@ -237,12 +237,12 @@ def _unreadable_membership(data: bytes) -> bytes:
         (_document_too_large, "document large would have 1048579 bytes"),
         (_strange_history, "history of job a is not below that job"),
         (_foreign_membership, "job c calls itself d"),
-        (_unreadable_membership, "job c in FILE can not be read"),
+        (_unreadable_membership, "job c in FILE cannot be read"),
         (lambda _: b"", "it is no backup"),
         (lambda _: b"\xff\xfe\n", "it is no backup"),
         (lambda _: b"x" * 100, "it is no backup"),
         (lambda _: b"[]\n", "it is no backup"),
-        (lambda data: data.replace(b'"kind":"job"', b'"kind":"joke"', 1), "can not be read"),
+        (lambda data: data.replace(b'"kind":"job"', b'"kind":"joke"', 1), "cannot be read"),
     ],
 )
 async def test_a_file_that_is_not_whole_is_refused_and_nothing_written(
@@ -420,5 +420,5 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path, replace: bool) -> Non
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"none/file can not be written: No such file"):
+    with pytest.raises(InvalidRequestError, match=r"none/file cannot be written: No such file"):
         _write(tmp_path / "none" / "file")

@@ -62,6 +62,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
 from rdzv.server.engine import engine as engine_module
 from rdzv.server.messages import (
+    Announcement,
     Assignment,
     Belief,
     Closed,
@@ -75,7 +76,6 @@ from rdzv.server.messages import (
     Refused,
     RoundOver,
     Stacks,
-    Told,
     Waiting,
     Welcome,
 )
@@ -266,7 +266,7 @@ def running(stream: Stream, line: Assignment) -> Belief:
     return Belief(line.rdzv_id, line.run, line.round, has_workers=True, commands=(resume,))
 
 
-def read(stream: Stream) -> list[Told]:
+def read(stream: Stream) -> list[Announcement]:
     """Take everything out of a stream's outbox."""
     queue = stream._outbox
     return [queue.get_nowait() for _ in range(queue.qsize())]
@@ -284,7 +284,7 @@ async def test_a_round_is_stored_before_anyone_hears_of_it() -> None:
     store = FlakyStore()
     async with server(store) as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
-        heard: list[Told] = []
+        heard: list[Announcement] = []
         store.before_write = lambda: heard.extend(read(n1) + read(n2))
         await s.join(n1)
         await s.join(n2)
@@ -567,7 +567,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         # The node that failed hears it, and once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
-        assert "can not store what this node says, and tries again: disk full" in told.reason
+        assert "cannot store what this node says, and tries again: disk full" in told.reason
 
         store.away = None
         await s.clock.advance(2_000)
@@ -1206,7 +1206,7 @@ async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
 
 
 class UnreadableStore(FlakyStore):
-    """A store in which one job can not be read any more, once that is said."""
+    """A store in which one job cannot be read any more, once that is said."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1214,7 +1214,7 @@ class UnreadableStore(FlakyStore):
 
     async def load(self, rdzv_id: str) -> Stored | None:
         if rdzv_id == self.unreadable:
-            raise RendezvousStateError(f"{rdzv_id} can not be read")
+            raise RendezvousStateError(f"{rdzv_id} cannot be read")
         return await super().load(rdzv_id)
 
 
@@ -1252,7 +1252,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
         said = read(n1)
         assert n1.open and any(isinstance(message, Assignment) for message in said)
         [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
-        assert "can not decide anything about this job: a bug of rdzvd" in waits.reason
+        assert "cannot decide anything about this job: a bug of rdzvd" in waits.reason
         assert not any(isinstance(message, Refused) for message in said)
 
 
@@ -1291,7 +1291,7 @@ async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
         await s.driver.commands.refuse(n2, ended, RendezvousClosedError("its run has ended"))
         assert n2.open
         [waits] = [m for m in read(n2) if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
-        assert "job-8 can not be read" in waits.reason
+        assert "job-8 cannot be read" in waits.reason
 
 
 async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
@@ -1345,7 +1345,7 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
     before = [call for _, _, call in clock._calls if not call.cancelled]
     with pytest.raises(RendezvousConnectionError, match="has gone"):
         async with server(store, clock):
-            raise AssertionError("it can not start")
+            raise AssertionError("it cannot start")
     assert [call for _, _, call in clock._calls if not call.cancelled] == before
 
 

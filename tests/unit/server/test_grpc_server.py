@@ -131,7 +131,7 @@ async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
     async with server() as at, grpc.aio.insecure_channel(str(at)) as channel:
         stream = channel.stream_stream(REFLECTION)(timeout=LONG_S)
         await stream.write(b"\xff\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError, match="can not be read") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as refused:
             await stream.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert above_debug(caplog) == []

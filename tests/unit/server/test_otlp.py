@@ -145,7 +145,7 @@ async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
 
 async def test_a_variable_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
-    with pytest.raises(InvalidRequestError, match=r"can not be set up: .*variables OTEL_\*"):
+    with pytest.raises(InvalidRequestError, match=r"cannot be set up: .*variables OTEL_\*"):
         OtlpSender("http://127.0.0.1:1", "1.2.3")
 
 

@@ -16,6 +16,7 @@ from rdzv.errors import (
     UnknownNodeError,
 )
 from rdzv.server.messages import (
+    Announcement,
     Assignment,
     Belief,
     Closed,
@@ -25,7 +26,6 @@ from rdzv.server.messages import (
     LookAgain,
     Placed,
     RoundOver,
-    Told,
     UndrainNode,
     Withdrawn,
 )
@@ -66,7 +66,9 @@ def placements(stream: Stream) -> list[Placed | Withdrawn]:
     return [told for told in read(stream) if isinstance(told, Placed | Withdrawn)]
 
 
-async def take_up(s: Server, stream: Stream, placed: Told, nodes: tuple[int, int] = (2, 2)) -> None:
+async def take_up(
+    s: Server, stream: Stream, placed: Announcement, nodes: tuple[int, int] = (2, 2)
+) -> None:
     """Hold what was placed, and join it."""
     assert isinstance(placed, Placed)
     await s.driver.reports.note_holdings(stream, (Holding(placed.rdzv_id, placed.run, 1),))
@@ -341,7 +343,7 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
 async def test_cordons_that_can_not_be_read_are_left_alone() -> None:
     store = MemoryStore()
     await store.swap_document("cordons", b"[1]", 0)
-    with pytest.raises(RendezvousStateError, match="cordons can not be read"):
+    with pytest.raises(RendezvousStateError, match="cordons cannot be read"):
         async with server(store):
             pass
     assert await store.load_document("cordons") == (b"[1]", 1)

@@ -35,7 +35,7 @@ HOUR_MS = 3_600_000
 
 
 class Documents(FlakyStore):
-    """A store whose documents can not always be written."""
+    """A store whose documents cannot always be written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
 async def test_a_document_that_can_not_be_read_is_left_untouched() -> None:
     store = MemoryStore()
     await store.swap_document("quarantine", b"not json", 0)
-    with pytest.raises(RendezvousStateError, match="the document quarantine can not be read"):
+    with pytest.raises(RendezvousStateError, match="the document quarantine cannot be read"):
         async with server(store):
             pass
     assert await store.load_document("quarantine") == (b"not json", 1)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv.server.http.connection_limits import Door
+from rdzv.server.http.connection_limits import ConnectionLimits
 from rdzv.server.rpc.grpc_listener import OTHER_FILES, connections_at_once
-from rdzv.server.rpc.rate_limit import Allowance
+from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.settings.config import Limits, Timings
 
 
@@ -24,12 +24,12 @@ from rdzv.server.settings.config import Limits, Timings
     ],
 )
 def test_a_burst_is_allowed_and_then_a_rate(times_ms: list[int], expected: str) -> None:
-    allowed = Allowance(burst=2, per_second=10)
+    allowed = RateLimit(burst=2, per_second=10)
     assert "".join("y" if allowed.take(at) else "n" for at in times_ms) == expected
 
 
-def door(**limits: int) -> Door:
-    return Door(asyncio.Protocol, replace(Limits(), **limits), Timings())
+def door(**limits: int) -> ConnectionLimits:
+    return ConnectionLimits(asyncio.Protocol, replace(Limits(), **limits), Timings())
 
 
 def test_one_address_has_a_part_of_the_connections() -> None:

@@ -28,6 +28,7 @@ from rdzv.core.model import (
 from rdzv.core.nodes import AgentKind
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
+    Announcement,
     Assignment,
     Closed,
     Heard,
@@ -37,7 +38,6 @@ from rdzv.server.messages import (
     RankProgress,
     Refused,
     RoundOver,
-    Told,
     Waiting,
     Welcome,
 )
@@ -564,7 +564,7 @@ A_LINE = Assignment(
         ),
     ],
 )
-def test_what_nodes_are_told(told: Told, expected: pb.ServerMessage) -> None:
+def test_what_nodes_are_told(told: Announcement, expected: pb.ServerMessage) -> None:
     expected.leadership = 3
     assert outbound.server_message(told, 3, "1.2", 5_000) == expected
 

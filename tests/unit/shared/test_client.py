@@ -243,7 +243,7 @@ def test_nobody_listens() -> None:
         with ControlClient(endpoint) as client, pytest.raises(RendezvousConnectionError) as raised:
             client.jobs()
     assert str(raised.value) == (
-        f"can not reach rdzvd at {endpoint}: connection refused; "
+        f"cannot reach rdzvd at {endpoint}: connection refused; "
         "check the address, and that rdzvd runs there"
     )
 
@@ -292,7 +292,7 @@ def test_why_there_is_no_connection_is_said_without_what_grpc_puts_before_it(
     details: str, reason: str
 ) -> None:
     error = error_from_status(grpc.StatusCode.UNAVAILABLE, details, (), A, 5.0)
-    assert str(error).startswith(f"can not reach rdzvd at {A}: {reason}; check the address")
+    assert str(error).startswith(f"cannot reach rdzvd at {A}: {reason}; check the address")
 
 
 @contextmanager
@@ -364,7 +364,7 @@ def test_what_can_not_travel_is_refused(client: ControlClient) -> None:
 # ------------------------------------------------------------------------- several servers
 
 A, B, C = (Endpoint(host, 29400) for host in "abc")
-GONE = RendezvousConnectionError("can not be reached")
+GONE = RendezvousConnectionError("cannot be reached")
 
 
 def test_servers_are_asked_in_turn() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rdzv.core.model import Cause, RoundEnd
-from rdzv.server.messages import Joined, RoundOver, Told
+from rdzv.server.messages import Announcement, Joined, RoundOver
 from rdzv.server.sessions.streams import Stream
 
 OVER = RoundOver("job-7", "run-1", 3, RoundEnd(Cause.NODE_LEFT, "n2 leaves", 0, broken=False))
 
 
-def said(*messages: Told) -> list[Told]:
+def said(*messages: Announcement) -> list[Announcement]:
     """Return what arrives of these messages."""
     stream = Stream(1, "n1", 1, 10)
     for message in messages:

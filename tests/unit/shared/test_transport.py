@@ -51,7 +51,7 @@ def test_what_is_given_wins_over_the_environment(files: Files, tmp_path: Path) -
         ({"cert": "server.crt", "key": "server.key"}, "without --tls-ca"),
         ({"ca": "none.crt"}, "none.crt cannot be used: No such file"),
         ({"ca": "ca.crt", "cert": "server.crt", "key": "ca.key"}, "does not belong"),
-        ({"token_file": "none"}, "token file .*none can not be read: No such file"),
+        ({"token_file": "none"}, "token file .*none cannot be read: No such file"),
         ({"token_file": "empty"}, "is empty"),
         ({"token_file": "ca.crt"}, "holds no token"),
     ],
@@ -151,7 +151,7 @@ async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) 
     assert node.key is not None
     async with served(TlsFiles(node.cert, node.key)) as server:
         said = await ask(server, Credentials(files.ca))
-        assert "can not reach rdzvd" in said
+        assert "cannot reach rdzvd" in said
 
 
 async def test_why_a_client_is_not_let_in(

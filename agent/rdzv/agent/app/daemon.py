@@ -69,7 +69,7 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
     Raises:
         InvalidRequestError: the configuration does not fit this machine.
         NodeSupersededError: another agent has taken this node's name over.
-        OSError: a directory of it can not be used.
+        OSError: a directory of it cannot be used.
 
     """
     with single_error(), systemd.watched(), _own_directories(config):
@@ -344,7 +344,7 @@ class Daemon:
                 )
             except Exception:
                 # Whatever it is, jobs do not depend on it.
-                log.exception("old logs can not be removed")
+                log.exception("old logs cannot be removed")
             else:
                 for path in removed:
                     log.info("removed the old logs in %s", path)
@@ -359,7 +359,7 @@ def _own_directories(config: Config) -> Iterator[None]:
     """Make the agent's directories, and see that no other agent uses them.
 
     Raises:
-        InvalidRequestError: another does, they can not be made, or they are somebody else's.
+        InvalidRequestError: another does, they cannot be made, or they are somebody else's.
 
     """
     # The accounts of jobs pass through to what is theirs, and list nothing.
@@ -424,7 +424,7 @@ def locked(key: str, path: Path) -> Iterator[None]:
     """Hold the lock of a directory, in which no link of another account leads elsewhere.
 
     Raises:
-        InvalidRequestError: another process holds it, or it can not be written.
+        InvalidRequestError: another process holds it, or it cannot be written.
 
     """
     lock = path / "lock"
@@ -432,7 +432,7 @@ def locked(key: str, path: Path) -> Iterator[None]:
         fd = open_untrusted(lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InvalidRequestError(
-            f"`{key}` = {str(path)!r}: {lock} can not be written: {error.strerror}; give another"
+            f"`{key}` = {str(path)!r}: {lock} cannot be written: {error.strerror}; give another"
         ) from error
     with os.fdopen(fd, "r+", encoding="utf-8") as file:
         try:

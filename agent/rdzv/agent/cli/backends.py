@@ -60,7 +60,7 @@ class Meeting:
         """Return what is trusted and shown; the environment says what the command line does not.
 
         Raises:
-            InvalidRequestError: they can not be used.
+            InvalidRequestError: they cannot be used.
 
         """
         from rdzv.transport.channels import PLAIN, Credentials
@@ -176,7 +176,7 @@ def _standing(wish: Wish) -> Meeting:
     endpoints = parse_endpoints(wish.endpoint)
     why = f"rdzvd at {', '.join(map(str, endpoints))}"
     if not wish.backend and wish.max_nodes == 1 and not wish.for_rdzvd:
-        why += ", where this node can not serve itself: the port is taken, or another machine's"
+        why += ", where this node cannot serve itself: the port is taken, or another machine's"
     return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
 
 

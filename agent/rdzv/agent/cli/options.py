@@ -200,7 +200,7 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
         return path.absolute() if chdir is None else chdir / path
     except OSError as error:
         raise InvalidRequestError(
-            f"{flag}={path}: the working directory can not be found ({error.strerror}); "
+            f"{flag}={path}: the working directory cannot be found ({error.strerror}); "
             "give an absolute path"
         ) from error
 
@@ -240,6 +240,6 @@ def _fence_after_ms(seconds: float | None, meeting: Meeting) -> int:
     if fence_ms and not meeting.endpoints:
         raise InvalidRequestError(
             f"--fence-after={seconds:g} has no use here: this node has a server of its own, from "
-            "which it can not be cut off; leave it out, or give --rdzv-endpoint"
+            "which it cannot be cut off; leave it out, or give --rdzv-endpoint"
         )
     return fence_ms

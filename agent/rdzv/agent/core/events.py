@@ -139,7 +139,7 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class RunnerLost:
-    """This node can not start workers any more; those it had, and all they left, are gone."""
+    """This node cannot start workers any more; those it had, and all they left, are gone."""
 
     reason: str
 
@@ -173,7 +173,7 @@ class NoticeGiven:
 
 @struct(frozen=True)
 class NoticeLifted:
-    """The node may stay after all. Workers that have been told can not be told otherwise."""
+    """The node may stay after all. Workers that have been told cannot be told otherwise."""
 
 
 @struct(frozen=True)

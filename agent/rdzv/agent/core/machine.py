@@ -416,7 +416,7 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """The runner's workers died with it. Without one, this node can not go on; the job may."""
+    """The runner's workers died with it. Without one, this node cannot go on; the job may."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(work.state, workers_gone=True, alive=frozenset())
     if work.state.leaving is None:
@@ -494,7 +494,7 @@ def _follows_notice(work: _Step, event: WorkerExited) -> bool:
 
 
 def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
-    """Leave once all workers have exited, or one other than with 0: the rest can not go on long.
+    """Leave once all workers have exited, or one other than with 0: the rest cannot go on long.
 
     Where all have exited with 0 they may have been done, as those of other nodes are; the server
     is to hear of these first.

@@ -62,7 +62,7 @@ class Command(Plain):
                 start_new_session=True,
             )
         except OSError as error:
-            return f"can not be started: {error.strerror or error}"
+            return f"cannot be started: {error.strerror or error}"
         said = bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -115,7 +115,7 @@ class Disk(Plain):
         try:
             found = await in_thread(os.statvfs, self.path)
         except OSError as error:
-            return f"can not be looked at: {error.strerror}"
+            return f"cannot be looked at: {error.strerror}"
         free = found.f_bavail * found.f_frsize
         percent = 100 * free / (found.f_blocks * found.f_frsize or 1)
         if percent < self.min_free_percent:
@@ -229,7 +229,7 @@ class Xids(Plain):
             records = await in_thread(xid.read_records, self.log)
         except OSError as error:
             return (
-                f"the log {self.log} can not be read: {error.strerror}; give the agent "
+                f"the log {self.log} cannot be read: {error.strerror}; give the agent "
                 "CAP_SYSLOG, or leave this check out"
             )
         after = await in_thread(self.lifted.number)

@@ -116,7 +116,7 @@ class _Watching:
             try:
                 code, line = await _run(command)
             except OSError as error:
-                why = f"can not be started: {error.strerror or error}"
+                why = f"cannot be started: {error.strerror or error}"
             else:
                 if code == 0:
                     self._take(line, f"preempted, as {command[0]} says")
@@ -164,7 +164,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file; None if there is none. One that can not be read is there."""
+    """Return the first line of a file; None if there is none. One that cannot be read is there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -203,7 +203,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
     It runs in a session of its own, and the whole session ends with it.
 
     Raises:
-        OSError: it can not be started.
+        OSError: it cannot be started.
 
     """
     await in_time(START_WITHIN_S, find_program, command[0])

@@ -150,8 +150,8 @@ def find_gpus(
 ) -> tuple[Gpu, ...]:
     """Return the GPUs that jobs may have: `nvml`, `none`, or UUIDs with commas between them.
 
-    `library` is NVML's, where it is not the system's; `nvml` is its Python module. Where NVML can
-    not be asked, there are no GPUs, and none may be named. If this process itself was given some
+    `library` is NVML's, where it is not the system's; `nvml` is its Python module. Where NVML
+    cannot be asked, there are no GPUs, and none may be named. If this process itself was given some
     of the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
 
     Raises:
@@ -198,7 +198,7 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 def _named_gpus(uuids: Sequence[str], present: Sequence[Gpu], trouble: str) -> tuple[Gpu, ...]:
     if trouble:
         raise InvalidRequestError(
-            f"`gpus` names {uuids[0]}, and NVML can not be asked whether it is on this node: "
+            f"`gpus` names {uuids[0]}, and NVML cannot be asked whether it is on this node: "
             f'{trouble}; see that `nvidia-smi -L` shows it, or say gpus = "{NONE}"'
         )
     by_uuid = {gpu.uuid: gpu for gpu in present}
@@ -223,7 +223,7 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML names; or none, and why it can not be asked."""
+    """Return the GPUs that NVML names; or none, and why it cannot be asked."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:

@@ -65,7 +65,7 @@ def read_records(path: Path) -> list[str]:
     """Return all records of the kernel's log, or of a file that holds such.
 
     Raises:
-        OSError: it can not be read.
+        OSError: it cannot be read.
 
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -114,7 +114,7 @@ class Lifted:
         """Let nothing count any more that is among these records.
 
         Raises:
-            OSError: it can not be remembered.
+            OSError: it cannot be remembered.
 
         """
         number = max((xid.number for xid in parse(records)), default=-1)

@@ -56,7 +56,7 @@ def print_cuda_gpus(library: str) -> None:
         try:
             answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
         except OSError as error:
-            answer["why_none"] = f"the CUDA driver can not be loaded ({error})"
+            answer["why_none"] = f"the CUDA driver cannot be loaded ({error})"
         except (_CudaError, AttributeError) as error:
             answer["failure"] = f"{library}: {error}"
         out.write(f"{json.dumps(answer)}\n")

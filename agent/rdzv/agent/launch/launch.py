@@ -138,7 +138,7 @@ _RUN_PATH = (
 
 
 def check_startable(launch: Launch) -> None:
-    """Refuse, before anything is started, a launch that can not work on this node.
+    """Refuse, before anything is started, a launch that cannot work on this node.
 
     Raises:
         InvalidRequestError: folder, script, program or interpreter are not there, or logs have no
@@ -173,10 +173,10 @@ def _check_startable(launch: Launch) -> None:
 
 
 def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
-    """Refuse a working directory that workers of an account can not start in.
+    """Refuse a working directory that workers of an account cannot start in.
 
     Raises:
-        InvalidRequestError: it is not there, or no directory, or can not be entered.
+        InvalidRequestError: it is not there, or no directory, or cannot be entered.
 
     """
     with acting_as(identity):
@@ -190,14 +190,14 @@ def _check_chdir(chdir: Path) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InvalidRequestError(
-            f"the folder {folder} can not be used on this node ({why}); give one that exists on "
+            f"the folder {folder} cannot be used on this node ({why}); give one that exists on "
             "every node"
         ) from error
     if not stat.S_ISDIR(mode):
         raise InvalidRequestError(f"{folder} is no directory on this node; give one that is")
     if not os.access(chdir, os.X_OK, effective_ids=True):
         raise InvalidRequestError(
-            f"the folder {folder} can not be entered on this node by the account that jobs run as; "
+            f"the folder {folder} cannot be entered on this node by the account that jobs run as; "
             "give it the permission, or give another folder"
         )
 
@@ -221,21 +221,21 @@ def _from(launch: Launch, path: str) -> str:
 
 
 def _check_log_dir(log_dir: Path | None) -> None:
-    """Refuse a log directory that can not be made or written; make nothing yet."""
+    """Refuse a log directory that cannot be made or written; make nothing yet."""
     if log_dir is None or log_dir == NO_FILES:
         return
     there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
     if not there.is_dir():
         reason = f"{there} is no directory"
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        reason = f"{there} can not be written"
+        reason = f"{there} cannot be written"
     else:
         return
     raise InvalidRequestError(f"--log-dir={log_dir}: {reason}; give another")
 
 
 def _is_there(path: str | Path) -> bool:
-    """Say whether there is such a file; also where its folders can not be searched."""
+    """Say whether there is such a file; also where its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -297,7 +297,7 @@ async def _ask(
     """Run a few lines with the job's interpreter; return what it says, and what it complains of.
 
     Raises:
-        OSError: it can not be started.
+        OSError: it cannot be started.
         TimeoutError: it has not ended in time, and was killed.
 
     """
@@ -339,7 +339,7 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
     Source: `determine_local_world_size` in `torch/distributed/run.py`.
 
     Raises:
-        InvalidRequestError: there are none, or the job's interpreter can not say.
+        InvalidRequestError: there are none, or the job's interpreter cannot say.
 
     """
     try:
@@ -387,7 +387,7 @@ def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
 def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
     last = complaint.strip().rpartition("\n")[2]
     return InvalidRequestError(
-        f"--nproc-per-node={kind}: {python} can not count them ({last}); give a number of workers"
+        f"--nproc-per-node={kind}: {python} cannot count them ({last}); give a number of workers"
     )
 
 

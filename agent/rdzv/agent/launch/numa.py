@@ -131,7 +131,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 class _UnbindableError(Exception):
-    """Why a worker can not be bound, and what helps."""
+    """Why a worker cannot be bound, and what helps."""
 
 
 @struct(frozen=True)
@@ -197,7 +197,7 @@ class _Machine:
             return parse(text)
         except ValueError as error:
             raise _UnbindableError(
-                f"{self.sysfs / path} holds {text!r:.80}, which can not be understood; "
+                f"{self.sysfs / path} holds {text!r:.80}, which cannot be understood; "
                 "leave --numa-binding out"
             ) from error
 
@@ -378,7 +378,7 @@ async def _ask_cuda(
                 **how,
             )
     except OSError as error:
-        raise _cuda_failed(f"can not be asked ({error})") from error
+        raise _cuda_failed(f"cannot be asked ({error})") from error
     try:
         async with asyncio.timeout(timeout_s):
             said, complaint = await process.communicate()

@@ -45,7 +45,7 @@ def look(path: Path) -> Sight:
     """Look at a file, or at a folder with all that is in it.
 
     Raises:
-        OSError: it can not be seen.
+        OSError: it cannot be seen.
 
     """
     try:
@@ -120,5 +120,5 @@ class Snapshot:
         self._last = None
         if not self._warned:
             self._warned = True
-            text = "--snapshot=%s can not be seen (%s); that counts as progress"
+            text = "--snapshot=%s cannot be seen (%s); that counts as progress"
             log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

@@ -121,7 +121,7 @@ async def take_all(
 ) -> AsyncGenerator[WorkerStack, None]:
     """Yield the stack of each worker, as it is found; one that has exited meanwhile is left out.
 
-    Every one comes in time: what can not be had within `timeout_s` is left to a note.
+    Every one comes in time: what cannot be had within `timeout_s` is left to a note.
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -161,7 +161,7 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         return _from_proc(target, note)
     if state == ZOMBIE:
         return _from_proc(target, "")
-    # One that is stopped can not be stopped again, and one in D state not before it leaves it.
+    # One that is stopped cannot be stopped again, and one in D state not before it leaves it.
     ways = (
         [("--nonblocking",)]
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
@@ -180,7 +180,7 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         found = _from_proc(target, "")
         if found is None:
             return None
-        # Where it sleeps in the kernel is of interest only if that is what it can not leave.
+        # Where it sleeps in the kernel is of interest only if that is what it cannot leave.
         kernel = found.kernel if found.state == UNINTERRUPTIBLE else ()
         return replace(found, threads=threads, kernel=kernel)
     return _from_proc(target, note)
@@ -199,7 +199,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
     """Have py-spy say what a process does.
 
     Raises:
-        OSError: it can not be started.
+        OSError: it cannot be started.
         ValueError: it refuses, and why.
         TimeoutError: it took too long, and was killed.
 
@@ -241,7 +241,7 @@ def _complaint(text: bytes) -> str:
 
 
 def _why_not(pid: int, complaint: str) -> str:
-    """Say why py-spy can not look at a process, and what would help."""
+    """Say why py-spy cannot look at a process, and what would help."""
     note = f"py-spy: {complaint}"
     with contextlib.suppress(OSError):
         owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
@@ -281,7 +281,7 @@ def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
         main = _main_thread(said, pid)
         found = [_thread(one, main=one is main) for one in said]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"what py-spy says can not be read ({error!r})") from error
+        raise ValueError(f"what py-spy says cannot be read ({error!r})") from error
     found.sort(key=lambda thread: not thread.main)
     return _bounded(found[:MAX_THREADS])
 

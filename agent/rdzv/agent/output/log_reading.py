@@ -210,7 +210,7 @@ class _Request:
             if not error:
                 error = await self._look_back() or await self._read_rounds()
         except OSError as failure:
-            error = f"{failure.filename or 'a log file'} can not be read: {failure.strerror}"
+            error = f"{failure.filename or 'a log file'} cannot be read: {failure.strerror}"
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
@@ -317,7 +317,7 @@ class _Request:
                     await self._complain(found, f"{file.path} is not there any more")
             except OSError as error:
                 reason = error.strerror or str(error)
-                await self._complain(found, f"{file.path} can not be read: {reason}")
+                await self._complain(found, f"{file.path} cannot be read: {reason}")
                 del left[file]
                 continue
             if data:

@@ -41,7 +41,7 @@ class LogsSpecs:
         """Have the class loaded and made.
 
         Raises:
-            InvalidRequestError: there is no such entry point, or its class can not be made.
+            InvalidRequestError: there is no such entry point, or its class cannot be made.
         """
         output = launch.output
         options = {
@@ -70,7 +70,7 @@ class LogsSpecs:
         """Ask where a round's workers write. Asking again forgets what was asked before.
 
         Raises:
-            OSError: it can not be said.
+            OSError: it cannot be said.
 
         """
         answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()

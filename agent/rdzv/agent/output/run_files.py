@@ -164,7 +164,7 @@ class RunLogs:
         """Make the directories of a round's workers; return their files by LOCAL_RANK.
 
         Raises:
-            OSError: a directory can not be made.
+            OSError: a directory cannot be made.
 
         """
         with acting_as(self._identity):

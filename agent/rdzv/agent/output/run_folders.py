@@ -71,7 +71,7 @@ class RunFolder:
                 index.write(_as_line(found))
         except OSError as error:
             log.warning(
-                "logs of round %d can not be found after the job's end: %s", found.number, error
+                "logs of round %d cannot be found after the job's end: %s", found.number, error
             )
 
 
@@ -94,7 +94,7 @@ class RunFolders:
         With an identity it belongs to that account, and no other may look into it.
 
         Raises:
-            OSError: it can not be made, or is another account's.
+            OSError: it cannot be made, or is another account's.
 
         """
         path = self._base / folder_name(rdzv_id) / folder_name(run)
@@ -168,7 +168,7 @@ class RunFolders:
                     return False
                 path.rename(gone)
         except OSError as error:
-            log.warning("the old logs in %s can not be removed: %s", path, error)
+            log.warning("the old logs in %s cannot be removed: %s", path, error)
             return False
         _remove_tree(gone)
         with contextlib.suppress(OSError):  # There are other runs.

@@ -177,7 +177,7 @@ class Tee:
         they have the same prefixes as the console.
 
         Raises:
-            OSError: the file can not be made.
+            OSError: the file cannot be made.
 
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -497,7 +497,7 @@ class _Pump:
         except _AbortedError:
             pass
         except _ConsoleClosedError as error:
-            text = "%s can not be written (%s); worker output is in the log files only"
+            text = "%s cannot be written (%s); worker output is in the log files only"
             log.warning(text, self._name, error)
         finally:
             self._end()
@@ -527,7 +527,7 @@ class _Pump:
         try:
             more = source.tail.copy_some(self._sink.write, final=final)
         except OSError as error:
-            log.warning("can not copy %s to %s: %s", source.tail.path, self._name, error)
+            log.warning("cannot copy %s to %s: %s", source.tail.path, self._name, error)
             final, more = True, False
         if more:
             self._wake(source)

@@ -197,7 +197,7 @@ def parse_limits(table: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
 
 def _parse_limit(name: str, text: str) -> tuple[int, int]:
     if name not in LIMITS:
-        raise InvalidRequestError(f"{name!r} can not be limited; give one of {', '.join(LIMITS)}")
+        raise InvalidRequestError(f"{name!r} cannot be limited; give one of {', '.join(LIMITS)}")
     first, _, second = text.partition(":")
     soft, hard = _parse_number(name, text, first), _parse_number(name, text, second or first)
     if hard >= 0 and not 0 <= soft <= hard:
@@ -238,7 +238,7 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
     """Say how to start a process as an account, in a folder; for what `subprocess` starts inside.
 
     Raises:
-        OSError: the account can not enter the folder.
+        OSError: the account cannot enter the folder.
 
     """
     if account is None:
@@ -252,7 +252,7 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             folder = os.open(chdir or "/", flags)
             stack.callback(os.close, folder)
             if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
-                raise PermissionError(None, f"it can not be entered by {account.name}", str(chdir))
+                raise PermissionError(None, f"it cannot be entered by {account.name}", str(chdir))
         # By its descriptor: what the name leads to may have changed before root follows it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
@@ -281,7 +281,7 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
     """Open a regular file in a folder that others may write to; it cannot be made to wait.
 
     Raises:
-        OSError: it can not be opened, or is a link, a pipe, a device or the like.
+        OSError: it cannot be opened, or is a link, a pipe, a device or the like.
 
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -293,7 +293,7 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
 
 
 def write_anew(path: Path, content: bytes) -> None:
-    """Write a file in a folder that others may write to; `OSError` if it can not be."""
+    """Write a file in a folder that others may write to; `OSError` if it cannot be."""
     fd = open_untrusted(path, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(fd, "wb") as file:
         file.truncate()

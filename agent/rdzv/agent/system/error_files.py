@@ -41,8 +41,8 @@ def read_error(
 ) -> WorkerError:
     """Explain an exit by the worker's error file, or in words if there is none.
 
-    The file is read with its worker's rights, for it may be a link. Never raises: a file that can
-    not be read is itself the message. May hang, where a file server does.
+    The file is read with its worker's rights, for it may be a link. Never raises: a file that
+    cannot be read is itself the message. May hang, where a file server does.
     """
     if path == Path(os.devnull):
         return WorkerError(_without_error_file(signum, pid), "", 0)
@@ -69,7 +69,7 @@ def read_error(
 
 def unread(error: Exception) -> WorkerError:
     """Say that there may be an error file, and why it cannot be read."""
-    return WorkerError(f"the error file can not be read: {error}", "", 0)
+    return WorkerError(f"the error file cannot be read: {error}", "", 0)
 
 
 def _touch(folder: Path) -> int | None:
@@ -89,7 +89,7 @@ def write_error(path: Path, failure: NodeFailure) -> None:
     """Write the job's root cause for the process that has started this agent, as torchrun does.
 
     Raises:
-        OSError: the file can not be written.
+        OSError: the file cannot be written.
     """
     exit_code = failure.exit_code if failure.signal is None else -failure.signal
     message = {

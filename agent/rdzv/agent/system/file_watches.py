@@ -18,7 +18,7 @@ from rdzv.agent.system.accounts import Identity, acting_as
 log = logging.getLogger("rdzv.agent")
 
 _FALLBACK_POLL_S = 0.1
-"""How often a file is looked at that can not be watched; torchrun looks at all of them so."""
+"""How often a file is looked at that cannot be watched; torchrun looks at all of them so."""
 
 _IN_MODIFY = 0x2
 _IN_ATTRIB = 0x4
@@ -30,7 +30,7 @@ _IN_ONESHOT = 0x80000000
 _EVENT = struct.Struct("iIII")
 _CHUNK = 1 << 16
 _POLLED = 0
-"""Stands for the watch of a file that can not be watched; inotify counts from 1."""
+"""Stands for the watch of a file that cannot be watched; inotify counts from 1."""
 _CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
 """Written to, or replaced by another: the one that had the name loses a link."""
 

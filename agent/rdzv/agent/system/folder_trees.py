@@ -157,7 +157,7 @@ def _walk(
     """Yield all that is below an open folder, which is closed then: its folder, name and status.
 
     A folder comes after what is in it. With `pry` those are opened, too, that their account has
-    closed. What can not be entered is yielded all the same.
+    closed. What cannot be entered is yielded all the same.
 
     Raises:
         OSError: a folder was moved while it was looked at.

@@ -72,7 +72,7 @@ class SideProcess(asyncio.Protocol):
         `environ`, `chdir` and `account` are the job's; by default this process's own.
 
         Raises:
-            OSError: the interpreter can not be started.
+            OSError: the interpreter cannot be started.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -100,7 +100,7 @@ class SideProcess(asyncio.Protocol):
         """Wait until it can do what it is for; `what` is the option that asks for it.
 
         Raises:
-            InvalidRequestError: it can not, and why.
+            InvalidRequestError: it cannot, and why.
         """
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -117,7 +117,7 @@ class SideProcess(asyncio.Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why it can not do what it is for, if it has said so."""
+        """Why it cannot do what it is for, if it has said so."""
         return str(self._first.result().get("refused", "")) if self._first.done() else ""
 
     def send(self, message: Mapping[str, object]) -> bool:

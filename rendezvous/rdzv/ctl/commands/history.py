@@ -102,7 +102,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
         path.write_text(document + "\n", encoding="ascii")
     except OSError as error:
         raise InvalidRequestError(
-            f"{path} can not be written: {error.strerror}; give another file"
+            f"{path} cannot be written: {error.strerror}; give another file"
         ) from error
     return f"{path} has the life of {job}; open it at https://ui.perfetto.dev"
 

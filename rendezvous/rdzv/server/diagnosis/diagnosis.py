@@ -17,7 +17,7 @@ from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.messages import Told
+from rdzv.server.messages import Announcement
 from rdzv.server.settings.config import Config
 
 
@@ -31,7 +31,7 @@ class Diagnosis:
         clock: Clock,
         tasks: Tasks,
         config: Config,
-        send: Callable[[str, Told], bool],
+        send: Callable[[str, Announcement], bool],
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
         """`send` tells a node; `note` writes events that no step of a job has led to."""

@@ -26,20 +26,20 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.messages import (
+    Announcement,
     LogCredit,
     LogLines,
     LogPiece,
     LogPosition,
     LogsWanted,
     ReadLog,
-    Told,
 )
 from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
 """The credit that a piece costs beyond its data, so that many small ones are bounded, too."""
 
-Send = Callable[[str, Told], bool]
+Send = Callable[[str, Announcement], bool]
 """Say something to a node; false if it has no stream."""
 
 

@@ -25,10 +25,10 @@ from rdzv.core.stacks import (
 )
 from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.messages import Stacks, TakeStacks, Told
+from rdzv.server.messages import Announcement, Stacks, TakeStacks
 from rdzv.server.settings.config import Limits
 
-Send = Callable[[str, Told], bool]
+Send = Callable[[str, Announcement], bool]
 """Say something to a node; false if it has no stream."""
 
 

@@ -40,13 +40,13 @@ from rdzv.core.recovery_reports import adoptable, tally_of
 from rdzv.core.runs import ended_run
 from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
+    Announcement,
     Assignment,
     Belief,
     Closed,
     Joined,
     Placed,
     RoundOver,
-    Told,
     Waiting,
     Withdrawn,
 )
@@ -57,7 +57,7 @@ _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSett
 
 def news(
     before: State, after: State, events: Sequence[Event], now_ms: int
-) -> Iterator[tuple[str, Told]]:
+) -> Iterator[tuple[str, Announcement]]:
     """Yield the messages of one transition, each with its node, in the order of the events."""
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
@@ -114,7 +114,7 @@ def placed(membership: Membership) -> Placed:
     return Placed(membership.rdzv_id, membership.run, submission.spec)
 
 
-def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Told]:
+def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
     """Yield what a returning node must hear of a submitted job that it holds or should hold.
 
     `held` are the runs that it holds. Where it is present its `Belief` has told, and it has heard
@@ -138,7 +138,7 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
             yield Withdrawn(membership.rdzv_id, run, reason)
 
 
-def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
+def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
     """Tell nodes with seats of an older round that a later one was known elsewhere."""
     membership, old = before.membership, before.membership.round
     if old is None:
@@ -150,7 +150,7 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Told]]:
             yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
 
 
-def concerns(state: State, node_id: str, incarnation: int, message: Told) -> bool:
+def concerns(state: State, node_id: str, incarnation: int, message: Announcement) -> bool:
     """Whether a message is for this incarnation: an assignment is only for the one with the seat.
 
     Another that has just connected would start workers in the place of its former self, and then
@@ -209,7 +209,7 @@ def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
-def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told, ...]:
+def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
     """Return what a node must hear of a job, given what it believes after it came back.
 
     Running workers are stopped only on a positive statement, so a node that knows of a run or a
@@ -222,7 +222,7 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Told,
         return ()
     round_, seated = state.membership.round, node_id in state.seats
     current = seated and round_ is not None and round_.number == belief.round
-    told: list[Told] = []
+    told: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
         # Also where the seat is another instance's: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))

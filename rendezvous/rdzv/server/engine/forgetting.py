@@ -124,7 +124,7 @@ class Forgetting:
                 log.warning("ended jobs are forgotten later: %s", error)
                 return
             except RendezvousError as error:
-                log.error("job %s can not be forgotten: %s", rdzv_id, error)
+                log.error("job %s cannot be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
         """Store that a server runs now; return that, with what was stored before."""
@@ -133,7 +133,7 @@ class Forgetting:
             past = _time_seen_decoder.decode(data)
         except msgspec.DecodeError as error:
             raise RendezvousStateError(
-                f"the document {TIME_SEEN} can not be read: {error}; it was left untouched. "
+                f"the document {TIME_SEEN} cannot be read: {error}; it was left untouched. "
                 "Restore it from a backup"
             ) from error
         seen = past.noted(now_ms, at_start=not self._time_noted)
@@ -180,12 +180,12 @@ def refuse_to_forget(state: State) -> None:
         )
     if membership.ended is None:
         raise InvalidRequestError(
-            f"job {rdzv_id} is {job_state(state)} and can not be forgotten; stop it first, with "
+            f"job {rdzv_id} is {job_state(state)} and cannot be forgotten; stop it first, with "
             f"`rdzvctl stop {rdzv_id}`, or wait for its end"
         )
     if state.anybody:
         names = sorted({*state.seats, *state.waiting, *state.stuck})
         raise InvalidRequestError(
-            f"job {rdzv_id} can not be forgotten: it is {job_state(state)}, and {names[0]} is "
+            f"job {rdzv_id} cannot be forgotten: it is {job_state(state)}, and {names[0]} is "
             "still in it; wait until nobody is"
         )

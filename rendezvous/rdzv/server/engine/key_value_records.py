@@ -83,6 +83,6 @@ class Document(Generic[T]):
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
     """Return the error that a document cannot be read, with the remedy."""
     return RendezvousStateError(
-        f"the document {name} can not be read: {error}; it was left untouched. Restore it from a "
+        f"the document {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"
     )

@@ -23,7 +23,7 @@ _MAX_HEADER_BYTES = 32 * 1024
 """More than aiohttp takes, which then says so in its own words."""
 
 
-class Door:
+class ConnectionLimits:
     """Makes the protocol of each connection of one server."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Door:
 class _Visitor(asyncio.Protocol):
     """One connection: its first words are gathered here, and then all goes to a handler."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: ConnectionLimits) -> None:
         self._door = door
         self._peer: str | None = None
         """Under which it was counted in; None: it was not."""
@@ -162,7 +162,7 @@ class GuardedSite(web.BaseSite):
         """Listen there, once started."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
-        self._door = Door(runner.server, limits, timings)
+        self._door = ConnectionLimits(runner.server, limits, timings)
         self._listen = listen
         self._handshake_s = handshakes.http_timeout_s(timings)
 

@@ -99,8 +99,7 @@ async def serving_http(
                 await site.start()
             except OSError as error:
                 raise InvalidRequestError(
-                    f"can not listen on {listen}: {error.strerror}; give another address with "
-                    "--http"
+                    f"cannot listen on {listen}: {error.strerror}; give another address with --http"
                 ) from error
             yield Serving(Listen(listen.host, runner.addresses[0][1]), feeds)
         finally:

@@ -58,7 +58,7 @@ async def check(config: Config) -> Found:
             # SQLite takes notes to read, and without room says no more than "disk I/O error".
             if not problems:
                 raise
-            lines.append(f"store: {config.data_dir} can not be looked at: {error}")
+            lines.append(f"store: {config.data_dir} cannot be looked at: {error}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
 
@@ -81,7 +81,7 @@ def _has_data(directory: Path) -> bool:
         return has_data(directory / "rdzv.db")
     except OSError as error:
         raise InvalidRequestError(
-            f"data directory {directory} can not be read: {error.strerror or error}; look at it as "
+            f"data directory {directory} cannot be read: {error.strerror or error}; look at it as "
             "the user that runs rdzvd"
         ) from error
 
@@ -110,7 +110,7 @@ def _without_room(directory: Path) -> Iterator[str]:
         # The directory is yet to be made, or somebody else looks: nothing is known.
         return
     except OSError as error:
-        yield f"{directory} can not be written to: {error.strerror or error}; nothing can be stored"
+        yield f"{directory} cannot be written to: {error.strerror or error}; nothing can be stored"
 
 
 async def _check_jobs(store: Store, config: Config, lines: list[str], problems: list[str]) -> None:
@@ -164,7 +164,7 @@ async def restore(config: Config, file: Path) -> str:
                 place = store.place
     except OSError as error:
         raise InvalidRequestError(
-            f"{file} can not be read: {error.strerror or error}; give a file that `rdzvctl backup` "
+            f"{file} cannot be read: {error.strerror or error}; give a file that `rdzvctl backup` "
             "has written"
         ) from error
     more = f", with {done.documents} document(s)" if done.documents else ""

@@ -197,7 +197,7 @@ def _why_not(listen: Listen) -> str:
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        return f"can not listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
+        return f"cannot listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
     for family, kind, protocol, _, address in infos:
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -205,9 +205,9 @@ def _why_not(listen: Listen) -> str:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return (
-                        f"can not listen on {listen}: another program does already; end that one "
+                        f"cannot listen on {listen}: another program does already; end that one "
                         f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
                     )
                 reason = os.strerror(error.errno) if error.errno else str(error)
-                return f"can not listen on {listen}: {reason}; {advice}"
-    return f"can not listen on {listen}: gRPC refused it; {advice}"
+                return f"cannot listen on {listen}: {reason}; {advice}"
+    return f"cannot listen on {listen}: gRPC refused it; {advice}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-class Allowance:
+class RateLimit:
     """The allowance that one caller has left.
 
-    >>> allowed = Allowance(burst=2, per_second=10)
+    >>> allowed = RateLimit(burst=2, per_second=10)
     >>> [allowed.take(now_ms) for now_ms in (0, 0, 0, 99, 100, 100)]
     [True, True, False, False, True, False]
     """

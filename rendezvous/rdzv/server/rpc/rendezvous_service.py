@@ -25,7 +25,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.rate_limit import Allowance
+from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.rpc.role_interceptor import end_stream_unheard
 from rdzv.server.security import callers
 from rdzv.server.sessions.streams import Stream
@@ -84,7 +84,7 @@ class Conversation:
         self._early_hung: dict[str, Hung] = {}
         """Likewise: its workers that hang."""
         self._warned = False
-        self._allowance = Allowance(self._limits.commands_at_once, self._limits.commands_per_second)
+        self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
     async def hold(self, context: Context) -> None:
         """Serve the node until either side ends the stream."""
@@ -267,7 +267,7 @@ class Conversation:
             told = await stream.next()
             if not self._replica.proven:
                 # Another server may lead by now, and have sent something else.
-                stream.close(RendezvousConnectionError("this server can not prove that it leads"))
+                stream.close(RendezvousConnectionError("this server cannot prove that it leads"))
                 return
             message = outbound.server_message(
                 told, self._driver.leadership, self._version, self._clock.now_ms()
@@ -290,7 +290,7 @@ async def _receive(context: Context) -> pb.NodeMessage | None:
         message = await context.read()
     except DecodeError as error:
         raise InvalidRequestError(
-            f"a message can not be read: {error}; the sender speaks another protocol"
+            f"a message cannot be read: {error}; the sender speaks another protocol"
         ) from error
     except grpc.aio.BaseError:
         return None

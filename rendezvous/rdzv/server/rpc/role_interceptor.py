@@ -156,7 +156,7 @@ class _Unreadable:
 
 def _unreadable(method: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the request to {verb_of(method)} can not be read: {why}; the sender speaks "
+        f"the request to {verb_of(method)} cannot be read: {why}; the sender speaks "
         "another protocol"
     )
 

@@ -18,7 +18,7 @@ from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.engine import Engine
-from rdzv.server.messages import Draining, DrainNode, Hello, Told, UndrainNode
+from rdzv.server.messages import Announcement, Draining, DrainNode, Hello, UndrainNode
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 
 log = logging.getLogger("rdzv.placer")
@@ -28,7 +28,11 @@ class Drains:
     """The drains of one server's nodes."""
 
     def __init__(
-        self, engine: Engine, clock: Clock, cordons: Cordons, send: Callable[[str, Told], object]
+        self,
+        engine: Engine,
+        clock: Clock,
+        cordons: Cordons,
+        send: Callable[[str, Announcement], object],
     ) -> None:
         """`send` tells a node that it is drained, or no longer."""
         self._engine = engine
@@ -105,14 +109,14 @@ class Drains:
             if drain != (old.drain if old is not None else None):
                 self._send(node_id, self._told(drain))
 
-    def _told(self, drain: Drain | None) -> Told:
+    def _told(self, drain: Drain | None) -> Announcement:
         if drain is None:
             return UndrainNode()
         return DrainNode(drain.left_ms(self._clock.now_ms()), drain.told, drain.number)
 
     # ---------------------------------------------------------------- by the node
 
-    def owed(self, hello: Hello) -> Told | None:
+    def owed(self, hello: Hello) -> Announcement | None:
         """Return what a node that comes back must hear of its drain; None: nothing."""
         cordon = self._cordons.of(hello.node_id)
         if cordon is not None and cordon.drain is not None:

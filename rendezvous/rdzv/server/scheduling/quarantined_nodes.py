@@ -168,7 +168,7 @@ class Quarantine:
             raise
         except RendezvousError as error:
             # Training goes on all the same; what is remembered is only not written down.
-            log.error("the document %s can not be written: %s", QUARANTINE, error)
+            log.error("the document %s cannot be written: %s", QUARANTINE, error)
             self._document.value = record
 
     def _changed(self) -> None:

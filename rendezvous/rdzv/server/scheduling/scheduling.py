@@ -11,7 +11,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.messages import Draining, Hello, Holding, Told
+from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.hosts import Hosts
@@ -32,7 +32,7 @@ class Scheduling:
         tasks: Tasks,
         config: Config,
         records: Callable[[], Mapping[str, nodes.NodeRecord]],
-        send: Callable[[str, Told], object],
+        send: Callable[[str, Announcement], object],
         on_quarantine: Callable[[], None],
     ) -> None:
         """`on_quarantine` is called when a node is quarantined, or no longer."""

@@ -132,7 +132,7 @@ class Tls:
             except OSError as error:
                 # The TLS library raises it, too: the files have changed since they were checked.
                 raise InvalidRequestError(
-                    f"{error.filename or self._files.cert} can not be read: {error.strerror}"
+                    f"{error.filename or self._files.cert} cannot be read: {error.strerror}"
                 ) from error
             # Otherwise the files that were checked may not be those that were read.
             if stamp_of(self._files.paths) == stamp:

@@ -104,7 +104,7 @@ def text_in(file: Path) -> str:
                 os.fsync(out.fileno())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
-            f"the first admin's token can not be written to {file}: {error}; give another file "
+            f"the first admin's token cannot be written to {file}: {error}; give another file "
             "with --init-admin-token"
         ) from error
     if not _TEXT.fullmatch(text):

@@ -90,7 +90,7 @@ class NodeCommands:
             except RunStoppingError as error:
                 reason = str(error)
             except RendezvousConnectionError as error:
-                reason = f"the server can not store what this node says, and tries again: {error}"
+                reason = f"the server cannot store what this node says, and tries again: {error}"
             if reason != said:
                 stream.send(Waiting(rdzv_id, reason))
                 said = reason
@@ -114,7 +114,7 @@ class NodeCommands:
         except (InvariantError, RendezvousStateError) as own:
             log.error("job %s: %s is not heard: %s", belief.rdzv_id, stream.node_id, own)
             if self._presence.jobs_of(stream.node_id) - {belief.rdzv_id}:
-                reason = f"the server can not decide anything about this job: {own}"
+                reason = f"the server cannot decide anything about this job: {own}"
                 stream.send(Waiting(belief.rdzv_id, reason))
             else:
                 stream.send(Refused(belief.rdzv_id, own.code, str(own)))

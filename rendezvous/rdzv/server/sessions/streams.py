@@ -17,7 +17,15 @@ from rdzv.errors import (
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements
 from rdzv.server.engine.job import News
-from rdzv.server.messages import Assignment, Closed, Joined, Refused, RoundOver, Told, Waiting
+from rdzv.server.messages import (
+    Announcement,
+    Assignment,
+    Closed,
+    Joined,
+    Refused,
+    RoundOver,
+    Waiting,
+)
 from rdzv.server.security.callers import ANYBODY, Caller
 
 
@@ -46,8 +54,8 @@ class Stream:
         self._on_send = on_send
         self.greeted = False
         """Whether the node has said all that it believes."""
-        self._outbox: asyncio.Queue[Told] = asyncio.Queue(limit)
-        self._last: dict[str, Told] = {}
+        self._outbox: asyncio.Queue[Announcement] = asyncio.Queue(limit)
+        self._last: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -57,7 +65,7 @@ class Stream:
         """Whether anything that is sent may still arrive."""
         return not self._ended.done()
 
-    def send(self, told: Told, *, again: bool = False) -> None:
+    def send(self, told: Announcement, *, again: bool = False) -> None:
         """Queue a message; after the stream's end, do nothing.
 
         What only repeats the last message about a job is left out, unless it is said `again`.
@@ -75,7 +83,7 @@ class Stream:
                 )
             )
 
-    def _repeats(self, told: Told) -> bool:
+    def _repeats(self, told: Announcement) -> bool:
         """Whether this says how things are with a job, just as the last such message did."""
         if isinstance(told, Joined | Closed | Refused):
             # What was said of a round before its node knew the run was not taken in.
@@ -90,7 +98,7 @@ class Stream:
         """Forget what was said last about a job that the node is in no more."""
         self._last.pop(rdzv_id, None)
 
-    async def next(self) -> Told:
+    async def next(self) -> Announcement:
         """Wait for the next message to write."""
         return await self._outbox.get()
 
@@ -150,7 +158,7 @@ class Streams:
 
     # ---------------------------------------------------------------- telling nodes
 
-    def send(self, node_id: str, message: Told) -> bool:
+    def send(self, node_id: str, message: Announcement) -> bool:
         """Send a message to a node; return whether it has a stream."""
         stream = self._open.get(node_id)
         if stream is not None:

@@ -86,7 +86,7 @@ class OtlpSender:
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=to)))
         except ValueError as error:
             raise InvalidRequestError(
-                f"OpenTelemetry can not be set up: {error}; look at the variables OTEL_* of "
+                f"OpenTelemetry cannot be set up: {error}; look at the variables OTEL_* of "
                 "rdzvd's environment"
             ) from error
         self._tracer = self._provider.get_tracer("rdzv", version)

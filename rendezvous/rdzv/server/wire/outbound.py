@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from rdzv.core.model import Failure, JobSpec, Result
 from rdzv.server.messages import (
+    Announcement,
     Assignment,
     Closed,
     DrainNode,
@@ -25,7 +26,6 @@ from rdzv.server.messages import (
     Refused,
     RoundOver,
     TakeStacks,
-    Told,
     UndrainNode,
     Waiting,
     Welcome,
@@ -46,7 +46,7 @@ _RESULTS = {
 
 
 def server_message(
-    told: Told, leadership: int, server_version: str, now_ms: int
+    told: Announcement, leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
     """Write one message to a node."""
     message = pb.ServerMessage(leadership=leadership)
