@@ -146,11 +146,7 @@ class Driver:
             watchers=self.watchers,
         )
         self.commands = NodeCommands(
-            self.engine,
-            self.presence,
-            clock,
-            jobs_per_node=limits.beliefs,
-            retry_ms=self._config.timings.store_retry_ms,
+            self.engine, self.presence, clock, limits, self._config.timings
         )
         self.recovery = Recovery(
             self.jobs,

@@ -80,7 +80,7 @@ from rdzv.server.messages import (
     Welcome,
 )
 from rdzv.server.sessions.streams import Stream
-from rdzv.server.settings.config import Config, Limits
+from rdzv.server.settings.config import Config, Limits, alter
 from rdzv.server.telemetry import event_lines
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore
@@ -453,7 +453,9 @@ async def test_jobs_are_bounded() -> None:
 
 
 async def test_the_jobs_of_a_node_are_bounded() -> None:
-    async with server(limits=Limits(beliefs=1)) as s:
+    limits = Limits(beliefs=9)
+    async with server(limits=limits) as s:
+        alter(limits, "beliefs", 1)  # As a reload does.
         n1 = await s.connect("n1")
         await s.join(n1)
         await s.join(n1)  # As it may at any time.

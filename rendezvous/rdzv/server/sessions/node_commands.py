@@ -27,6 +27,7 @@ from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Stream
+from rdzv.server.settings.config import Limits, Timings
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.driver")
@@ -36,14 +37,14 @@ class NodeCommands:
     """Submits the commands of nodes, and tells the nodes what was refused."""
 
     def __init__(
-        self, engine: Engine, presence: Presence, clock: Clock, *, jobs_per_node: int, retry_ms: int
+        self, engine: Engine, presence: Presence, clock: Clock, limits: Limits, timings: Timings
     ) -> None:
         self._engine = engine
         self._jobs = engine.jobs
         self._presence = presence
         self._clock = clock
-        self._jobs_per_node = jobs_per_node
-        self._retry_ms = retry_ms
+        self._limits = limits
+        self._timings = timings
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Run what a node asks for; a refusal is told to it, never raised."""
@@ -56,7 +57,7 @@ class NodeCommands:
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
         """Refuse a node one more job than it may be in: all of them have to fit into a hello."""
-        held, most = self._presence.jobs_of(node_id), self._jobs_per_node
+        held, most = self._presence.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
                 f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
@@ -94,7 +95,7 @@ class NodeCommands:
             if reason != said:
                 stream.send(Waiting(rdzv_id, reason))
                 said = reason
-            await sleep_ms(self._clock, self._retry_ms)
+            await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
         """Submit a command that follows from a report; if it is refused, log that."""
