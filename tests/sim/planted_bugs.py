@@ -1020,9 +1020,9 @@ MUTANTS = (
     ),
     Mutant(
         "a node's word is dropped while the store is away",
-        "NodeCommands",
-        "            await sleep_ms(self._clock, self._retry_ms)\n\n    async def insist_or_log(",
-        "            return self._jobs.peek(rdzv_id)\n\n    async def insist_or_log(",
+        "NodeCommands.insist",
+        "            await sleep_ms(self._clock, self._timings.store_retry_ms)",
+        "            return self._jobs.peek(rdzv_id)",
     ),
     Mutant(
         "jobs are not told who is away",
