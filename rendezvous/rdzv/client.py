@@ -1,9 +1,9 @@
-"""The client's door to rdzvd: calls with a deadline, and what is answered as values.
+"""The client of rdzvd's `Control` service: calls with a deadline, and their answers as values.
 
-`ControlClient` asks the `Control` service and answers with the values of `rdzv.view.answers`. No
-message and no gRPC exception leaves: every failure is an error of the table in `rdzv.errors`.
+`ControlClient` returns the values of `rdzv.view.answers`. No message and no gRPC exception leaves
+this module: every failure is an error of the table in `rdzv.errors`.
 
-What a node's stream needs, and statuses turned into errors, is in `rdzv.transport.node_stream`.
+The code that turns gRPC statuses into errors is in `rdzv.transport.node_stream`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ parse_endpoints = endpoints.parse_endpoints
 _UINT32_MAX = 2**32 - 1
 
 WATCH_TIMEOUT_S = 60.0
-"""For how long a watcher looks for a server that answers, when it has lost the one that did."""
+"""How long a watcher that has lost its server looks for another before it raises."""
 WATCH_RETRY_S = 0.5
 
 SUBMIT_RETRY_S = 0.5
@@ -78,14 +78,14 @@ STACKS_S = 15.0
 """Additional time for a call that asks nodes for stacks: a server gives them 10 s."""
 
 LOG_POSITIONS = 65_536
-"""In how many files a reader of logs can go on after its stream was cut."""
+"""The most files in which a log reader can resume after its stream was cut."""
 
 DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
 
 TAKEOVER_S = 15.0
-"""For how long a leader is waited for while servers answer that they stand by: the lease of one
-that has died, and etcd's own election."""
+"""How long to wait for a leader while servers answer that they stand by: the lease of a leader
+that died, and etcd's own election."""
 TAKEOVER_RETRY_S = 0.25
 
 
@@ -96,12 +96,12 @@ _Response = TypeVar("_Response")
 
 
 class ControlClient:
-    """Asks one rdzvd, or whichever of several leads, what its jobs do.
+    """A client of one rdzvd, or of whichever of several servers leads.
 
-    Every call ends within `timeout_s` for each server that is asked; while servers stand by and
-    none of them leads, a leader is waited for, for `takeover_s`. Calls raise `UnknownJobError`
-    for a job that the server does not know, and `RendezvousConnectionError` if there is no server,
-    no answer, or no rdzvd behind the endpoint.
+    Every call ends within `timeout_s` for each server asked; while servers stand by and none leads,
+    it waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the
+    server does not know, and `RendezvousConnectionError` if there is no server, no answer, or no
+    rdzvd behind the endpoint.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class ControlClient:
         self._credentials = credentials
         self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
         self.store_away: str | None = None
-        """Why the server could store nothing when it last listed jobs or nodes; None: it could."""
+        """Why the server could not store when it last listed jobs or nodes; None if it could."""
 
     @property
     def server(self) -> Endpoint:
-        """The server that was asked last, or will be asked first."""
+        """The server asked last, or the first to be asked."""
         return self._rota.present
 
     def _stub(self) -> ControlStub:
@@ -153,22 +153,22 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Give the connection back; the client answers no more calls."""
+        """Close the connection; later calls fail."""
         for _, channel in self._channels.values():
             channel.close()
 
     def status(self, rdzv_id: str) -> JobStatus:
-        """Return what a job is doing; of a job that has ended, its last run."""
+        """Return the status of a job; for a job that has ended, the status of its last run."""
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         return job_status_of(self._call(lambda stub: stub.GetStatus, request))
 
     def watch(
         self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
     ) -> Iterator[JobStatus]:
-        """Yield what a job is doing, at once and then whenever it changes; this never ends.
+        """Yield the status of a job at once and then whenever it changes; never ends.
 
-        While no server answers it asks those that it knows in turn, and raises only when none of
-        them has for a while; `silent` is told once, each time that this begins, and why.
+        While no server answers it tries the known servers in turn, and raises only when none has
+        answered for a while; `silent` is called once, with the reason, each time this begins.
         """
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         silent_since_s, told = time.monotonic(), False
@@ -193,13 +193,13 @@ class ControlClient:
                 call.cancel()
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Return every job that the server knows, by name."""
+        """Return every job that the server knows, sorted by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         self.store_away = response.store_away or None
         return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
-        """Return the newest `limit` events of a job, oldest first; 0: as many as it sees fit."""
+        """Return the newest `limit` events of a job, oldest first; with 0 the server decides."""
         if not 0 <= limit <= _UINT32_MAX:
             raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
@@ -223,12 +223,12 @@ class ControlClient:
         tail_lines: int = 0,
         run: str = "",
     ) -> Iterator[LogLines]:
-        """Yield what a job's workers have written: of one RANK or all, in a round or the last.
+        """Yield the output of a job's workers: of one RANK or all, in one round or the last.
 
-        With `follow` it goes on into later rounds, until the run ends. Of each file of the first
-        round only the tail is read, if one is given. If the stream is cut it goes on where it was,
-        at whichever server leads; it raises when none has answered for a while. `run` is the run
-        that is meant, if not the present or last one.
+        With `follow` it continues into later rounds until the run ends. If a tail is given, only
+        the tail of each file of the first round is read. If the stream is cut it resumes where it
+        was, at whichever server leads; it raises when none has answered for a while. `run` names a
+        run other than the present or last one.
         """
         request = pb.ReadLogsRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -241,11 +241,11 @@ class ControlClient:
             tail_bytes=tail_bytes,
             tail_lines=tail_lines,
         )
-        # With a deadline, which the stream has not: is there a server, and does it know the job?
+        # This call has a deadline, unlike the stream: is there a server, and does it know the job?
         self.status(rdzv_id)
         places, cut_at_s = _Places(), math.inf
         while True:
-            # As a node's: a server that is stopped, or cut off, is noticed by unanswered pings.
+            # As for a node's stream: unanswered pings reveal a server that is stopped or cut off.
             with self._credentials.channel(self.server, STREAM_OPTIONS) as channel:
                 call = ControlStub(channel).ReadLogs(request, metadata=self._metadata())
                 try:
@@ -271,20 +271,20 @@ class ControlClient:
             request.positions.extend(places.positions())
 
     def stacks(self, rdzv_id: str, number: int | None = None) -> StackReport:
-        """Return what the workers of a job do, or did in a round that hung and is over.
+        """Return the stacks of a job's workers, or those recorded in an earlier round that hung.
 
-        If none run, those of the last round that hung are returned. It may take `STACKS_S` longer
-        than other answers.
+        If no workers run, the stacks of the last round that hung are returned. The call may take
+        `STACKS_S` longer than others.
         """
         request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
         within_s = self._timeout_s + STACKS_S
         return stack_report_of(self._call(lambda stub: stub.TakeStacks, request, within_s))
 
     def backup(self, file: BinaryIO) -> Summary:
-        """Write all that the server's store holds into a file; return what has come.
+        """Write a backup of the server's store into a file; return its summary.
 
-        Ends when nothing has come for `timeout_s`. What was written is worth nothing unless this
-        returns: then `rdzvd --restore` takes it.
+        Ends when nothing has arrived for `timeout_s`. The file is complete, and can be restored
+        with `rdzvd --restore`, only if this returns.
         """
         asking = self._asking()
         while True:
@@ -300,7 +300,7 @@ class ControlClient:
         from rdzv.stores.backup import verify
 
         call = self._stub().Backup(pb.BackupRequest(), metadata=self._metadata())
-        # One thread takes in what comes, so that the wait for it can end.
+        # A thread reads the stream, so that the wait for the next part can time out.
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
                 while chunk := thread.submit(next, call, None).result(self._timeout_s):
@@ -316,12 +316,12 @@ class ControlClient:
         return verify(file, f"what {self.server} has sent")
 
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
-        """End a run: its nodes stop their workers and leave. Return the job as it then is."""
+        """End a run: its nodes stop their workers and leave. Return the job's status."""
         request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
         return job_status_of(self._call(lambda stub: stub.StopJob, request))
 
     def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
-        """End a round and have another form; no restart is spent. One that has ended stays so."""
+        """End a round so that another forms; costs no restart. Has no effect on a past round."""
         request = pb.RestartJobRequest(
             rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
         )
@@ -330,7 +330,7 @@ class ControlClient:
     def scale(
         self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
     ) -> JobStatus:
-        """Give a run other bounds than it was launched with."""
+        """Change the node bounds of a run."""
         request = pb.ScaleJobRequest(
             rdzv_id=_checked_name(rdzv_id),
             run=run,
@@ -343,9 +343,9 @@ class ControlClient:
     def create_token(
         self, name: str, roles: Sequence[str], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token, and return it with its text, which cannot be shown again.
+        """Create a token; return it with its text, which cannot be shown again.
 
-        Where it may have been made and the answer was lost, no other is made in its place.
+        If the answer is lost the token may exist, and no second one is created.
         """
 
         def stop_in_doubt(error: RendezvousConnectionError) -> None:
@@ -360,28 +360,28 @@ class ControlClient:
         return token_of(answer.token), answer.text
 
     def tokens(self) -> list[Token]:
-        """Show every token."""
+        """Return every token."""
         answer = self._call(lambda stub: stub.ListTokens, pb.ListTokensRequest())
         return [token_of(token) for token in answer.tokens]
 
     def revoke_tokens(self, id_or_name: str) -> list[Token]:
-        """Revoke a token by its id, or all of one name; return them."""
+        """Revoke the token with this id, or all with this name; return them."""
         request = pb.RevokeTokensRequest(id_or_name=id_or_name)
         answer = self._call(lambda stub: stub.RevokeTokens, request)
         return [token_of(token) for token in answer.tokens]
 
     def audit(self, limit: int = 0) -> list[Event]:
-        """Return the audit log, oldest first; a `limit` of 0 leaves the number to the server."""
+        """Return the audit log, oldest first; with a `limit` of 0 the server decides how much."""
         answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
         return [event_of(event) for event in answer.events]
 
     def submit(
         self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
     ) -> JobStatus:
-        """Begin a run whose nodes the server chooses; return the job as it then is.
+        """Start a run whose nodes the server chooses; return the job's status.
 
-        `run` is a uid that the caller makes: while the connection is lost on the way the same
-        request is repeated, for `timeout_s`, and submits nothing twice.
+        `run` is a uid made by the caller: if the connection is lost the same request is repeated,
+        for `timeout_s`, and submits nothing twice.
 
         Raises:
             JobExistsError: a run of this name has not ended.
@@ -413,14 +413,14 @@ class ControlClient:
                 time.sleep(SUBMIT_RETRY_S)
 
     def nodes(self, *node_ids: str) -> tuple[Node, ...]:
-        """Return every node that is connected, away, cordoned or quarantined; of these, if any."""
+        """Return all nodes connected, away, cordoned or quarantined, or of them only `node_ids`."""
         request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
         response = self._call(lambda stub: stub.ListNodes, request)
         self.store_away = response.store_away or None
         return tuple(map(node_of, response.nodes))
 
     def cordon(self, node_id: str, reason: str) -> Node:
-        """Have nothing more placed on a node; what is there goes on."""
+        """Stop placing submitted jobs on a node; jobs already there continue."""
         request = pb.CordonNodeRequest(node_id=_checked_name(node_id, "node"), reason=reason)
         return node_of(self._call(lambda stub: stub.CordonNode, request))
 
@@ -430,10 +430,10 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
-        """Empty a node: its workers are told, and are ended at the deadline.
+        """Empty a node: its workers are notified, and are ended at the deadline.
 
         Raises:
-            TooFewNodesError: with `keep_min`, a job of it would be left with too few nodes.
+            TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
 
         """
         name = _checked_name(node_id, "node")
@@ -448,7 +448,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.UndrainNode, request))
 
     def servers(self) -> tuple[Server, ...]:
-        """Return the servers that share a store, the one that leads among them."""
+        """Return the servers that share a store, including the leader."""
         response = self._call(lambda stub: stub.ListServers, pb.ListServersRequest())
         return tuple(map(server_of, response.servers))
 
@@ -459,7 +459,7 @@ class ControlClient:
         within_s: float | None = None,
         failed: Callable[[RendezvousConnectionError], None] | None = None,
     ) -> _Response:
-        """Ask the servers in turn; `failed` is told of each that did not answer."""
+        """Ask the servers in turn; `failed` is called for each that did not answer."""
         asking = self._asking()
         while True:
             try:
@@ -493,18 +493,18 @@ class ControlClient:
 
 
 class _Asking:
-    """One question to several servers: which of them is asked next, and when to give up."""
+    """The state of one request to several servers: which is asked next, and when to give up."""
 
     def __init__(self, rota: Rota, servers: int, takeover_s: float) -> None:
         self._rota = rota
         self._servers = servers
         self._left = servers
         self._standing_by = False
-        """One of those asked stands by for a leader, so there is one, or will be."""
+        """One of the servers asked is a stand-by, so there is a leader or will be."""
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
-        """Note why a server was of no use; say whether another is asked, perhaps after a wait."""
+        """Note why a server failed; return whether to ask another, perhaps after a wait."""
         self._standing_by |= isinstance(error, NotLeaderError)
         if self._rota.failed(error):
             return True
@@ -519,14 +519,14 @@ class _Asking:
 
 
 class _Places:
-    """How far each node's logs have been read, so that a reader can go on there."""
+    """How far each node's logs have been read, so that a reader can resume there."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, int] = {}
         self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
 
     def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
-        """Note what has come, and from now on ask for the run and the round that it is of."""
+        """Note the received lines; from now on ask for their run and round."""
         request.run = lines.run
         if lines.note:
             return
@@ -540,10 +540,10 @@ class _Places:
             self._offsets[lines.node_id][lines.local_rank, lines.stderr] = at
 
     def positions(self) -> list[pb.LogPosition]:
-        """Return where to go on; what is beyond `LOG_POSITIONS` is read from the beginning."""
+        """Return where to resume; files beyond `LOG_POSITIONS` are read from the beginning."""
         found = []
         for node_id, number in self._rounds.items():
-            # A node without output so far is in its round all the same.
+            # A node without output so far still counts as being in its round.
             offsets = self._offsets[node_id] or {(0, False): 0}
             found += [
                 pb.LogPosition(
@@ -559,7 +559,7 @@ class _Places:
 
 
 def _checked_name(name: str, kind: str = "job") -> str:
-    """Refuse a name that cannot travel: bytes from a shell that are no UTF-8."""
+    """Refuse a name that cannot be sent: bytes from a shell that are not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -574,13 +574,13 @@ _NO_CONNECTION = re.compile(
 
 
 def _perhaps_done(error: RendezvousConnectionError) -> bool:
-    """Say whether a request may have reached a server that did not answer."""
+    """Return whether a request may have reached a server that did not answer."""
     failure = error.__cause__
     if error.definite or not isinstance(failure, grpc.Call):
         return False
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True
-    # Otherwise there was no connection that it could have gone over.
+    # Otherwise there was no connection to send it over.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
 

@@ -1,10 +1,10 @@
 """The error table: what can go wrong between a node, an operator and the server.
 
 Two questions are answered for each error: *is it definite* (nothing has happened, for sure) and
-*what should the caller do*. The server's door turns an error into its gRPC status and puts its
-code into the trailing metadata; the client's door turns it back, so nobody parses a message.
+*what should the caller do*. The server turns an error into its gRPC status and puts its code into
+the trailing metadata; the client turns it back, so nobody parses a message.
 
-The names that `torch.distributed.elastic.rendezvous.api` has are kept.
+The names used by `torch.distributed.elastic.rendezvous.api` are kept.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class JobExistsError(RendezvousError):
 
 
 class NodeSupersededError(RendezvousError):
-    """Another instance speaks for this node_id. The caller stops its workers and exits."""
+    """Another instance has taken over this node_id. The caller stops its workers and exits."""
 
     code = "NodeSupersededError"
     grpc_status = "FAILED_PRECONDITION"
 
 
 class UnknownNodeError(RendezvousError):
-    """The server does not know this node. The caller says hello again; workers go on."""
+    """The server does not know this node. The caller sends Hello again; its workers continue."""
 
     code = "UnknownNodeError"
     grpc_status = "NOT_FOUND"
@@ -83,7 +83,7 @@ class UnknownTokenError(RendezvousError):
 
 
 class StaleRoundError(RendezvousError):
-    """The request is about a round that is over. The caller hears the present one."""
+    """The request is about a round that is over. The caller receives the present one."""
 
     code = "StaleRoundError"
     grpc_status = "ABORTED"
@@ -104,14 +104,14 @@ class DeniedError(RendezvousError):
 
 
 class LimitExceededError(RendezvousError):
-    """A bound of the server is reached. The caller backs off."""
+    """A limit of the server is reached. The caller backs off."""
 
     code = "LimitExceededError"
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class TooFewNodesError(RendezvousError):
-    """A job would be left with too few nodes. The caller waits, and asks again."""
+    """A job would be left with too few nodes. The caller waits and asks again."""
 
     code = "TooFewNodesError"
     grpc_status = "FAILED_PRECONDITION"
@@ -136,7 +136,7 @@ class RunStoppingError(RendezvousConnectionError):
 
 
 class NotLeaderError(RendezvousConnectionError):
-    """This server stands by for another, and has changed nothing. The caller asks that one."""
+    """This server stands by and has changed nothing. The caller asks the leader."""
 
     code = "NotLeaderError"
     definite = True
@@ -144,7 +144,7 @@ class NotLeaderError(RendezvousConnectionError):
     def __init__(self, message: str, leader: str = "") -> None:
         super().__init__(message)
         self.leader = leader
-        """Where the one that leads is reached, HOST:PORT; empty if none is known."""
+        """The leader's address, HOST:PORT; empty if no leader is known."""
 
 
 class RendezvousStateError(RendezvousError):
@@ -195,14 +195,14 @@ ERRORS = _table(
     InvariantError,
     RendezvousError,
 )
-"""Every error by its code."""
+"""Every error class by its code."""
 
 
 SHOWN_CHARS = 80
 
 
 def short(value: str) -> str:
-    """Cut a value, which may be of any length, to what an error shows of it.
+    """Cut a value of any length to the part that an error shows.
 
     >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:]
     ('night', 80, 'xx...')

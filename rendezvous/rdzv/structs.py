@@ -1,4 +1,4 @@
-"""Structs: values that never change, and are equal where all that they hold is equal.
+"""Structs: immutable values that compare equal if all their fields do.
 
     @struct(frozen=True)
     class Seat:
@@ -6,13 +6,13 @@
         labels: Mapping[str, str] = field(default_factory=dict)
 
 A type checker takes `struct` for `dataclasses.dataclass` and `replace` for `dataclasses.replace`,
-and checks what is done with them as well. At run time this is a `msgspec.Struct`. There are some
-350 of them: a dataclass takes 0.4 ms to make, since it compiles six functions, and all of them took
-a third of the time in which rdzvrun starts its workers. A struct takes 0.01 ms; and each of its
-instances is made, compared and replaced several times as fast.
+and checks their use as well. At run time this is a `msgspec.Struct`. There are some 350 of them: a
+dataclass takes 0.4 ms to make, since it compiles six functions, and all of them took a third of
+the time in which rdzvrun starts its workers. A struct takes 0.01 ms; and each of its instances is
+made, compared and replaced several times as fast.
 
-A field may have a default, or a factory of one; `repr=False` if it holds a secret; `compare=False`
-if equal ones may differ in it. A value that changes is a dataclass.
+A field may have a default or a default factory; `repr=False` if it holds a secret;
+`compare=False` to leave it out of comparisons. A value that changes is a dataclass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
     def struct(
         *, frozen: bool = False, order: bool = False, kw_only: bool = False
     ) -> Callable[[type], type]:
-        """Make a class a struct; `frozen` must be said, for a type checker hears it."""
+        """Turn a class into a struct; pass `frozen` explicitly, because type checkers read it."""
         if not frozen:
             raise TypeError("a struct never changes: say frozen=True, or make it a dataclass")
         return lambda cls: _struct(cls, order=order, kw_only=kw_only)
@@ -49,7 +49,7 @@ def field_names(kind: type) -> tuple[str, ...]:
 
 
 def as_dict(value: Any) -> Any:
-    """Return a struct, and all structs in it, as dicts; containers are copied, as by `asdict`."""
+    """Return a struct, and all structs in it, as dicts; containers are copied, like `asdict`."""
     if isinstance(value, Struct):
         return {name: as_dict(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):
@@ -76,7 +76,7 @@ def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
 
 
 def _field(content: Field[Any]) -> Any:
-    """Return what a dataclass says of a field in msgspec's words."""
+    """Translate a dataclass field into msgspec's terms."""
     if not content.init or content.kw_only not in (MISSING, False):
         raise TypeError("a struct's fields are all given in the same way; make it a dataclass")
     if content.default_factory is not MISSING:

@@ -1,6 +1,6 @@
 """The version of rdzv, as pyproject.toml has it.
 
-To ask the installation for it takes a program that starts longer than anything else it reads.
+Looking it up in the installed metadata takes longer than everything else a starting program reads.
 """
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
 """Support for a long-running process: clock, tasks, logs, systemd, exposition of metrics.
 
-Both daemons use it. It knows no job, no node and no message.
+Both daemons use it. It knows nothing of jobs, nodes or messages.
 """

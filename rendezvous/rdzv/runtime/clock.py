@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class Cancellable(Protocol):
-    """A call that is to come."""
+    """A call scheduled for later."""
 
     def cancel(self) -> None:
-        """Take it back; harmless once it has been made."""
+        """Cancel the call; harmless once it has been made."""
         ...
 
 
@@ -39,18 +39,18 @@ class MonotonicClock:
         self._anchor_ns = time.time_ns() - time.monotonic_ns()
 
     def now_ms(self) -> int:
-        """Return the time in milliseconds, Unix time as it was when the server started."""
+        """Return the time in milliseconds, as Unix time anchored at the server's start."""
         return (self._anchor_ns + time.monotonic_ns()) // 1_000_000
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call back from the running event loop at `at_ms`."""
-        # now_ms() rounds down: without the one on top, a timer could fire before its time.
+        # now_ms() rounds down: without the added 1, a timer could fire before its time.
         delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
 class Timer:
-    """One timer that is armed anew after each step; it calls back with the time it was due."""
+    """One timer, armed again after each step; it passes its due time to the callback."""
 
     def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
         self._clock = clock
@@ -60,11 +60,11 @@ class Timer:
 
     @property
     def due_ms(self) -> int | None:
-        """When it will call; None: not at all."""
+        """When the timer fires; None if it is not armed."""
         return self._due_ms
 
     def arm(self, at_ms: int | None) -> None:
-        """Be called at `at_ms` and at no other time; None: not at all."""
+        """Fire at `at_ms` and at no other time; None: not at all."""
         if at_ms == self._due_ms:
             return
         self.cancel()
@@ -73,11 +73,11 @@ class Timer:
             self._pending = self._clock.call_at(at_ms, self._fire)
 
     def arm_by(self, at_ms: int) -> None:
-        """Be called at `at_ms` at the latest."""
+        """Fire at `at_ms` at the latest."""
         self.arm(at_ms if self._due_ms is None else min(self._due_ms, at_ms))
 
     def cancel(self) -> None:
-        """Be called no more."""
+        """Disarm the timer."""
         if self._pending is not None:
             self._pending.cancel()
         self._pending = self._due_ms = None
@@ -90,10 +90,10 @@ class Timer:
 
 
 class LoopWatch:
-    """Notices when the event loop was held up, so that what came in meanwhile is read first.
+    """Detects that the event loop was held up, so that input received meanwhile is read first.
 
-    Of all timers that are late the earliest fires first, and each asks `late` before it acts:
-    so a pause is known before any deadline that passed in it is acted upon.
+    Of all late timers the earliest fires first, and each asks `late` before it acts: so a pause is
+    detected before any deadline that passed in it is acted upon.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LoopWatch:
         settle_ms: int,
         on_look: Callable[[int], None] = lambda late_ms: None,
     ) -> None:
-        """Call `on_pause` with how long a pause was, `on_look` with how late each look is."""
+        """Call `on_pause` with the length of each pause, `on_look` with how late each check is."""
         self._clock = clock
         self._on_pause = on_pause
         self._on_look = on_look
@@ -116,18 +116,18 @@ class LoopWatch:
         self._timer = Timer(clock, self._look)
         self._listened_ms = 0
         self.settled_ms = 0
-        """Until when what came in during the last pause is being read."""
+        """Time until which the input of the last pause is being read."""
 
     def start(self) -> None:
-        """Begin to watch the running event loop."""
+        """Start to watch the running event loop."""
         self._timer.arm(self._clock.now_ms() + self._every_ms)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._timer.cancel()
 
     def late(self, due_ms: int) -> bool:
-        """Say whether a timer that was due at `due_ms` must wait until `settled_ms`."""
+        """Return whether a timer that was due at `due_ms` must wait until `settled_ms`."""
         now_ms = self._clock.now_ms()
         if now_ms - due_ms > self._deaf_after_ms and now_ms >= self.settled_ms:
             self.settled_ms = now_ms + self._settle_ms
@@ -136,10 +136,10 @@ class LoopWatch:
         return now_ms < self.settled_ms
 
     def listened_until_ms(self) -> int:
-        """Return the time up to which the server could hear: now, but for pauses.
+        """Return the time up to which all input has been received: now, except after a pause.
 
-        After a pause it stands still until what came in meanwhile is read. Whoever decides by this
-        time draws no conclusion from a deadline that passed unheard.
+        After a pause it stands still until the input received meanwhile is read. A caller that uses
+        this time draws no conclusion from a deadline that passed during a pause.
         """
         due_ms = self._timer.due_ms
         if due_ms is None or not self.late(due_ms):

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def single_error() -> Iterator[None]:
-    """Raise the error itself where a task group inside has had one: the group is our own affair."""
+    """Raise the error itself, not the group, if a task group in the body failed with just one."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -24,7 +24,7 @@ def single_error() -> Iterator[None]:
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do some work until the body ends; an error of either cancels the other, and is raised."""
+    """Run `work` until the body ends; an error of either cancels the other, and is raised."""
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(work)

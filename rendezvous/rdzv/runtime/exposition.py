@@ -20,25 +20,26 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Collect = Callable[[], Iterable[Metric]]
 
-# For each counter and histogram a gauge would follow with the time at which it was made.
+# Otherwise a gauge with the creation time would follow each counter and histogram.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Parts:
-    """The parts of a page that are computed when it is asked for. Each may fail by itself.
+    """The parts of a page that are computed on request. Each may fail by itself.
 
-    What fails is left out, said by a metric at each scrape, and logged once until it is mended.
+    A failed part is left out, reported by a metric at each scrape, and logged once until it is
+    fixed.
     """
 
     def __init__(self, metric: str, program: str) -> None:
-        """Say by this metric which parts could be computed."""
+        """Report in `metric` which parts could be computed."""
         self._metric = metric
         self._program = program
         self._in_order: dict[str, bool] = {}
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        """Compute a part in the body; whatever it raises ends there."""
+        """Compute a part in the body; its exceptions end here."""
         try:
             yield
         except Exception:
@@ -49,7 +50,7 @@ class Parts:
             self._in_order[name] = True
 
     def collect(self, parts: Mapping[str, Collect]) -> Iterator[Metric]:
-        """Yield the metrics of these parts, and then how all parts have fared."""
+        """Yield the metrics of these parts, and then the outcome of every part."""
         for name, collect in parts.items():
             found: tuple[Metric, ...] = ()
             with self.computing(name):
@@ -72,7 +73,7 @@ def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
-    """Yield a gauge of when a certificate expires; where there is none, nothing."""
+    """Yield a gauge of when a certificate expires; nothing if there is no certificate."""
     if expires is not None:
         yield GaugeMetricFamily(
             name, "Unix time at which the certificate that is shown expires.", expires.timestamp()
@@ -80,7 +81,7 @@ def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
 
 
 def add_process(registry: CollectorRegistry) -> None:
-    """Tell of this process and its interpreter, too."""
+    """Add metrics of this process and its interpreter."""
     for make in (
         prometheus_client.ProcessCollector,
         prometheus_client.PlatformCollector,

@@ -8,9 +8,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 
 def http_log(name: str, remedy: str) -> logging.Logger:
-    """Return a logger for aiohttp: one line for each client that sends no HTTP, with a remedy.
+    """Return a logger for aiohttp: one line, with a remedy, for each client that sends no HTTP.
 
-    That is no fault of ours, and so needs no traceback. It is most often gRPC at the wrong port,
+    The mistake is the client's, so there is no traceback. It is most often gRPC at the wrong port,
     which tries again and again.
     """
 

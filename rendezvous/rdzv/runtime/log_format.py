@@ -1,7 +1,7 @@
-"""How the log lines of both daemons look: on a terminal, in a file, and in systemd's journal.
+"""Log formats of both daemons: for a terminal, a file, and systemd's journal.
 
-The journal keeps the time and the priority of each line itself. It takes the priority from a prefix
-such as `<4>` (sd-daemon(3)), which is no part of the line then.
+The journal records the time and the priority of each line itself. It takes the priority from a
+prefix such as `<4>` (sd-daemon(3)), and removes that prefix from the line.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _PRIORITIES = (
     (logging.WARNING, 4),
     (logging.INFO, 6),
 )
-"""The priorities of syslog(3), by the least level that has each; below them it is 7."""
+"""The syslog(3) priority of each level and above; lower levels have 7."""
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:00:01.250 INFO  job-7: n1 joined ...`: for eyes."""
+    """`12:00:01.250 INFO  job-7: n1 joined ...`: for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one record as a line, with its traceback below if there is one."""
+        """Format one record as a line, with its traceback below if there is one."""
         at = datetime.fromtimestamp(record.created).astimezone()
         time = f"{at:%H:%M:%S}.{int(record.msecs):03d}"
         return f"{time} {record.levelname:<7} {_text(self, record)}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, for machines."""
+    """One JSON object per line, for machines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one record as a JSON object."""
+        """Format one record as a JSON object."""
         at = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": at.isoformat(timespec="milliseconds"),
@@ -52,21 +52,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class JournalFormatter(logging.Formatter):
-    """`<6>job-7: n1 joined ...`: what the journal adds is left to it."""
+    """`<6>job-7: n1 joined ...`: without the fields that the journal adds."""
 
     def __init__(self, lines: logging.Formatter | None = None) -> None:
-        """Write lines of another format; without one, plain text."""
+        """Wrap the formatter `lines`; without one, lines are plain text."""
         super().__init__()
         self._lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one record, with its priority before each of its lines."""
+        """Format one record, with its priority before each of its lines."""
         text = _text(self, record) if self._lines is None else self._lines.format(record)
         return _prioritized(text, record.levelno)
 
 
 def formatter_for(log_format: str) -> logging.Formatter:
-    """Return what writes records to stderr in a format, "human" or "json"."""
+    """Return the formatter for stderr in a format, "human" or "json"."""
     lines = JsonFormatter() if log_format == "json" else None
     if stderr_is_journal():
         return JournalFormatter(lines)
@@ -74,7 +74,7 @@ def formatter_for(log_format: str) -> logging.Formatter:
 
 
 def stderr_is_journal() -> bool:
-    """Whether stderr is the journal's stream, as systemd connected it, and is not redirected."""
+    """Return whether stderr is the journal's stream, connected by systemd and not redirected."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)
@@ -84,7 +84,7 @@ def stderr_is_journal() -> bool:
 
 
 def complain(text: str) -> None:
-    """Write to stderr why a program ends; in the journal it is an error."""
+    """Write to stderr why a program ends; the journal records it as an error."""
     print(_prioritized(text, logging.ERROR) if stderr_is_journal() else text, file=sys.stderr)  # noqa: T201
 
 

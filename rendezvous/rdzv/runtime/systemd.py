@@ -16,16 +16,16 @@ from pathlib import Path
 log = logging.getLogger("rdzv.runtime.systemd")
 
 ASK_TIMEOUT_S = 5.0
-"""How long systemd may take to say what it is about to do."""
+"""How long systemd may take to answer which job is queued."""
 
 WATCHDOG_BEATS = 3
-"""How often a sign of life is given in the time after which none would be missed."""
+"""How many signs of life are sent in each watchdog interval."""
 
 
 def notify(*lines: str) -> bool:
     """Send lines such as "READY=1" to systemd, if it listens; return whether it does.
 
-    Waits for nothing, and fails in silence: a service does not depend on its supervisor.
+    Never blocks, and fails silently: a service does not depend on its supervisor.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
@@ -34,7 +34,7 @@ def notify(*lines: str) -> bool:
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as systemd,
     ):
-        # An @ stands for the NUL of an abstract address.
+        # An @ stands for the NUL that starts an abstract address.
         systemd.connect("\0" + path[1:] if path[0] == "@" else path)
         systemd.send("\n".join(lines).encode())
         return True
@@ -42,7 +42,7 @@ def notify(*lines: str) -> bool:
 
 
 def reloading() -> str:
-    """Return the lines that say that a reload begins; READY=1 says that it is done."""
+    """Return the lines that announce a reload; READY=1 announces its end."""
     return f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}"
 
 
@@ -50,7 +50,7 @@ def reloading() -> str:
 
 
 def watchdog_s() -> float:
-    """Return after how long without a sign of life systemd ends this process; 0: it does not."""
+    """Return the silence after which systemd ends this process; 0 if it never does."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:
@@ -61,9 +61,9 @@ def watchdog_s() -> float:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Give signs of life from this event loop while the body runs, if systemd waits for them.
+    """Send signs of life from this event loop while the body runs, if systemd expects them.
 
-    They come from the loop itself: one that hangs gives none, and systemd ends the process.
+    The loop itself sends them: if it hangs, they stop and systemd ends the process.
     """
     if not (after_s := watchdog_s()):
         yield
@@ -87,8 +87,8 @@ async def _beat(every_s: float) -> None:
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
     """Return what systemd is about to do with this process's unit: "stop", "restart", ...
 
-    Empty if nothing, or if that is not to be known: this process is no service, systemd does not
-    answer within `ASK_TIMEOUT_S`. Blocks for as long.
+    Empty if nothing, or if unknown: this process is no service, or systemd does not answer within
+    `ASK_TIMEOUT_S`. Blocks until systemd answers, or for that long.
     """
     try:
         unit, of_user = unit_of(cgroups.read_text(errors="replace"))
@@ -116,7 +116,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
 
 
 def unit_of(cgroups: str) -> tuple[str, bool]:
-    """Return the service that a process is of, by its /proc/PID/cgroup; and whether a user's own.
+    """Return a process's service from its /proc/PID/cgroup, and whether it is a user service.
 
     >>> unit_of("0::/system.slice/rdzv-agent.service/sub")
     ('rdzv-agent.service', False)
@@ -134,7 +134,7 @@ def unit_of(cgroups: str) -> tuple[str, bool]:
 
 
 def job_of(unit: str, lines: Iterable[str]) -> str:
-    """Return the type of the job that is queued for a unit, in what `list-jobs` says.
+    """Return the type of the job queued for a unit, from the output of `list-jobs`.
 
     >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"])
     'restart'

@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """The tasks of one driver, in its task group. What one raises ends the server, so: nothing."""
+    """The tasks of one driver, in its task group. They must not raise: an error ends the server."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
         self._running: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` whatever becomes of the caller."""
+        """Run `work` even if the caller is cancelled."""
         task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -25,11 +25,11 @@ class Tasks:
 
     @property
     def running(self) -> int:
-        """The number of tasks that have not ended."""
+        """The number of unfinished tasks."""
         return len(self._running)
 
     async def finish(self, within_ms: int) -> None:
-        """Let what runs come to its end; cancel what does not."""
+        """Let running tasks finish within `within_ms`; cancel the rest."""
         if self._running:
             await asyncio.wait(self._running, timeout=within_ms / 1000)
         for task in self._running:

@@ -1,4 +1,4 @@
 """Configuration files in TOML: settings are declared, read, checked, shown and compared.
 
-What can be set is declared by each daemon: `rdzv.server.settings` and `rdzv.agent.app`.
+Each daemon declares its own settings: `rdzv.server.settings` and `rdzv.agent.app`.
 """

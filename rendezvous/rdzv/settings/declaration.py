@@ -34,7 +34,7 @@ SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 class Rule(Struct, frozen=True):
-    """A condition that several settings meet together."""
+    """A condition on several settings together."""
 
     keys: tuple[str, ...]
     """The rule is checked only if each of these is valid by itself."""
@@ -48,7 +48,7 @@ class Table(Struct, frozen=True, kw_only=True):
     program: ClassVar[str] = ""
     """The program whose configuration this is."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Of a whole configuration, and of a table in a list."""
+    """The rules of a whole configuration, or of a table in a list."""
 
 
 def setting(
@@ -64,10 +64,10 @@ def setting(
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One line of a configuration, as it is declared."""
+    """One setting of a configuration, as declared."""
 
     key: str
-    """Its name with those of its tables: `tls.cert`."""
+    """Its name, prefixed with those of its tables: `tls.cert`."""
     annotation: Any
     """The type of its values, without None."""
     metas: tuple[Meta, ...]
@@ -78,22 +78,22 @@ class Setting(Struct, frozen=True, kw_only=True):
     default: Any
     """None: the setting has no value unless it is set."""
     default_words: str = ""
-    """The default in words, if `default` does not tell it."""
+    """The default in words, if `default` does not show it."""
     unit: str = ""
     """The unit of a number or the form of a text, such as HOST:PORT."""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    """All values that a text may have."""
+    """All values allowed for a text."""
     check: Callable[[str], object] | None = None
-    """Refuses a text, also one in a list or table, by an `InvalidRequestError`."""
+    """Refuses a text, also one in a list or table, with an `InvalidRequestError`."""
     each: type[Table] | None = None
     """For a list of tables: the class of each."""
     required: bool = False
     reload: bool = False
-    """A reload applies a change; else it needs a restart."""
+    """Whether a reload applies a change; otherwise it needs a restart."""
     sets: tuple[str, ...] = ()
-    """For the program: the fields that get the value."""
+    """For the program: the fields that receive the value."""
 
     @property
     def type(self) -> Any:
@@ -107,7 +107,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def units(self) -> Mapping[str, float]:
-        """The units that a text may name, with the largest first; none for most kinds."""
+        """The units allowed in a text, largest first; empty for most kinds."""
         if (self.kind, self.unit) == (float, "seconds"):
             return DURATION_UNITS
         return SIZE_UNITS if (self.kind, self.unit) == (int, "bytes") else {}
@@ -119,7 +119,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> str:
-        """The values that it may have, for people; empty if its kind says all."""
+        """The allowed values, for people; empty if the kind says it all."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:
@@ -142,7 +142,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def has_default(self) -> bool:
-        """Whether it has a value that people would call one, unless it is set."""
+        """Whether it has a default that is worth showing."""
         return self.default is not None and self.default not in ((), {})
 
     @property
@@ -223,7 +223,7 @@ def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
 
 
 def fields_of(table: type[Table]) -> Mapping[str, tuple[Any, object]]:
-    """Return the annotation and the default of each field; annotations are not postponed ones."""
+    """Return the annotation and the default of each field; annotations must not be postponed."""
     annotations: dict[str, Any] = {}
     for base in reversed(table.__mro__):
         annotations |= vars(base).get("__annotations__", {})
@@ -256,7 +256,7 @@ def _setting(key: str, annotation: Any, default: object) -> Setting:
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
-    """Return a type without None, and its descriptions."""
+    """Split a type into the type without None, and its `Meta`s."""
     if get_origin(annotation) is Annotated:
         inner, *metas = get_args(annotation)
         kind, others = _unwrapped(inner)
@@ -274,7 +274,7 @@ def sections_of(table: type[Table]) -> frozenset[str]:
 
 
 def _with_unit(number: float, units: Mapping[str, float]) -> str:
-    """Write a number in the largest unit in which it is whole."""
+    """Write a number in the largest unit that gives a whole number."""
     for unit, worth in units.items():
         count = number / worth
         if number and math.isclose(count, round(count), abs_tol=1e-9) and round(count):
@@ -283,7 +283,7 @@ def _with_unit(number: float, units: Mapping[str, float]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Write a text as TOML; characters that a terminal would obey or cannot show are escaped."""
+    """Write a text as TOML; control and unprintable characters are escaped."""
     # JSON strings are TOML strings.
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else _escaped(char) for char in quoted)

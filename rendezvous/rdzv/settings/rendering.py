@@ -1,4 +1,4 @@
-"""Settings as people read them: a configuration as TOML with comments, and the documentation."""
+"""Settings for people: a configuration as TOML with comments, and the documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(loaded: Loaded[Any]) -> str:
 def _rendered(
     settings: Table, sources: Mapping[str, str], place: str = "", where: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of one table; `place` is before its tables, `where` before its keys."""
+    """Yield the lines of one table; `place` precedes table names, `where` precedes keys."""
     for section, of_section in _by_section(type(settings)).items():
         plain = [each for each in of_section if each.each is None]
         if section and plain:
@@ -33,7 +33,7 @@ def _rendered(
             yield from _comment(_about(each, sources.get(f"{where}{each.key}", "")))
             yield f"#{name} = (not set)" if value is None else f"{name} = {each.spelled(value)}"
             yield ""
-    # Lists of tables are last: a key after one would be a part of it.
+    # Lists of tables come last: a key after one would belong to it.
     for each in settings_of(type(settings)).values():
         if each.each is None:
             continue
@@ -46,7 +46,7 @@ def _rendered(
 
 
 def _by_section(table: type[Table]) -> dict[str, list[Setting]]:
-    """Return the settings by their table; those outside of any table are first."""
+    """Group the settings by table; those outside of any table come first."""
     found: dict[str, list[Setting]] = {"": []}
     for each in settings_of(table).values():
         found.setdefault(each.key.rpartition(".")[0], []).append(each)

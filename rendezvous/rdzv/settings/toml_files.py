@@ -1,7 +1,7 @@
 """TOML files of settings: read, checked as a whole, and compared for a reload.
 
-msgspec decodes each value as its type. This module adds units, the list of everything that is
-wrong, and the nearest known key of one that is unknown. It only reads the one file.
+msgspec decodes each value as its type. This module adds units, a list of all problems, and the
+nearest known key for each unknown one. It reads only the one file.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rdzv.settings.declaration import (
 )
 
 FILE_BYTES = 1024 * 1024
-"""The largest file that is read: people write configurations."""
+"""The largest file that is read: people write configurations by hand."""
 
 LISTED_PROBLEMS = 50
 """The number of problems that one refusal lists."""
 
 MAX_NUMBER = 1e300
-"""Numbers stay below it, so that none overflows when it is converted to another unit."""
+"""Exclusive upper bound of numbers, so that none overflows when converted to another unit."""
 
 SHOWN_CHARS = 80
-"""A refused value is shown up to this length."""
+"""The length to which a refused value is cut when shown."""
 
 T = TypeVar("T", bound=Table)
 
@@ -48,11 +48,11 @@ class Problem(Struct, frozen=True):
 
     source: str
     text: str
-    """Key, value, and a valid one or the remedy."""
+    """The key, its value, and a valid value or the remedy."""
 
 
 class ConfigurationError(InvalidRequestError):
-    """A configuration cannot be used; the error lists everything that is wrong with it."""
+    """A configuration cannot be used; lists all its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -72,11 +72,11 @@ def _listed(problems: tuple[Problem, ...]) -> str:
 
 
 class Loaded(Struct, Generic[T], frozen=True):
-    """A valid configuration, and where each of its values comes from."""
+    """A valid configuration, and the source of each of its values."""
 
     settings: T
     sources: Mapping[str, str]
-    """By key: a file, or "the command line". A default has none."""
+    """By key: a file, or "the command line"; defaults are absent."""
 
 
 def load(
@@ -85,12 +85,12 @@ def load(
     given: Mapping[str, object] | None = None,
     given_by: str = "the command line",
 ) -> Loaded[T]:
-    """Read a file, and take the values `given` beside it by key, which win unless they are None.
+    """Read a file; values in `given`, by key, override it unless they are None.
 
-    Everything else has its default; without `path` no file is read.
+    All other settings have their defaults; without `path` no file is read.
 
     Raises:
-        ConfigurationError: the file cannot be read, or has errors, or `given` has: it lists them.
+        ConfigurationError: the file cannot be read, or it or `given` has errors: it lists them.
 
     """
     reading = _Reading(table, [], {})
@@ -99,7 +99,7 @@ def load(
     for key, raw in (given or {}).items():
         if raw is not None:
             reading.take(settings_of(table)[key], raw, given_by, in_file=False)
-    # A missing value is one to add to the file.
+    # A missing value is reported for the file, where the user will add it.
     settings = reading.completed(given_by if path is None else str(path))
     if reading.problems:
         raise ConfigurationError(reading.problems)
@@ -126,7 +126,7 @@ def read_document(path: Path, source: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _unusable(source, f"it is not TOML: {error}; correct it") from error
     except (RecursionError, ValueError) as error:
-        # Nested too deeply, or a number of thousands of digits.
+        # Nested too deeply, or a number with thousands of digits.
         raise _unusable(source, f"it cannot be read: {error}; name another file") from error
 
 
@@ -145,12 +145,12 @@ class _Reading(Generic[T]):
         self._table = table
         self._known = settings_of(table)
         self._where = where
-        """The prefix of its keys, for people: `job[2].`."""
+        """The prefix of its keys in messages: `job[2].`."""
         self._values: dict[str, Any] = {}
         self._bad: set[str] = set()
 
     def take_table(self, table: Mapping[str, object], source: str, prefix: str = "") -> None:
-        """Take the settings of a table and of the tables in it; an unknown key is a problem."""
+        """Read the settings of a table and of the tables in it; an unknown key is a problem."""
         sections = sections_of(self._table)
         for name, raw in table.items():
             key = f"{prefix}{name}"
@@ -158,7 +158,7 @@ class _Reading(Generic[T]):
             if "." not in name and key in self._known:
                 self.take(self._known[key], raw, source, in_file=True)
             elif "." in name or key not in sections:
-                # The search for the nearest is slow, and only listed problems need it.
+                # The search for the nearest key is slow, and only listed problems need it.
                 listed = len(self.problems) < LISTED_PROBLEMS
                 nearest = _nearest(key, {*self._known, *sections}) if listed else ""
                 self._note(source, key[:SHOWN_CHARS], f"is unknown; {nearest}")
@@ -168,7 +168,7 @@ class _Reading(Generic[T]):
                 self._note(source, key, f"= {_shown(raw)} must be a table; begin with [{key}]")
 
     def take(self, setting: Setting, raw: object, source: str, *, in_file: bool) -> None:
-        """Take one value, if it is valid."""
+        """Read one value, if it is valid."""
         known = len(self.problems)
         self.sources[f"{self._where}{setting.key}"] = source
         try:
@@ -195,7 +195,7 @@ class _Reading(Generic[T]):
         return tuple(found)
 
     def completed(self, place: str) -> T:
-        """Add the defaults and check the rules; what is missing is missing in `place`."""
+        """Add the defaults and check the rules; missing values are reported in `place`."""
         for key, setting in self._known.items():
             if setting.required and f"{self._where}{key}" not in self.sources:
                 self._bad.add(key)
@@ -234,7 +234,7 @@ def _broken_rules(
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Name the known key that is most like an unknown one, also by its last part."""
+    """Return the known key most similar to an unknown one, comparing also its last part."""
     import difflib
 
     def likeness(known: str) -> float:
@@ -269,14 +269,14 @@ class _RefusedError(ValueError):
 
 
 def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
-    """Return a raw value as what the setting holds; else raise."""
+    """Convert a raw value to the setting's type, or raise."""
     if setting.kind is Path:
         return _path(setting, raw, in_file=in_file)
     has_parse = hasattr(setting.kind, "parse")
     try:
         value = convert(_number(setting, raw), str if has_parse else setting.type)
     except (ValidationError, UnicodeEncodeError) as error:
-        # msgspec quotes a wrong text; the command line may have bytes that are not UTF-8.
+        # msgspec quotes a wrong text; command-line arguments may contain bytes that are not UTF-8.
         raise _RefusedError(f"must be {setting.valid}") from error
     if has_parse:
         return _checked(setting.kind.parse, value)
@@ -297,7 +297,7 @@ def _texts(value: object) -> Iterable[str]:
 
 
 def _path(setting: Setting, raw: object, *, in_file: bool) -> Path:
-    # A service has no folder of its own that a relative path could start from.
+    # A service has no working folder to resolve a relative path against.
     if not isinstance(raw, str | Path) or (in_file and not Path(raw).is_absolute()):
         raise _RefusedError(f"must be {setting.valid}")
     if "\0" in str(raw) or not str(raw):
@@ -339,20 +339,20 @@ class Reload(Struct, Generic[T], frozen=True):
     """The changes that a reload makes in a running program."""
 
     loaded: Loaded[T]
-    """The configuration in effect from now on: new only where a reload applies a change."""
+    """The configuration now in effect: new only where a reload applies a change."""
     applied: tuple[str, ...]
     """The keys that changed and are in effect at once."""
     waiting: tuple[str, ...]
     """The keys that changed and need a restart."""
     lines: tuple[str, ...]
-    """The same in words, a line for each key."""
+    """The same in words, one line for each key."""
 
 
 def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:
-    """Return the outcome of a reload from a running configuration to the wanted one.
+    """Compare a running configuration with the wanted one; return the outcome of a reload.
 
     Raises:
-        ConfigurationError: what a reload applies is not valid together with what needs a restart.
+        ConfigurationError: the applied changes conflict with settings that need a restart.
 
     """
     table, sources = type(running.settings), dict(running.sources)

@@ -1,7 +1,7 @@
 """Where the nodes of a round meet: this machine's name, its addresses, and a port for the store.
 
-Shared by all that join as a node. Nothing here waits for a name service: who asks one hands its
-answer over.
+Shared by everything that joins as a node. Nothing here waits for a name service: the caller
+resolves names and passes the addresses in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
-"""The answer of `getaddrinfo`."""
+"""The result of `getaddrinfo`."""
 
 
 def machine_id() -> str:
@@ -30,10 +30,10 @@ def machine_id() -> str:
 
 
 def address_towards(found: AddressInfo) -> str:
-    """Return the address that this node has on its way to another; empty if there is no way.
+    """Return this node's own address on the route to another; empty if there is no route.
 
-    `found` are the addresses of the other, for datagrams. The answer is the local end of a
-    connected socket: nothing is sent.
+    `found` are the other's addresses, for datagrams. The result is the local end of a connected
+    socket; nothing is sent.
     """
     for family, kind, protocol, _, address in found:
         try:
@@ -46,12 +46,12 @@ def address_towards(found: AddressInfo) -> str:
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:
-    """Say whether a name with these addresses is of use to other machines."""
+    """Return whether a name with these addresses is of use to other machines."""
     return any(not is_loopback(str(address[0])) for *_, address in found)
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether only this machine can reach an address.
+    """Return whether an address is reachable from this machine alone.
 
     >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
     [True, True, True, False, False]
@@ -65,9 +65,9 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen where torchrun's store would: on loopback if that is named, else on all addresses.
+    """Listen where torchrun's store would: on loopback if `host` names it, else on all addresses.
 
-    The name of a host may lead to loopback on the host itself.
+    A host's name may resolve to loopback on the host itself.
 
     Raises:
         OSError: the port is taken, or may not be bound.
@@ -86,7 +86,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 class StoreSocket:
     """The listening socket that a node holds ready for the c10d store of its next round.
 
-    Clients may connect as soon as the port was announced; the store host serves them when it is
+    Clients may connect as soon as the port is announced; the store host serves them once it is
     up. A port is never offered twice, so that no client of an old round reaches a newer store.
     """
 
@@ -97,7 +97,7 @@ class StoreSocket:
 
     @property
     def port(self) -> int:
-        """The port that is held, bound anew if none is.
+        """The port of the held socket; a new one is bound if none is held.
 
         Raises:
             OSError: no port can be bound.

@@ -1,8 +1,8 @@
 """Certificates and keys in PEM files: checks that they can be used, and the facts in them.
 
-Python's own TLS library reads the files first, since a bad file in gRPC's is a handshake that fails
+Python's own TLS library reads the files first: in gRPC, a bad file causes a handshake that fails
 without a reason. The name, roles and dates of a certificate are read here from its DER: the library
-`cryptography` would do it, and costs each program that connects by TLS 36 ms and 10 MiB.
+`cryptography` would do it, but costs each program that connects by TLS 36 ms and 10 MiB.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _REASONS = {
     "BAD_DECRYPT": "the key has a passphrase",
     "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
 }
-"""The TLS library's reasons in plain words; others are shown as they are."""
+"""The TLS library's reasons in plain words; others are shown unchanged."""
 
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Identifies the contents of some files: it changes when one of them does."""
+"""Identifies the contents of some files: it changes when one of them changes."""
 
 
 @struct(frozen=True)
 class Certificate:
-    """The facts in one certificate about its holder."""
+    """The holder and the validity of one certificate."""
 
     common_name: str
     organizations: tuple[str, ...]
@@ -46,11 +46,11 @@ class Certificate:
 
     @property
     def in_words(self) -> str:
-        """Its holder, and the end of its validity."""
+        """Describe its holder and the end of its validity."""
         return f"of {self.common_name or 'no name'}, valid until {_spelled(self.not_after)}"
 
     def trouble(self, now: datetime) -> str:
-        """Return the reason that it is not valid now; empty if it is."""
+        """Return why it is not valid now; empty if it is."""
         if now > self.not_after:
             return f"expired on {_spelled(self.not_after)}"
         if now < self.not_before:
@@ -63,7 +63,7 @@ def _spelled(moment: datetime) -> str:
 
 
 def stamp_of(paths: Iterable[Path]) -> Stamp:
-    """Return the present stamp of files; one may be missing."""
+    """Return the present stamp of some files, which may be missing."""
     return tuple(map(_stamp, paths))
 
 
@@ -109,7 +109,7 @@ def check_pair(cert: Path, key: Path, what: str) -> None:
 
 
 def _which(*paths: Path) -> str:
-    """Return the name of the file that cannot be read: the TLS library does not tell."""
+    """Return the name of the unreadable file, which the TLS library does not report."""
     for path in paths:
         try:
             with path.open("rb"):
@@ -128,7 +128,7 @@ def read_certificate(pem: bytes, what: str) -> Certificate:
     """Read the first certificate of a PEM file, which is the holder's.
 
     Raises:
-        InvalidRequestError: there is none, or it cannot be read.
+        InvalidRequestError: the file holds none, or it cannot be read.
 
     """
     found = _BLOCK.search(pem.decode(errors="replace"))

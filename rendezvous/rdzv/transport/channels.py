@@ -1,7 +1,7 @@
-"""How a program reaches rdzvd: plain or by TLS, what it trusts, and what it shows of itself.
+"""Channels to rdzvd: plain or by TLS, the trusted authorities, and the client's credentials.
 
-Every channel to rdzvd is made here. Files are read anew for each, so that a certificate or token
-that was renewed on disk is used from the next connection on.
+Every channel to rdzvd is made here. Files are read again for each, so that a certificate or token
+renewed on disk is used from the next connection on.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Metadata = tuple[tuple[str, str], ...]
 
 @struct(frozen=True)
 class Credentials:
-    """The credentials of a program that connects: its CA, its certificate or its token.
+    """A client's credentials: its CA, its certificate or its token.
 
     Without any of them the connection is plain.
 
-    A token is sent only over TLS or to loopback, so that it cannot be read on the way.
+    A token is sent only over TLS or to loopback, so that others cannot read it.
     """
 
     ca: Path | None = None
-    """Whose certificates a server may have; with it, connections are by TLS."""
+    """The authority that must have signed a server's certificate; if set, connections use TLS."""
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
@@ -69,7 +69,7 @@ class Credentials:
         """Take the given files, and the rest from the environment; check them.
 
         Raises:
-            InvalidRequestError: it does not go together, or a file cannot be used.
+            InvalidRequestError: the options conflict, or a file cannot be used.
 
         """
         files = {
@@ -87,10 +87,10 @@ class Credentials:
         return self.ca is not None
 
     def check(self) -> None:
-        """Refuse what cannot be used.
+        """Check that the credentials can be used.
 
         Raises:
-            InvalidRequestError: it does not go together, or a file cannot be used.
+            InvalidRequestError: the options conflict, or a file cannot be used.
 
         """
         if (self.cert is None) != (self.key is None):
@@ -121,7 +121,7 @@ class Credentials:
         return grpc.secure_channel(server.target, self._credentials(), options=options)
 
     def aio_channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-        """Open a channel of the running event loop, likewise."""
+        """Open a channel of the running event loop."""
         if not self.tls:
             return grpc.aio.insecure_channel(server.target, options=options)
         return grpc.aio.secure_channel(server.target, self._credentials(), options=options)
@@ -140,10 +140,10 @@ class Credentials:
             ) from error
 
     def metadata(self, server: Endpoint) -> Metadata:
-        """Return what is sent with every call to a server.
+        """Return the metadata sent with every call to a server.
 
         Raises:
-            InvalidRequestError: a token would be sent where others can read it, or is none.
+            InvalidRequestError: others could read the token on the way, or the file holds no token.
 
         """
         token = self._read_token()
@@ -169,17 +169,17 @@ class Credentials:
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
-            # Not shown: it is a secret, if a damaged one.
+            # Not shown: it is a secret, even if damaged.
             raise InvalidRequestError(f"{where} holds no token; put into it what made the token")
         return token
 
     def stamp(self) -> Stamp:
-        """Say how the files are now that a channel is made of."""
+        """Return the present stamp of the files that a channel is made of."""
         paths = (self.ca, self.cert, self.key)
         return stamp_of(path for path in paths if path is not None)
 
     def expires(self) -> datetime | None:
-        """Say when the client certificate expires; None: there is none, or it cannot be read."""
+        """Return when the client certificate expires; None if it is absent or unreadable."""
         if self.cert is None:
             return None
         try:
@@ -204,7 +204,7 @@ PLAIN = Credentials()
 # ------------------------------------------------------------------------------------ in words
 
 _NEVER = "failed to connect to all addresses.*"
-"""Begins what gRPC says where there was no connection at any time, not of one that has ended."""
+"""How gRPC's message begins if there was never a connection, as opposed to one that ended."""
 
 _UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
 _EXPIRED = re.compile("certificate has expired", re.I)
@@ -217,15 +217,15 @@ _CLOSED = re.compile(f"{_NEVER}(socket closed|reset by peer)", re.I | re.DOTALL)
 def handshake_trouble(
     details: str, server: Endpoint, credentials: Credentials
 ) -> tuple[str, str] | None:
-    """Say why a connection was not agreed on, and the remedy; None if that is not what failed.
+    """Return why a handshake failed, and the remedy; None if the failure was something else.
 
-    `details` is what gRPC says. Of a server that hangs up after the handshake it says nothing
-    more: then it has found something amiss that it was, or was not, shown.
+    `details` is gRPC's message. It gives no reason when a server hangs up after the handshake:
+    then the server refused the client's certificate, or its lack of one.
     """
     if not credentials.tls:
         if not _CLOSED.search(details):
             return None
-        # A server that is killed at this moment ends it likewise.
+        # A server that is killed at this moment ends it in the same way.
         return (
             "the other side closed the connection before anything was said",
             "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "

@@ -1,4 +1,4 @@
-"""Where servers listen, as users write it, without gRPC: a command line is read before that."""
+"""Server endpoints as users write them; free of gRPC, so that a command line parses quickly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 @struct(frozen=True)
 class Endpoint:
-    """Where a server listens; `host` has no brackets, `str()` puts them where they belong."""
+    """Where a server listens; `host` has no brackets, `str()` adds them where needed."""
 
     host: str
     port: int
@@ -29,14 +29,14 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """The endpoint as gRPC wants it, safe against host names that look like URI schemes."""
+        """The endpoint in gRPC's form, safe for host names that look like URI schemes."""
         return f"dns:///{quote(str(self), safe='[]:')}"
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     """Read `host`, `host:port`, `[v6]` or `[v6]:port`.
 
-    Anything else is refused with `InvalidRequestError`, which names value, reason and remedy.
+    Anything else is refused with `InvalidRequestError`, which gives value, reason and remedy.
 
     >>> str(parse_endpoint("head-1")), str(parse_endpoint("[::1]:7"))
     ('head-1:29400', '[::1]:7')
@@ -46,7 +46,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
 
 
 def _host_and_port(text: str, least_port: int) -> tuple[str, int | None]:
-    """Divide HOST or HOST:PORT; an IPv6 host is in brackets."""
+    """Split HOST or HOST:PORT; an IPv6 host is in brackets."""
     value = text.strip()
     if bracketed := _BRACKETED.fullmatch(value):
         host, port = bracketed["host"], bracketed["port"]
@@ -68,7 +68,7 @@ def _check_v6(text: str, host: str) -> None:
 
 
 def _check_host(text: str, host: str, rest: str) -> None:
-    """Refuse a host that no server can have, with a remedy for the usual slips."""
+    """Refuse an impossible host name, with a remedy for the usual mistakes."""
     if rest.startswith("//"):
         raise _unusable(text, "it is a URL", "leave out everything but HOST:PORT")
     if ":" in rest:
@@ -96,10 +96,10 @@ def _unusable(text: str, reason: str, remedy: str) -> InvalidRequestError:
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
-    """Read one or several endpoints, with commas between them.
+    """Parse one or more endpoints, separated by commas.
 
     Raises:
-        InvalidRequestError: one of them cannot be used, or there is none.
+        InvalidRequestError: one of them cannot be used, or the text is empty.
 
     """
     found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())

@@ -1,7 +1,7 @@
-"""The job secret: all participants of a job show it, so that no other process can join.
+"""The job secret: every participant of a job presents it, so that no other process can join.
 
-It is said in the environment alone, or in a file that the environment names: a command line can be
-read by everyone on the machine. Workers get neither it nor a token: what they print, many read.
+It is passed only in the environment, or in a file that the environment names: everyone on a machine
+can read a command line. Workers get neither the secret nor a token: many people read their output.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ VARIABLE = "RDZV_JOB_SECRET"
 FILE_VARIABLE = "RDZV_JOB_SECRET_FILE"
 
 SECRET_VARIABLES = frozenset({VARIABLE, "RDZV_TOKEN"})
-"""The variables whose values are secrets themselves."""
+"""The variables whose values are themselves secrets."""
 
 
 def read_secret(environ: Mapping[str, str]) -> str:
     """Return the job's secret; empty if there is none.
 
     Raises:
-        InvalidRequestError: the file that is named cannot be read, or is empty.
+        InvalidRequestError: the named file cannot be read, or is empty.
 
     """
     if not (name := environ.get(FILE_VARIABLE)):
@@ -42,5 +42,5 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment as others may have it."""
+    """Return a copy of an environment without secrets."""
     return {name: value for name, value in environ.items() if name not in SECRET_VARIABLES}

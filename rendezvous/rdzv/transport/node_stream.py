@@ -1,6 +1,6 @@
 """A node's stream to rdzvd, for every kind of agent: options, attempts, errors.
 
-No value that is only shown to people is here: those are in `rdzv.view.answers`.
+Values that are only shown to people are in `rdzv.view.answers`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from rdzv.v1 import rdzv_pb2 as pb
 PROTOCOL_VERSION = protocol.VERSION
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # The server is inside the cluster; a proxy for the Internet would answer in its place.
+    # The server is inside the cluster; an Internet proxy would answer instead.
     ("grpc.enable_http_proxy", 0),
-    # A status of ten thousand nodes that all wait is beyond gRPC's own limit of 4 MiB.
+    # A status with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
 )
 """Options of every channel to rdzvd."""
@@ -58,7 +58,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # One after each heartbeat: of ten thousand nodes neither comes often, as the server tells them.
+    # One after each heartbeat: with ten thousand nodes the server makes both rare.
     ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -74,8 +74,8 @@ FINAL_REFUSALS = frozenset(
         SettingsMismatchError,
     )
 )
-"""Refusals that a repetition cannot change. After any other, the node sends its Hello again
-later."""
+"""Refusals that repeating the request cannot change. After any other, the node sends its Hello
+again later."""
 
 _SCALE_UPS = {
     ScaleUp.EAGER: pb.SCALE_UP_EAGER,
@@ -88,7 +88,7 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 
 def settings_message(settings: Settings) -> pb.Settings:
-    """Say how a job was launched; every node of it, of whichever agent, says the same."""
+    """Encode a job's launch settings; every node of it, with whichever agent, sends the same."""
     message = pb.Settings(
         min_nodes=settings.min_nodes,
         max_nodes=settings.max_nodes,
@@ -102,7 +102,7 @@ def settings_message(settings: Settings) -> pb.Settings:
         max_store_failures=settings.max_store_failures,
         no_progress_restarts=settings.no_progress_restarts,
     )
-    # Nodes that do not know of it yet leave it to the server, and are the same by that.
+    # Older nodes omit these fields, so omitting the defaults keeps settings equal.
     if settings.restart_backoff_ms != _DEFAULT.restart_backoff_ms:
         message.restart_backoff_ms = settings.restart_backoff_ms
     if settings.restart_backoff_max_ms != _DEFAULT.restart_backoff_max_ms:
@@ -111,10 +111,10 @@ def settings_message(settings: Settings) -> pb.Settings:
 
 
 class Rota:
-    """Which of several servers is asked next: the one that leads, as far as was said, or in turn.
+    """Which of several servers to ask next: the leader as last announced, else each in turn.
 
-    A server that stands by names the one that leads, which need not be among those that were
-    given. It is tried once; if it cannot be reached, the others have their turn.
+    A server that stands by names the leader, which need not be among the given endpoints. The
+    leader is tried once; if it is unreachable, the others have their turn.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -122,15 +122,15 @@ class Rota:
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
-        """The last one asked was named by another, so a redirection from it may lead in circles."""
+        """Another server named the one asked last, so a redirection from it may lead in circles."""
 
     @property
     def present(self) -> Endpoint:
-        """Whom to ask now."""
+        """The endpoint to ask now."""
         return self._leader or self._endpoints[self._turn % len(self._endpoints)]
 
     def failed(self, error: RendezvousError) -> bool:
-        """Note why the present one is of no use; say whether another may be asked at once."""
+        """Note why the present server failed; return whether to ask another at once."""
         circles, self._led = self._led, False
         leader = _leader_named(error)
         if leader is not None and leader != self.present and not circles:
@@ -142,17 +142,17 @@ class Rota:
 
 @struct(frozen=True)
 class Backoff:
-    """How long a node waits until it tries again to open its stream."""
+    """How long a node waits before it tries again to open its stream."""
 
     first_s: float = 0.1
     """The shortest wait; it doubles with every further attempt that fails."""
     max_s: float = 5.0
     takeover_s: float = 0.5
-    """While servers stand by, and the one that they name does not answer: for a few seconds."""
+    """The wait while servers stand by and their leader does not answer; lasts for a few seconds."""
     steady_s: float = 5.0
     """After a stream that lasted this long, the next attempt follows at once."""
     spread: Callable[[float, float], float] = random.uniform
-    """Chooses a wait between two bounds, so that nodes that lose a server do not return as one."""
+    """Chooses a wait between two bounds, so that nodes do not all return at once."""
 
 
 BACKOFF = Backoff()
@@ -168,16 +168,16 @@ class Attempts:
         """Attempts since the last good stream."""
         self._welcomed_at_s: float | None = None
         self._taking_over = False
-        """A server that stands by has answered since the last good stream: another will lead."""
+        """A stand-by has answered since the last good stream, so another server will lead."""
 
     @property
     def present(self) -> Endpoint:
-        """Whom to ask now."""
+        """The endpoint to ask now."""
         return self._rota.present
 
     @property
     def welcome(self) -> bool:
-        """Whether the present one has said Welcome since the last failure."""
+        """Whether the present server has sent Welcome since the last failure."""
         return self._welcomed_at_s is not None
 
     def welcomed(self, now_s: float) -> None:
@@ -188,13 +188,13 @@ class Attempts:
     def failed(
         self, error: RendezvousError, now_s: float, most_s: float = math.inf
     ) -> float | None:
-        """Note why the attempt, or the stream, has ended; return how long to wait for the next.
+        """Note why the attempt or the stream ended; return how long to wait before the next.
 
-        0 after the first attempt and after a good stream, at most `most_s` after any other. None:
-        the server has named the one that leads, which is asked at once; nothing is lost yet.
+        The wait is 0 after the first attempt and after a good stream, else at most `most_s`. None:
+        the server has named the leader, which is asked at once; nothing is lost yet.
 
-        A server that welcomes this node and then ends the stream each time is not asked without a
-        pause.
+        If a server welcomes this node and then ends the stream each time, there is a pause between
+        attempts.
         """
         backoff, since_s = self._backoff, self._welcomed_at_s
         self._welcomed_at_s = None
@@ -230,7 +230,7 @@ _PREAMBLE = re.compile(
     r"failed to connect to all addresses; last error: (UNKNOWN|UNAVAILABLE): (ipv[46]:\S+: )?"
 )
 
-# gRPC tells why a connection failed in its details only. A text that is not here is shown as it is.
+# gRPC reports why a connection failed only in its details. Other texts are shown unchanged.
 _CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), reason)
     for pattern, reason in (
@@ -254,10 +254,10 @@ def error_from_status(
     timeout_s: float,
     credentials: Credentials = PLAIN,
 ) -> RendezvousError:
-    """Turn the status of a failed call into the error that it stands for.
+    """Turn the status of a failed call into the matching error.
 
-    A code in the trailing metadata decides. Without one, the server has not said anything:
-    it could not be reached, did not answer in time, or is something else.
+    A code in the trailing metadata decides. Without one, the answer is not from rdzvd: the server
+    was unreachable, did not answer in time, or is another program.
     """
     text = details or "no details given"
     if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
@@ -293,7 +293,7 @@ def _connection_reason(details: str) -> str:
     for pattern, reason in _CONNECTION_REASONS:
         if pattern.search(details):
             return reason
-    # Only that it could not connect, and as what address, is said before it.
+    # The text before it says only that the connection failed, and to which address.
     return _PREAMBLE.sub("", details) or details
 
 

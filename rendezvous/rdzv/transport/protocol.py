@@ -1,4 +1,4 @@
-"""Facts that a server and its callers share beside the messages: protocol version, default port."""
+"""Facts that a server and its callers share besides messages: protocol version, default port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's tally on the wire: the server says it with a round, and its nodes may say it back."""
+"""A run's tally on the wire: the server sends it with a round, and nodes may send it back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rdzv.core.model import MAX_RESTART_AGES, Spent, Tally
 from rdzv.v1 import rdzv_pb2 as pb
 
 MAX_AGE_MS = 1 << 62
-"""More than any clock has counted; a store can hold what lies so far back."""
+"""More than any clock has counted; a store can hold a time this far back."""
 
 
 def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:
@@ -23,7 +23,7 @@ def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:
 
 
 def tally_of(message: pb.Tally) -> Tally:
-    """Read a tally."""
+    """Decode a tally."""
     return Tally(
         Spent(
             preemptions=message.preemptions,
