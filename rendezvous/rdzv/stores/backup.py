@@ -1,8 +1,8 @@
-"""Backups: all that a store holds, as lines of JSON that a store of any kind takes in.
+"""Backups: the whole contents of a store, as lines of JSON that any kind of store can restore.
 
-A header, the documents, every job and after each its history, then a trailer with counts and the
-SHA-256 of all bytes before it. So a file that was cut, changed or put together by hand is known as
-such, and people can read it. Each job and document is as it was at one commit; two of them may be
+A header, the documents, every job followed by its history, then a trailer with counts and the
+SHA-256 of all bytes before it. So a file that was cut, changed or put together by hand is
+detected, and people can read it. Each job and document is as of one commit; two of them may be
 from different moments.
 """
 
@@ -31,44 +31,44 @@ FORMAT = 2
 """Raised whenever an older rdzvd would misread a file, or silently drop part of it."""
 
 OLDEST_FORMAT = 1
-"""The oldest that is still restored: 1 has no documents."""
+"""The oldest format that can still be restored; 1 has no documents."""
 
 _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
 """How often a job is read before it counts as changing too fast."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job; a file that is no backup may have no lines."""
+"""Far above the membership of the largest job; a file that is not a backup may have no lines."""
 _ROWS_AT_ONCE = 100
-"""Rows of history that are restored in one commit: some stores bound their transactions."""
+"""History rows restored in one commit, because some stores limit their transactions."""
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
-    """The first line: what was copied, by whom, when."""
+    """The first line: the source, the author and the time of the backup."""
 
     source: str
     """Where the data was, for people: `/var/lib/rdzv (sqlite)`."""
     leadership: int
-    """The number of the server that wrote it; a store that is restored gives higher ones."""
+    """The number of the server that wrote it; a restored store gives higher ones."""
     unix_ms: int
     format: int = FORMAT
 
 
 class DocumentLine(msgspec.Struct, frozen=True, tag_field="kind", tag="document"):
-    """One document; its bytes in base64, for a store does not know what they mean."""
+    """One document; its bytes in base64, because a store does not interpret them."""
 
     name: str
     data: bytes
 
 
 class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
-    """One job, as `codec` writes it."""
+    """One job, as encoded by `codec`."""
 
     rdzv_id: str
     stored: msgspec.Raw
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the history of the job before it; `text` is its data, as of every version."""
+    """One row of the history of the preceding job; `text` is its data, the name in all versions."""
 
     rdzv_id: str
     unix_ms: int
@@ -78,7 +78,7 @@ class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
-    """The last line: what all lines before it come to."""
+    """The last line: counts and hash of all lines before it."""
 
     jobs: int
     events: int
@@ -88,7 +88,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
 @struct(frozen=True)
 class Summary:
-    """The contents of a whole and unchanged file."""
+    """The contents of a complete, unchanged file."""
 
     header: Header
     jobs: int
@@ -98,15 +98,15 @@ class Summary:
 
 @runtime_checkable
 class AllOrNothing(Protocol):
-    """A store that can make one commit of many writes."""
+    """A store that can combine many writes in one commit."""
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
-        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        """Commit all writes of the body at once; if it fails, none of them is written."""
         ...
 
 
 class _AnyLine(msgspec.Struct, frozen=True):
-    """The part of a header that every version has."""
+    """The header fields common to all versions."""
 
     kind: str
     format: int
@@ -119,7 +119,7 @@ _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
 class _Tally:
-    """The counts of a trailer, made while lines pass."""
+    """The counts of a trailer, updated line by line."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -142,14 +142,14 @@ class _Tally:
 
 
 async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
-    """Yield the lines of a backup, each with its end.
+    """Yield the lines of a backup, each with its line end.
 
-    No more than one job is in memory at a time. Only what is committed is in it; history that
-    still waits for a commit is not.
+    No more than one job is in memory at a time. The backup holds only committed data, without
+    history that still waits for a commit.
 
     Raises:
-        RendezvousConnectionError: the store is away, or a job changes all the time.
-        RendezvousStateError: a job cannot be read; there is no backup without it.
+        RendezvousConnectionError: the store is away, or a job keeps changing.
+            RendezvousStateError: a job cannot be read; a backup without it is refused.
 
     """
     tally = _Tally()
@@ -194,10 +194,10 @@ async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]
 
 
 def verify(file: BinaryIO, name: str) -> Summary:
-    """Read a backup to its end, job by job, and return what it holds; `name` is its, for errors.
+    """Read a backup to its end, job by job; return its contents. `name` appears in errors.
 
     Raises:
-        RendezvousStateError: it is no backup, was cut or changed, or is of a newer rdzvd.
+        RendezvousStateError: it is no backup, was cut or changed, or a newer rdzvd wrote it.
 
     """
     header: Header | None = None
@@ -305,13 +305,13 @@ def _refused(name: str, reason: str, remedy: str = "take another backup") -> Ren
 async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
     """Fill an empty store from a backup that can be read twice; return what was restored.
 
-    The whole file is verified first, and nothing is written if it, or the store, is refused. The
-    store's leadership numbers go on above that of the server that wrote the file.
+    The whole file is verified first; if it or the store is refused, nothing is written. The
+    store's leadership numbers continue above that of the server that wrote the file.
 
     Raises:
         RendezvousStateError: the file is refused.
         InvalidRequestError: the store is not empty.
-        RendezvousConnectionError: the store failed, and may hold a part of the file.
+            RendezvousConnectionError: the store failed, and may hold part of the file.
 
     """
     summary = verify(file, name)
@@ -336,7 +336,7 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
 
 
 async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None:
-    # First, so that numbers do not go back in a store that is filled by half either.
+    # First, so that numbers do not go back even in a store that is only partly filled.
     await store.take_over(at_least=header.leadership)
     file.seek(0)
     rows: list[Record] = []
@@ -354,6 +354,6 @@ async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None
 
 
 def made_at(summary: Summary) -> str:
-    """Say when a backup was made, for people: `2026-05-04 12:00:00 UTC`."""
+    """Format the time of a backup for people: `2026-05-04 12:00:00 UTC`."""
     made = time.gmtime(summary.header.unix_ms / 1000)
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", made)

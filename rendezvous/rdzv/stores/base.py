@@ -1,8 +1,8 @@
-"""The contract of every store, and the errors that it may answer with.
+"""The contract of every store, and the errors that a store may raise.
 
-An error is *definite* if nothing was written, for sure, and *indefinite* if perhaps it was: then
-the caller reads back before it decides again. When in doubt, a store says indefinite, which is a
-plain `RendezvousConnectionError`.
+An error is *definite* if certainly nothing was written, and *indefinite* if perhaps it was: then
+the caller reads back before it decides again. When in doubt, a store raises the indefinite one,
+a plain `RendezvousConnectionError`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ HISTORY_ROWS = 10_000
 """Rows of history kept for each job: months of a calm job, at about 200 bytes a row."""
 
 DOCUMENT_BYTES = 1024 * 1024
-"""Of one document, and so of one write: etcd takes 1.5 MiB at once."""
+"""The largest document, and so the largest write: etcd accepts 1.5 MiB at once."""
 
 
 class StoreRefusedError(RendezvousConnectionError):
-    """The store failed before it wrote anything; what the caller holds is still true."""
+    """The store failed before it wrote anything; the caller's copy is still current."""
 
     definite = True
 
 
 class DeposedError(StoreRefusedError):
-    """This server does not lead any more, or never did; nothing was written, nor will be.
+    """This server is not the leader, or not any more; nothing was written, nor will be.
 
     The store stays refused for this server's term: the next leader opens another.
     """
 
 
 class RevisionConflictError(RendezvousError):
-    """Somebody else has written this job or document since it was loaded; nothing was written."""
+    """Another writer changed this job or document since it was loaded; nothing was written."""
 
     code = "RevisionConflictError"
     grpc_status = "ABORTED"
@@ -50,14 +50,14 @@ class RevisionConflictError(RendezvousError):
 
 @struct(frozen=True)
 class Stored:
-    """A membership as it was read, and the revision that the next write must name."""
+    """A membership as read, and the revision that the next write must name."""
 
     membership: Membership
     revision: int
 
 
 Read = Stored | RendezvousStateError
-"""A job as it was last written, or why that cannot be read."""
+"""A job as last written, or the reason it cannot be read."""
 
 Page = Sequence[tuple[str, Read]]
 """Jobs by name."""
@@ -75,22 +75,22 @@ def read(
 
 @struct(frozen=True)
 class Record:
-    """One row of a job's history: an event, by its name and what it is made of."""
+    """One row of a job's history: an event's name and data."""
 
     unix_ms: int
     rdzv_id: str
     run: str
     name: str
     data: str
-    """Its fields, as a JSON object; a sentence in rows that older versions wrote, and of the audit.
-    No store looks into it."""
+    """The event's fields as a JSON object; a sentence in rows of older versions and of the audit.
+    No store interprets it."""
 
 
 def check_document(name: str, data: bytes) -> None:
-    """Refuse a document that no store takes. Names are rdzvd's own, never a user's.
+    """Refuse a document that no store accepts. Names are rdzvd's own, never a user's.
 
     Raises:
-        InvalidRequestError: its name is none.
+        InvalidRequestError: the name is not valid.
         LimitExceededError: it is too large.
 
     """
@@ -108,7 +108,7 @@ def check_document(name: str, data: bytes) -> None:
 class Store(Protocol):
     """Memberships by rdzv_id, their history, documents, and the leadership number.
 
-    A document is a small value that belongs to no job, and has a revision of its own.
+    A document is a small value that belongs to no job, and has its own revision.
     """
 
     @property
@@ -117,7 +117,7 @@ class Store(Protocol):
         ...
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as it was last written; None if it never was.
+        """Return a job as last written; None if it never was.
 
         Raises:
             RendezvousStateError: it is there and cannot be read; it is left untouched.
@@ -134,8 +134,8 @@ class Store(Protocol):
     ) -> int:
         """Write a membership and its records in one commit; return the new revision.
 
-        `revision` is the one that was loaded, 0 if the job must not exist yet. When this
-        returns, the commit survives a crash as far as the store survives one at all.
+        `revision` is the loaded one, or 0 if the job must not exist yet. When this returns, the
+        commit survives a crash as far as the store survives one at all.
 
         Raises:
             RevisionConflictError: the job has another revision; nothing was written.
@@ -146,10 +146,9 @@ class Store(Protocol):
         ...
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Forget a job and its history in one commit.
+        """Delete a job and its history in one commit.
 
-        `revision` is the one that was loaded. A job that is not there has revision 0, and nothing
-        happens.
+        `revision` is the loaded one. A missing job has revision 0, and deleting it does nothing.
 
         Raises:
             RevisionConflictError: the job has another revision; nothing was deleted.
@@ -164,34 +163,34 @@ class Store(Protocol):
         ...
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs, many at a time: reading one by one costs far more.
+        """Yield all stored jobs in pages: reading one by one costs far more.
 
-        A job that is written meanwhile is seen as it was before or after, or not at all.
+        A job written meanwhile appears in its old or its new state, or not at all.
         """
         ...
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership carries."""
+        """Write records that no membership write carries."""
         ...
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest records of a job, at most `limit`, oldest first.
 
-        A store keeps a bounded number of them for each job and forgets the oldest.
+        A store keeps a limited number of them for each job and deletes the oldest.
         """
         ...
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as it was last written, and its revision; None if it never was."""
+        """Return a document as last written, and its revision; None if it never was."""
         ...
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
         """Write a document; return the new revision.
 
-        `revision` is the one that was loaded, 0 if the document must not exist yet.
+        `revision` is the loaded one, or 0 if the document must not exist yet.
 
         Raises:
-            InvalidRequestError: the name is none.
+            InvalidRequestError: the name is not valid.
             LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
             RevisionConflictError: the document has another revision; nothing was written.
             StoreRefusedError: nothing was written.
@@ -205,12 +204,12 @@ class Store(Protocol):
         ...
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given, and not below `at_least`.
+        """Return a leadership number above all that this store has given, and at least `at_least`.
 
         The number is written before it is returned.
         """
         ...
 
     async def close(self) -> None:
-        """Finish what was begun and let go of the data. Later calls are refused."""
+        """Finish the calls under way and release the data. Later calls are refused."""
         ...

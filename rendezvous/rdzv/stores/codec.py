@@ -1,6 +1,6 @@
 """Memberships as bytes: JSON in an envelope that names its format, so that people can read it.
 
-Where a store bounds what it takes, `pack` makes large values small.
+For stores that limit the size of a value, `pack` makes large values small.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rdzv.core.model import Membership, ScaleUp
 from rdzv.errors import RendezvousStateError
 
 FORMAT = 3
-"""Raised whenever an older server would misread, or silently drop, what this one writes."""
+"""Raised whenever an older server would misread, or silently drop, data of this one."""
 
 _FORMATS_BEFORE = (1, 2)
 """Written where an older server would lose nothing, so that a downgrade stays possible."""
@@ -23,7 +23,7 @@ PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job; damaged bytes may not fill the memory."""
+"""Far above the membership of the largest job; stops damaged bytes from filling the memory."""
 
 _LEVEL = 3
 """Memberships are so repetitive that higher levels gain little, and take much longer."""
@@ -55,7 +55,7 @@ def encode(membership: Membership) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Membership:
-    """Return the membership that was encoded; `where` names it in errors (file and job).
+    """Return the encoded membership; `where` names it in errors (file and job).
 
     Raises:
         RendezvousStateError: the bytes are damaged, or of a format that this server cannot read.
@@ -74,7 +74,7 @@ def decode(data: bytes, where: str) -> Membership:
 
 
 def pack(data: bytes) -> bytes:
-    """Return bytes from which `unpack` gives `data`: itself, or deflated if that is smaller.
+    """Return bytes from which `unpack` restores `data`: unchanged, or deflated if that is smaller.
 
     >>> pack(b"{}"), len(pack(b"{" * 100_000)) < 1_000
     (b'{}', True)
@@ -85,7 +85,7 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> bytes:
-    """Return what was packed; `where` names it in errors.
+    """Return the data given to `pack`; `where` names it in errors.
 
     Raises:
         RendezvousStateError: the bytes are damaged.

@@ -1,4 +1,4 @@
-"""Which of several rdzvd on one etcd leads, and the proof of it.
+"""Leader election among several rdzvd on one etcd, and the proof of leadership.
 
 async with (
     EtcdClient.connected(config) as client,
@@ -30,23 +30,23 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RENEWALS_PER_TTL = 6
-"""A renewal that is lost may be repeated at another member, and that one elect its leader anew."""
+"""Lets a lost renewal be repeated at another member, even while etcd elects its own leader."""
 
 ANSWER_S = 0.5
-"""The least time that a member gets to answer a renewal, before the next one is asked."""
+"""The least time a member has to answer a renewal before the next member is asked."""
 
 RETRY_S = 0.1
-"""Pause after etcd was asked in vain."""
+"""Pause after a failed request to etcd."""
 
 RESIGN_S = 1.0
-"""How long etcd is told that this process leaves, before its lease is left to run out."""
+"""How long to try to revoke the lease before it is left to run out."""
 
 REPLICAS_PER_PAGE = 100
 
 
 @struct(frozen=True)
 class Fence:
-    """The leader key as one term created it; what every write of that term is compared with."""
+    """The leader key as created by one term; every write of that term is compared with it."""
 
     key: bytes
     create_revision: int
@@ -54,7 +54,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader. Times are by its own clock, for people."""
+    """The leader. Times are by the leader's own clock, for people."""
 
     address: str
     since_unix_ms: int
@@ -79,24 +79,24 @@ class _Session:
         self.ttl_s = ttl_s
         self.fence: Fence | None = None
         self.lost: str | None = None
-        """Why it is over; None while it holds."""
+        """Why it ended; None while it holds."""
         self.over = asyncio.Event()
         self.renewed(sent_s)
 
     def renewed(self, sent_s: float) -> None:
-        """Count from when the renewal was sent: etcd has counted from later."""
+        """Count from when the renewal was sent: etcd counts from later."""
         self.sent_s = sent_s
         self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
 
     def lose(self, reason: str) -> None:
-        """End it for a reason; the first one stands."""
+        """End it for a reason; the first reason stands."""
         if self.lost is None:
             self.lost = reason
             self.over.set()
 
 
 _MARGIN = 1 / 6
-"""Of the TTL: what clocks may differ in speed, and streams need to be closed."""
+"""Fraction of the TTL that allows for clock drift and for closing streams."""
 
 
 class Election:
@@ -114,7 +114,7 @@ class Election:
         self._seen_revision = -1
         """... at this revision; -1: never."""
         self._news = asyncio.Event()
-        """Set, and replaced, whenever one of the above has changed."""
+        """Set, and replaced, whenever one of the above changes."""
         self._last_loss = "this server has not led yet"
         self._away = False
 
@@ -123,10 +123,10 @@ class Election:
     async def running(
         cls, client: EtcdClient, address: str, version: str = ""
     ) -> AsyncIterator[Election]:
-        """Take part under `address` until the body ends; then resign, and be forgotten at once.
+        """Take part under `address` until the body ends; then resign and deregister at once.
 
-        Returns as soon as the tasks run: etcd need not be reachable. It survives every failure of
-        etcd that ends, and logs when etcd is away and when it is back.
+        Returns as soon as the tasks run: etcd need not be reachable. It survives every temporary
+        failure of etcd, and logs when etcd is away and when it is back.
         """
         election = cls(client, address, version)
         try:
@@ -146,12 +146,12 @@ class Election:
 
     @property
     def address(self) -> str:
-        """Where this rdzvd is reached."""
+        """The address where this rdzvd is reached."""
         return self._address
 
     @property
     def leader(self) -> Leader | None:
-        """The leader as last seen; None if there is none, or nothing was seen yet."""
+        """The leader as last seen; None if there is none, or none was seen yet."""
         return read_leader(self._held) if self._held else None
 
     @property
@@ -159,8 +159,8 @@ class Election:
         """Whether this process leads, and can prove it at this moment.
 
         True only between `campaign` and the end of `lost`, and not when the newest renewal is too
-        old, also before `lost` has had a chance to say so. Without waiting, so it may be asked
-        before every message that only a leader may send.
+        old, even if `lost` has not yet returned. Never blocks, so it may be called before every
+        message that only a leader may send.
         """
         session = self._session
         return (
@@ -173,7 +173,7 @@ class Election:
     async def campaign(self) -> Fence:
         """Wait, by watch, until this process leads; return the fence of its term.
 
-        It may be cancelled, and called again. A term that was not `lost` is returned as it is.
+        It may be cancelled and called again. A term that is not yet lost is returned unchanged.
         """
         while True:
             await self._until(self._may_lead)
@@ -193,14 +193,14 @@ class Election:
                 return fence
 
     def _may_lead(self) -> bool:
-        """Whether it is worth trying: there is no leader, or it is this very session."""
+        """Return whether to try: there is no leader, or this very session is the leader."""
         session = self._session
         if session is None or session.lost is not None or self._seen_revision < 0:
             return False
         return self._held is None or self._held.lease == session.lease
 
     async def _create(self, session: _Session) -> Fence | None:
-        """Create the leader key, unless it is there; return its fence if it is this session's."""
+        """Create the leader key if it does not exist; return its fence if it is this session's."""
         value = msgspec.json.encode(Leader(self._address, _unix_ms(), 0))
         done = await self._client.txn(
             (Created(self._key, 0),),
@@ -209,17 +209,17 @@ class Election:
         )
         (held,) = done.found
         self._see(held, done.revision)
-        # An attempt with an unknown outcome, or one that was cancelled, may have succeeded.
+        # An attempt with an unknown outcome, or a cancelled one, may have succeeded.
         if held is None or held.lease != session.lease:
             return None
         return Fence(self._key, held.create_revision)
 
     async def lost(self) -> str:
-        """Wait until leadership cannot be proven any more; return the reason.
+        """Wait until leadership can no longer be proven; return the reason.
 
-        That is: the newest renewal is older than the TTL less a margin, counted by this machine's
-        clock from when it was *sent*, so that another rdzvd can lead a margin later at the
-        earliest; or etcd says that the lease or the leader key is gone; or this process has
+        The reasons: the newest renewal is older than the TTL less a margin, counted by this
+        machine's clock from when it was *sent*, so that another rdzvd can lead a margin later at
+        the earliest; or etcd reports that the lease or the leader key is gone; or this process has
         resigned. Returns at once if this process does not lead.
         """
         session = self._session
@@ -230,14 +230,14 @@ class Election:
         return session.lost
 
     async def changed(self, seen: Leader | None) -> Leader | None:
-        """Wait until the leader is another than `seen`; return the new one."""
+        """Wait until the leader differs from `seen`; return the new one."""
         await self._until(lambda: self.leader != seen)
         return self.leader
 
     async def resign(self) -> None:
-        """End this process's term, so that another leads at once; without one, do nothing.
+        """End this process's term, if any, so that another leads at once.
 
-        Never raises: if etcd cannot be told, the lease runs out.
+        Never raises: if etcd cannot be reached, the lease runs out.
         """
         session = self._session
         if session is None or session.fence is None:
@@ -246,7 +246,7 @@ class Election:
         await self._until(lambda: self._session is not session)
 
     async def replicas(self) -> tuple[Replica, ...]:
-        """Return all rdzvd that take part, in the order of their addresses.
+        """Return all participating rdzvd, sorted by address.
 
         Raises:
             RendezvousConnectionError: etcd is away.
@@ -265,7 +265,7 @@ class Election:
     # ---------------------------------------------------------------- the session
 
     async def _hold_sessions(self) -> None:
-        """Have a session whenever etcd gives one; renew it until it is lost; begin anew."""
+        """Keep a session with etcd: begin one, renew it until it is lost, and begin another."""
         while True:
             try:
                 session = await self._begin_session()
@@ -314,7 +314,7 @@ class Election:
             session.renewed(sent_s)
 
     async def _end_session(self, reason: str) -> None:
-        """End the session that there is: revoking its lease deletes all its keys."""
+        """End the present session: revoking its lease deletes all its keys."""
         if (session := self._session) is None:
             return
         session.lose(reason)
@@ -332,7 +332,7 @@ class Election:
     # ---------------------------------------------------------------- the leader key
 
     async def _follow(self) -> None:
-        """Keep the leader key in view, whatever becomes of etcd."""
+        """Watch the leader key, and start again after every failure of etcd."""
         every_s = min(1.0, self._client.config.ttl_s / 3)
         while True:
             try:
@@ -344,12 +344,12 @@ class Election:
                         for change in some:
                             self._see(change.kv, change.revision)
             except RendezvousConnectionError as error:
-                # Compaction is no failure, but its pause does no harm.
+                # Compaction is no failure, but the pause after one does no harm here.
                 self._etcd_is_away(error)
                 await asyncio.sleep(RETRY_S)
 
     def _see(self, held: KeyValue | None, revision: int) -> None:
-        """Take note of the leader key at a revision, unless something newer was seen."""
+        """Record the leader key at a revision, unless a newer one was seen."""
         if revision <= self._seen_revision:
             return
         self._seen_revision = revision
@@ -387,7 +387,7 @@ class Election:
 
 
 def read_leader(kv: KeyValue) -> Leader:
-    """Return what a leader has written about itself; one that cannot be read has no name."""
+    """Return a leader key's data about its leader; an unreadable one has no name."""
     try:
         return msgspec.json.decode(kv.value, type=Leader)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -417,7 +417,7 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
 
 
 def _now_s() -> float:
-    """Return a time that goes on while the machine sleeps, as that of etcd does."""
+    """Return a time that continues while the machine sleeps, like etcd's."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

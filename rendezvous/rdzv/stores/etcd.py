@@ -1,10 +1,10 @@
 """The store of replicated servers: an etcd v3 cluster.
 
-Below the prefix: `jobs/ID` holds a membership, `history/ID/...` what the commits of one job had to
-tell, `documents/NAME` a document, `leadership` the number of the latest take-over, and `leader` who
-leads. Every write is one
-transaction, compared with the leader key as this server's term has created it: once another leads,
-nothing that this one sends is written, however late it arrives.
+Below the prefix: `jobs/ID` holds a membership, `history/ID/...` history records of one job,
+`documents/NAME` a document, `leadership` the number of the latest takeover, and `leader` the
+present leader. Every write is one transaction, compared with the leader key as this server's term
+created it: once another leads, nothing that this server sends is written, however late it
+arrives.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from rdzv.stores.etcd_values import (
 )
 
 KEYS_PER_PAGE = 1_000
-"""A page of keys alone: names are short."""
+"""For a page of keys alone: names are short."""
 
 JOBS_PER_PAGE = 10
-"""A membership may have 1.5 MiB, and all of a page have to fit into one answer."""
+"""A membership may have 1.5 MiB, and a whole page must fit into one answer."""
 
 BATCHES_PER_PAGE = 500
-"""A page of history: some 12 MiB at most, and rarely above 100 KiB."""
+"""For a page of history: some 12 MiB at most, and rarely above 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
-"""Data of one key of history; what is longer begins the next key."""
+"""The data of one history key; longer data continues in the next key."""
 
 _HISTORY_BYTES = 256 * 1024
-"""History of one transaction, deflated: the membership needs the rest of it."""
+"""The history in one transaction, deflated: the membership needs the rest."""
 
 _SLOW_BYTES = 64 * 1024
-"""Stored values above this are inflated in a thread, ..."""
+"""Larger stored values are inflated in a thread, ..."""
 
 _SLOW_PARTICIPANTS = 256
-"""... and so are the memberships deflated that give them."""
+"""... and larger memberships are deflated in one."""
 
 _Rows = list[tuple[int, str, str, str]]
-"""unix_ms, run, name, data: the job is in the key."""
+"""unix_ms, run, name, data: the job is part of the key."""
 
 _rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
 _number_decoder = msgspec.json.Decoder(int)
@@ -75,9 +75,9 @@ _number_decoder = msgspec.json.Decoder(int)
 class EtcdStore:
     """Memberships, history, documents and leadership in etcd, for one term of one server.
 
-    `fence` is what `Election.campaign` has returned; without one, the store can only be read. The
+    `fence` is the result of `Election.campaign`; without one, the store is read-only. The
     client belongs to the caller. A revision is the mod_revision of a key: it only grows, but not
-    by one, and is never given twice, also if the key was deleted meanwhile.
+    by one, and is never given twice, even if the key was deleted meanwhile.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class EtcdStore:
         self._history_rows = history_rows
         self._closed = False
         self._batches = 0
-        """Keys of history written in this term; with the term, it puts them in order."""
+        """History keys written in this term; together with the term, it orders them."""
         self._unpruned: dict[str, int] = {}
-        """Rows written for a job since its history was last cut."""
+        """Rows written for a job since its history was last pruned."""
 
     @property
     def place(self) -> str:
@@ -99,7 +99,7 @@ class EtcdStore:
         return self._client.config.place
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as it was last written; None if it never was."""
+        """Return a job as last written; None if it never was."""
         self._check_open()
         kv, _ = await self._client.get(self._job_key(rdzv_id))
         if kv is None:
@@ -119,18 +119,18 @@ class EtcdStore:
         """Write a membership and its records in one commit; return the new revision.
 
         Raises:
-            DeposedError: this server does not lead any more; nothing was written.
+            DeposedError: this server is not the leader any more; nothing was written.
             RevisionConflictError: the job has another revision; nothing was written.
             StoreRefusedError: nothing was written.
-            RendezvousConnectionError: perhaps it was written, or will yet be: it may still be on
-                its way when it is read back. It then makes the next write a conflict, or is one.
+            RendezvousConnectionError: perhaps it was written, or will be: the write may still be
+                under way when it is read back. Then either it or the next write is a conflict.
 
         """
         fence = self._check_fence()
         key = self._job_key(rdzv_id)
         data = await self._encoded(membership)
         plan = await self._plan(fence, records)
-        # History that does not fit into the transaction is written before it: it promises nothing.
+        # History that exceeds the transaction is written before it: no guarantee depends on it.
         *before, history = plan.transactions(MAX_OPERATIONS - 1)
         for operations in before:
             await self._write(fence, operations)
@@ -141,7 +141,7 @@ class EtcdStore:
         return written
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Forget a job and its history in one commit; it raises what `compare_and_swap` does."""
+        """Delete a job and its history in one commit; raises the errors of `compare_and_swap`."""
         fence = self._check_fence()
         key = self._job_key(rdzv_id)
         operations = (Delete(key), Delete(*_below(self._history_folder(rdzv_id))))
@@ -171,7 +171,7 @@ class EtcdStore:
         ]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership carries; very many of them in several commits."""
+        """Write records that no membership write carries; very many take several commits."""
         fence = self._check_fence()
         plan = await self._plan(fence, records)
         for operations in plan.transactions(MAX_OPERATIONS):
@@ -198,16 +198,16 @@ class EtcdStore:
         return tuple(reversed(newest_first[: max(wanted, 0)]))
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as it was last written, and its revision; None if it never was."""
+        """Return a document as last written, and its revision; None if it never was."""
         self._check_open()
         kv, _ = await self._client.get(self._document_key(name))
         return (kv.value, kv.mod_revision) if kv else None
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision. It also raises what `compare_and_swap` does.
+        """Write a document; return the new revision. Also raises the errors of `compare_and_swap`.
 
         Raises:
-            InvalidRequestError: the name is none.
+            InvalidRequestError: the name is not valid.
             LimitExceededError: it is above `DOCUMENT_BYTES`; nothing was written.
 
         """
@@ -221,12 +221,12 @@ class EtcdStore:
         return await self._names(f"{self._prefix}/documents/")
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given, and not below `at_least`.
+        """Return a leadership number above all that this store has given, and at least `at_least`.
 
         The number is written in one commit with the leader key, so that all servers see both.
 
         Raises:
-            DeposedError: this server does not lead any more; nothing was written.
+            DeposedError: this server is not the leader any more; nothing was written.
 
         """
         fence = self._check_fence()
@@ -282,7 +282,7 @@ class EtcdStore:
     async def _encoded(self, membership: Membership) -> bytes:
         if membership.round is None or len(membership.round.participants) < _SLOW_PARTICIPANTS:
             return _encode(membership)
-        # Deflating a large job takes longer than the loop may be held up.
+        # Deflating a large job takes longer than the loop may be blocked.
         return await asyncio.to_thread(_encode, membership)
 
     async def _write(self, fence: Fence, operations: Sequence[Operation]) -> None:
@@ -291,7 +291,7 @@ class EtcdStore:
             raise self._deposed(done.found[0])
 
     def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
-        """Say why a transaction did nothing: raise if the fence has fallen, else return the key."""
+        """Return the key after a failed transaction; raise if the cause is the fence."""
         leader, held = done.found
         if leader is None or leader.create_revision != fence.create_revision:
             raise self._deposed(leader)
@@ -316,14 +316,14 @@ class EtcdStore:
     # ---------------------------------------------------------------- history
 
     async def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
-        """Work out how records are written, and what is forgotten for them."""
+        """Plan how records are written, and which rows are deleted for them."""
         by_job: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
             by_job[record.rdzv_id].append(record)
         plan = _Plan()
         for rdzv_id, rows in by_job.items():
             folder = self._history_folder(rdzv_id)
-            # A job not yet written to in this term may be over its bound already.
+            # A job not yet written to in this term may already exceed its limit.
             unpruned = self._unpruned.get(rdzv_id, self._history_rows) + len(rows)
             if unpruned > self._history_rows // 10:
                 plan.operations += await self._pruning(folder, len(rows))
@@ -337,11 +337,11 @@ class EtcdStore:
         return plan
 
     def _account(self, plan: _Plan) -> None:
-        """Take note that a plan is written; after one that may not be, more is counted again."""
+        """Note that a plan was written; without this, its rows are counted again."""
         self._unpruned |= plan.unpruned
 
     async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:
-        """Return what deletes the rows that are too many once `rows` more are written."""
+        """Return the deletions that make room for `rows` new rows."""
         start, end = _below(folder)
         pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
         async with aclosing(pages):
@@ -385,14 +385,14 @@ class EtcdStore:
 
 
 class _Plan:
-    """Operations that write history, and what is then true."""
+    """Operations that write history, and the row counts afterwards."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.unpruned: dict[str, int] = {}
 
     def transactions(self, room: int) -> list[list[Operation]]:
-        """Return the operations in order, in as few transactions as hold them; one at least."""
+        """Return the operations in order, in the fewest transactions possible; at least one."""
         size = 0
         transactions: list[list[Operation]] = [[]]
         for operation in self.operations:
@@ -410,17 +410,17 @@ def _holds(fence: Fence) -> Created:
 
 
 def _quoted(rdzv_id: str) -> str:
-    """Spell a name so that no other has the same key, and none is below another."""
+    """Encode a name so that no two names share a key, and no key is below another."""
     return quote(rdzv_id, safe=":@")
 
 
 def _below(folder: str) -> tuple[bytes, bytes]:
-    """Return the range of all keys below a folder, which ends in a slash."""
+    """Return the range of all keys below a folder, whose name ends in a slash."""
     return folder.encode(), folder[:-1].encode() + b"0"
 
 
 def _rows_in(key: bytes) -> int:
-    """Return how many rows a key of history holds: the number that its name ends in."""
+    """Return the number of rows in a history key: its name ends in that number."""
     rows = key.rpartition(b"-")[2]
     return int(rows) if rows.isdigit() else 1
 

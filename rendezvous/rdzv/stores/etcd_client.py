@@ -1,8 +1,8 @@
-"""The door to etcd: its public gRPC API as plain values, and its failures as our errors.
+"""A client of etcd: its public gRPC API as plain values, and its failures as our errors.
 
-Only here are gRPC and etcd's messages seen. Each endpoint has a channel of its own, so that it is
-known which of them a call was sent to: a call that may be repeated goes to the next one, and a
-transaction is repeated only as long as it was surely not sent.
+Only this module uses gRPC and etcd's messages. Each endpoint has its own channel, so that it is
+known which endpoint a call was sent to: a call that may be repeated goes to the next one, and a
+transaction is repeated only while it has certainly not been sent.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ MAX_REQUEST_BYTES = 1_500_000
 """The most bytes of one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # etcd is inside the cluster; a proxy for the Internet would answer in its place.
+    # etcd is inside the cluster; an Internet proxy would answer instead.
     ("grpc.enable_http_proxy", 0),
-    # One value is at most what one request may weigh; pages hold few values, or keys alone.
+    # One value is at most as large as one request; pages hold few values, or only keys.
     ("grpc.max_receive_message_length", 16 << 20),
-    # A stopped member is noticed by unanswered pings; the keepalive timeout alone does not notice
-    # it. etcd ends connections that ping more often than every 5 s, or without a call.
+    # Unanswered pings reveal a stopped member; the keepalive timeout alone does not. etcd ends
+    # connections that ping more often than every 5 s, or without a call.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 0),
-    # A member that was restarted is used again soon.
+    # A member that was restarted is soon used again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each client knows its own connections, and repeats calls itself.
+    # Each client manages its own connections, and repeats calls itself.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
 """Options of every channel to etcd."""
 
 RETRY_S = 0.1
-"""Pause after every endpoint was tried in vain."""
+"""Pause after every endpoint has failed."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -79,8 +79,8 @@ Response = TypeVar("Response", bound=Message)
 class EtcdClient:
     """One process's connections to etcd. Made by `EtcdClient.connected`.
 
-    Every call ends within `timeout_ms`. What may be repeated is, at the next endpoint, within that
-    time. A call raises
+    Every call ends within `timeout_ms`. Repeatable calls are repeated, at the next endpoint, within
+    that time. A call raises
 
     * `StoreRefusedError` if etcd was not reached or has refused: nothing was written,
     * `RendezvousConnectionError` if the outcome is unknown.
@@ -97,7 +97,7 @@ class EtcdClient:
         )
         self._current = 0
         self._timeout_s = config.timeout_ms / 1000
-        # A stopped member must not eat the time in which another would have answered.
+        # A stopped member must not use up the time in which another could answer.
         self._attempt_s = self._timeout_s / (2 if len(self._channels) > 1 else 1)
         self._token = ""
         self._authenticating = asyncio.Lock()
@@ -105,7 +105,7 @@ class EtcdClient:
     @classmethod
     @asynccontextmanager
     async def connected(cls, config: EtcdConfig) -> AsyncIterator[EtcdClient]:
-        """Connect, see that the data can be read, and close in the end.
+        """Connect, check that the data can be read, and close at the end.
 
         Raises:
             InvalidRequestError: user, password, certificates or prefix are refused.
@@ -128,7 +128,7 @@ class EtcdClient:
     # ---------------------------------------------------------------- calls
 
     async def get(self, key: bytes) -> tuple[KeyValue | None, int]:
-        """Read one key; return it, and the revision at which this is true."""
+        """Read one key; return it, and the revision at which it was read."""
         request = pb.RangeRequest(key=key)
         response = await self._repeated(_RANGE, request)
         return _first(response), response.header.revision
@@ -144,7 +144,7 @@ class EtcdClient:
     ) -> AsyncGenerator[tuple[KeyValue, ...]]:
         """Yield all keys from `start` to below `end`, in pages of at most `page` keys.
 
-        What is written meanwhile may be seen or not. With `newest_first` from the end backwards.
+        Writes made meanwhile may appear or not. With `newest_first` the keys come in reverse.
         """
         order = pb.RangeRequest.DESCEND if newest_first else pb.RangeRequest.NONE
         while True:
@@ -168,13 +168,13 @@ class EtcdClient:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TxnResult:
-        """Do `then` if everything compares as it should, else `otherwise`; all of it or nothing.
+        """Do `then` if all comparisons hold, else `otherwise`, in one atomic transaction.
 
         It is sent at most once.
 
         Raises:
             StoreRefusedError: it was not sent, or etcd has refused it.
-            RendezvousConnectionError: perhaps it was done, or will yet be.
+                RendezvousConnectionError: perhaps it was done, or will be.
 
         """
         request = pb.TxnRequest(
@@ -196,8 +196,8 @@ class EtcdClient:
         return TxnResult(response.succeeded, response.header.revision, found)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Make a lease; return its id, and the TTL in seconds that etcd gave it."""
-        # One that is made twice runs out by itself.
+        """Create a lease; return its id, and the TTL in seconds that etcd granted."""
+        # A duplicate lease runs out by itself.
         response = await self._repeated(_GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
 
@@ -208,7 +208,7 @@ class EtcdClient:
         return response.TTL
 
     async def revoke(self, lease: int) -> None:
-        """End a lease, and delete what hangs on it. One that is gone already is no error."""
+        """End a lease, and delete its keys. A lease that is gone already is no error."""
         try:
             await self._repeated(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except _RefusedError as error:
@@ -218,15 +218,15 @@ class EtcdClient:
     async def watch(
         self, key: bytes, revision: int, every_s: float = 1.0
     ) -> AsyncGenerator[tuple[Change, ...]]:
-        """Yield what happens to one key from `revision` on; first (), once it is watched.
+        """Yield the changes of one key from `revision` on; first (), once the watch is active.
 
-        The member is asked every `every_s` whether it is still there, so the end of one that is
-        stopped or cut off is noticed in about twice that time. Nothing is queued here: who reads
-        slowly is waited for.
+        The member is asked every `every_s` whether it is still there, so a member that is stopped
+        or cut off is noticed in about twice that time. Nothing is queued here: a slow reader delays
+        the stream.
 
         Raises:
             CompactedError: those revisions are gone.
-            RendezvousConnectionError: the watch has broken; read anew and watch from there.
+                RendezvousConnectionError: the watch broke; read the key again and watch from there.
 
         """
         index = self._current
@@ -270,7 +270,7 @@ class EtcdClient:
         request: Request,
         timeout_s: float | None = None,
     ) -> Response:
-        """Call until somebody answers or the time is over; for what may be done twice."""
+        """Call until an endpoint answers or time is up; only for calls that may be done twice."""
         timeout_s = timeout_s or self._timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -284,7 +284,7 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
-            # Silence says less than what was said before it.
+            # A timeout tells less than an earlier error did.
             reason = _reason(failure) if not (reason and _is_silence(failure)) else reason
             self._leave(index)
             tried += 1
@@ -294,7 +294,7 @@ class EtcdClient:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: _Method[Request, Response], request: Request) -> Response:
-        """Call where there is a connection; once the call is on its way, it is never repeated."""
+        """Call where there is a connection; once the call is under way, it is never repeated."""
         index = await self._connection()
         try:
             return await self._attempt(index, method, request, self._timeout_s)
@@ -305,11 +305,11 @@ class EtcdClient:
     async def _attempt(
         self, index: int, method: _Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        """Call one endpoint, with a new token if the old one is not taken any more.
+        """Call one endpoint, with a new token if the old one is no longer accepted.
 
         Raises:
             StoreRefusedError: etcd has refused, and has done nothing. grpc.RpcError: the outcome is
-            unknown; another endpoint may do better.
+                unknown; another endpoint may succeed.
 
         """
         loop = asyncio.get_running_loop()
@@ -339,7 +339,7 @@ class EtcdClient:
         if not method.streams:
             answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
             return answer
-        # One question on a stream of its own: each has its deadline, and goes where it is answered.
+        # Each request has its own stream, so it has its own deadline and its own endpoint.
         stream = ask(iter((request,)), timeout=timeout_s, metadata=metadata)
         try:
             response = await stream.read()
@@ -355,10 +355,10 @@ class EtcdClient:
             stream.cancel()
 
     async def _connection(self) -> int:
-        """Return an endpoint that there is a connection to; begin with the one in use.
+        """Return an endpoint with a connection, starting with the one in use.
 
         Raises:
-            StoreRefusedError: there was none in time.
+            StoreRefusedError: none connected in time.
 
         """
         loop = asyncio.get_running_loop()
@@ -390,7 +390,7 @@ class EtcdClient:
             await channel.wait_for_state_change(state)
 
     def _leave(self, index: int) -> None:
-        """Let the next call begin elsewhere."""
+        """Make the next call start at another endpoint."""
         if self._current == index:
             self._current = (index + 1) % len(self._channels)
 
@@ -413,7 +413,7 @@ class EtcdClient:
         return (("token", self._token),)
 
     async def _authenticate(self, stale: Metadata) -> None:
-        """Get a token, unless somebody else has got one since `stale` was refused."""
+        """Get a token, unless another call has got one since `stale` was refused."""
         async with self._authenticating:
             if self._token and (("token", self._token),) != stale:
                 return
@@ -440,7 +440,7 @@ class EtcdClient:
     # ---------------------------------------------------------------- errors
 
     async def _open(self) -> None:
-        """Read something, and tell an operator's mistake from an etcd that is away."""
+        """Read a key, to tell a configuration error from an etcd that is away."""
         try:
             await self.get(f"{self.config.prefix}/leader".encode())
         except _RefusedError as error:
@@ -461,7 +461,7 @@ class EtcdClient:
             raise
 
     def _mistake(self, error: _RefusedError) -> str:
-        """Say what in the configuration etcd has refused."""
+        """Describe which part of the configuration etcd refused."""
         config, said = self.config, error.said
         if "authentication failed" in said:
             return (
@@ -473,7 +473,7 @@ class EtcdClient:
                 f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
                 "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
             )
-        # To a client with a certificate, etcd says that the user without a name has no permission.
+        # To a client with a certificate, etcd reports that a user without a name has no access.
         if "user name is empty" in said or ("permission denied" in said and not config.user):
             return f"{config.place}: a user is asked for and none is given; give user and password"
         if "permission denied" in said:
@@ -486,7 +486,7 @@ class EtcdClient:
         return f"{config.place}: {said}"
 
     def _judged(self, error: grpc.aio.AioRpcError) -> Exception:
-        """Return a refusal of etcd's as such; anything else as it is."""
+        """Return etcd's refusal as a `_RefusedError`; any other error unchanged."""
         said = error.details() or ""
         by_etcd = said.startswith("etcdserver: ") or error.code() is grpc.StatusCode.UNIMPLEMENTED
         if by_etcd and error.code() in _DEFINITE:
@@ -520,7 +520,7 @@ class EtcdClient:
 
 
 class _RefusedError(StoreRefusedError):
-    """etcd has answered, and it was a no."""
+    """etcd answered, and refused."""
 
     def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
         super().__init__(text)
@@ -555,7 +555,7 @@ _AUTHENTICATE = _Method(
 )
 
 _REQUIRE_LEADER = ("hasleader", "true")
-"""A member that has lost the others ends such a stream, and does not stay silent on it."""
+"""Makes a member that has lost the others end such a stream instead of staying silent."""
 
 _DEFINITE = frozenset(
     {
@@ -569,9 +569,9 @@ _DEFINITE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""With these etcd itself says that it has done nothing. With all others the outcome is unknown."""
+"""Statuses with which etcd has certainly done nothing. With all others the outcome is unknown."""
 
-# Of a watch, some versions say that permission is denied when only the token has run out.
+# For a watch, some versions report denied permission when only the token has expired.
 _TOKEN_REFUSAL = re.compile(
     "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
 )
@@ -582,7 +582,7 @@ _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECA
 
 
 def _tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
-    """Return what TLS needs, read anew; None for plaintext."""
+    """Return the TLS credentials, read again from the files; None for plaintext."""
     if not config.secure:
         return None
 
@@ -600,7 +600,7 @@ def _is_silence(error: grpc.RpcError) -> bool:
 
 
 def _reason(error: grpc.RpcError) -> str:
-    """Say in one line why a call failed."""
+    """Describe in one line why a call failed."""
     assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
     if _is_silence(error):
         return "no answer in time"
@@ -612,7 +612,7 @@ def _said(error: OSError) -> str:
 
 
 async def _within(seconds: float, work: Awaitable[bool]) -> bool:
-    """Return what `work` returns; False if it takes longer."""
+    """Return the result of `work`; False if it takes longer."""
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -623,7 +623,7 @@ async def _within(seconds: float, work: Awaitable[bool]) -> bool:
 async def _watch_requests(
     key: bytes, revision: int, every_s: float, over: asyncio.Event
 ) -> AsyncIterator[pb.WatchRequest]:
-    """Ask for a watch, and from then on whether it still goes on, until it is over."""
+    """Request a watch, then ask regularly whether it is still active, until it is over."""
     create = pb.WatchCreateRequest(key=key, start_revision=revision)
     yield pb.WatchRequest(create_request=create)
     while not await _within(every_s, over.wait()):

@@ -1,4 +1,4 @@
-"""How etcd is reached: endpoints, TLS files and password, read and checked."""
+"""Connection settings of etcd: endpoints, TLS files and password, read and checked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rdzv.transport.certificates import check_authorities, check_pair
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 DEFAULT_PORT = 2379
-"""Where etcd listens for clients."""
+"""The port where etcd listens for clients."""
 
 
 def first_line(file: Path) -> str:
     """Read a password from the first line of a file.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: the file has none, or cannot be read.
 
     """
     try:
@@ -39,22 +39,22 @@ class EtcdConfig:
     prefix: str = "/rdzv"
     """All keys begin with it and a slash, so several rdzvd clusters may share one etcd."""
     tls: bool = False
-    """Whether endpoints are https; a CA or a certificate says so too."""
+    """Whether endpoints use https; a CA or a certificate implies it."""
     user: str = ""
     password: str = field(default="", repr=False)
     ca: Path | None = None
-    """The CA of the members' certificates; without one, the system's."""
+    """The CA of the members' certificates; if None, the system's CAs."""
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
-    """How long a leader that has fallen silent is waited for. etcd raises less than one and a half
-    of its election timeouts to that."""
+    """How long to wait for a silent leader. etcd raises values below one and a half of its
+    election timeouts to that."""
     timeout_ms: int = 3_000
     """The time limit of one call, with all its repetitions."""
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
-        """Read `HOST:PORT,HOST:PORT`, each also as http:// or https://; check the whole.
+        """Parse `HOST:PORT,HOST:PORT`, each also as http:// or https://, and check the whole.
 
         Raises:
             InvalidRequestError: a value cannot be used.
@@ -76,10 +76,10 @@ class EtcdConfig:
         return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
 
     def check(self) -> None:
-        """Refuse what cannot work, with value, reason and remedy.
+        """Check the configuration; errors give value, reason and remedy.
 
         Raises:
-            InvalidRequestError: the first such value.
+            InvalidRequestError: a value cannot be used; the first one is named.
 
         """
         if not self.endpoints:
@@ -118,13 +118,13 @@ class EtcdConfig:
 
 
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
-    """Read `HOST:PORT,HOST:PORT`, with or without scheme; return them, and whether they are https.
+    """Parse `HOST:PORT,HOST:PORT`, with or without scheme; return the endpoints and if https.
 
     >>> parse_endpoints("https://a:1,https://[::1]")
     ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
 
     Raises:
-        InvalidRequestError: one cannot be read, or is given twice, or schemes are mixed.
+        InvalidRequestError: one is invalid or is given twice, or schemes are mixed.
 
     """
     endpoints: list[Endpoint] = []

@@ -8,7 +8,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class KeyValue:
-    """One key as it was read. `lease` is 0 if nothing limits its life."""
+    """One key as read. `lease` is 0 if the key has no lease."""
 
     key: bytes
     value: bytes
@@ -19,7 +19,7 @@ class KeyValue:
 
 @struct(frozen=True)
 class Created:
-    """Holds if the key was created at this revision; 0: if it is not there."""
+    """Holds if the key was created at this revision; 0: if it does not exist."""
 
     key: bytes
     revision: int
@@ -27,7 +27,7 @@ class Created:
 
 @struct(frozen=True)
 class Modified:
-    """Holds if the key was last written at this revision; 0: if it is not there."""
+    """Holds if the key was last written at this revision; 0: if it does not exist."""
 
     key: bytes
     revision: int
@@ -42,7 +42,7 @@ class Get:
 
 @struct(frozen=True)
 class Put:
-    """Write one key. `lease` limits its life; None leaves the lease that it has."""
+    """Write one key. `lease` attaches a lease; None leaves the present one."""
 
     key: bytes
     value: bytes
@@ -51,7 +51,7 @@ class Put:
 
 @struct(frozen=True)
 class Delete:
-    """Delete one key, or all from it to below `end`."""
+    """Delete one key, or all keys from it to below `end`."""
 
     key: bytes
     end: bytes = b""
@@ -66,17 +66,17 @@ class TxnResult:
 
     succeeded: bool
     revision: int
-    """Of the key space once it was done: the mod_revision of everything that it wrote."""
+    """The revision of the key space afterwards: the mod_revision of everything it wrote."""
     found: tuple[KeyValue | None, ...]
 
 
 @struct(frozen=True)
 class Change:
-    """A change of a watched key: `kv` as it is now, None if it was deleted."""
+    """A change of a watched key: `kv` is its new state, None if it was deleted."""
 
     kv: KeyValue | None
     revision: int
 
 
 class CompactedError(StoreRefusedError):
-    """The revisions that a watch asked for are gone: read anew, and watch from there."""
+    """The revisions that a watch asked for are gone: read the key again and watch from there."""

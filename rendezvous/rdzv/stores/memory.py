@@ -1,4 +1,4 @@
-"""The store that forgets when its process ends: for tests and for `--standalone`."""
+"""A store that is lost when its process ends: for tests and for `--standalone`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rdzv.stores.base import (
 
 
 class MemoryStore:
-    """Keeps encoded memberships in a dict, so that what is read back is what was written."""
+    """Keeps encoded memberships in a dict, so that reads return exactly what was written."""
 
     def __init__(self, history_rows: int = HISTORY_ROWS) -> None:
         self._history_rows = history_rows
@@ -36,7 +36,7 @@ class MemoryStore:
         return "memory"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as it was last written; None if it never was."""
+        """Return a job as last written; None if it never was."""
         self._check_open()
         if (held := self._jobs.get(rdzv_id)) is None:
             return None
@@ -57,7 +57,7 @@ class MemoryStore:
         return revision + 1
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Forget a job and its history."""
+        """Delete a job and its history."""
         self._check_revision(f"job {rdzv_id}", self._jobs.get(rdzv_id), revision)
         if revision:
             del self._jobs[rdzv_id]
@@ -79,7 +79,7 @@ class MemoryStore:
             yield page
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership carries."""
+        """Write records that no membership write carries."""
         self._check_open()
         self._record(records)
 
@@ -90,7 +90,7 @@ class MemoryStore:
         return rows[max(len(rows) - limit, 0) :]
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as it was last written, and its revision; None if it never was."""
+        """Return a document as last written, and its revision; None if it never was."""
         self._check_open()
         return self._documents.get(name)
 

@@ -1,8 +1,8 @@
 """The default store: one SQLite file in a directory that one rdzvd owns.
 
-Write-ahead log and `synchronous=FULL`, so a commit that was answered survives a power cut.
+Write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
 `sqlite_connection` has the thread and the commits, `sqlite_tables` the statements,
-`sqlite_directory` the lock, `sqlite_file` the schema and the way from older ones.
+`sqlite_directory` the lock, `sqlite_file` the schema and the migration from older ones.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class SqliteStore:
     async def open(
         cls, directory: Path, history_rows: int = HISTORY_ROWS, mountinfo: Path = MOUNTINFO
     ) -> SqliteStore:
-        """Open the data directory, creating it if need be, and lock it against other servers.
+        """Open the data directory, creating it if needed, and lock it against other servers.
 
-        A file of an older schema is migrated, and a copy of it is kept. A file that is refused is
-        left as it was, byte for byte.
+        A file of an older schema is migrated, and a copy of it is kept. A refused file is left
+        unchanged, byte for byte.
 
         Raises:
             InvalidRequestError: the directory cannot be used, is in use, or is on a network
@@ -56,13 +56,13 @@ class SqliteStore:
 
     @classmethod
     async def look(cls, directory: Path, history_rows: int = HISTORY_ROWS) -> SqliteStore:
-        """Open a data directory to read, also while a server has it. Every write is refused.
+        """Open a data directory read-only, even while a server uses it. Every write is refused.
 
         Nothing is changed. No server can start on the directory until the store is closed.
 
         Raises:
             InvalidRequestError: it cannot be read.
-            RendezvousStateError: there is no data of this rdzvd in it, or it is damaged.
+                RendezvousStateError: it has no data of this rdzvd, or the data is damaged.
 
         """
         store = cls(directory, history_rows)
@@ -93,7 +93,7 @@ class SqliteStore:
         return f"{self._directory} (sqlite)"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as it was last written; None if it never was."""
+        """Return a job as last written; None if it never was."""
         return await self.connection.call(self._tables.load, rdzv_id)
 
     async def compare_and_swap(
@@ -109,7 +109,7 @@ class SqliteStore:
         )
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Forget a job and its history in one commit."""
+        """Delete a job and its history in one commit."""
         await self.connection.write(partial(self._tables.delete, rdzv_id, revision))
 
     async def list(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class SqliteStore:
             after = page[-1][0]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership carries."""
+        """Write records that no membership write carries."""
         await self.connection.write(partial(self._tables.append, records))
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
@@ -134,7 +134,7 @@ class SqliteStore:
         )
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as it was last written, and its revision; None if it never was."""
+        """Return a document as last written, and its revision; None if it never was."""
         return await self.connection.call(self._tables.load_document, name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -153,11 +153,11 @@ class SqliteStore:
         return await self.connection.write(partial(self._tables.take_over, at_least))
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:
-        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        """Commit all writes of the body at once; if it fails, none of them is written."""
         return self.connection.all_or_nothing()
 
     async def survey(self) -> Survey:
-        """Return what is in the file, and what is wrong with it; reads all of it."""
+        """Read the whole file; return its contents and its faults."""
         return await self.connection.call(self._tables.survey, self._used_by)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One SQLite file, used by one thread: writes that wait share a commit.
+"""One SQLite file, used by one thread: waiting writes share a commit.
 
 The event loop never waits for a disk, and SQLite never sees two threads. While a commit is under
 way further writes wait, and are then written in one commit. Each commit is counted in the file and
@@ -38,7 +38,7 @@ log = logging.getLogger("rdzv.stores")
 _MOST_AT_ONCE = 256
 """Writes in one commit: more would not be faster, and the first would wait for the last."""
 _MOST_WAITING = 65_536
-"""Writes that wait for one: far above one for each job."""
+"""Writes waiting for a commit: far above one for each job."""
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Write:
     error: Exception | None = None
 
     def run(self) -> None:
-        """Write, inside a transaction. A lost race writes nothing, and harms no other."""
+        """Write, inside a transaction. A lost race writes nothing, and affects no other write."""
         self.result, self.error = None, None
         try:
             self.result = self.apply()
@@ -65,40 +65,40 @@ class Connection:
     """The connection to one file, and its thread. Methods with `async` are for the event loop."""
 
     db: sqlite3.Connection
-    """Only the thread uses it, inside of `call` and `write`."""
+    """Used only by the thread, inside `call` and `write`."""
     mark: Mark
-    """How many commits the file has; set when it is open to be written."""
+    """The number of commits in the file; set when it is opened for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.schema_version = SCHEMA_VERSION
         self.lost = ""
-        """Commits that the file has lost, if it is only looked at."""
+        """The commits that the file has lost, if it is opened read-only."""
         self.on_rollback: Callable[[], None] = lambda: None
         """Called in the thread when a transaction was dropped."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
-        """The connection and its files; of the thread."""
+        """The connection and its files; used by the thread."""
         self._closed = False
         self._waiting: deque[_Write] = deque()
         self._whole = False
-        """A transaction is open that spans many writes."""
+        """Whether a transaction that spans many writes is open."""
         self._changes = 0
         """The connection's change counter when the transaction began."""
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in the thread, outside of a transaction of its own."""
+        """Run a function in the thread, without a transaction of its own."""
         self._check_open()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, function, *arguments)
 
     async def write(self, apply: Callable[[], T]) -> T:
-        """Run a function in the thread, in a transaction; return when that is committed.
+        """Run a function in the thread, in a transaction; return when it is committed.
 
         Raises:
-            StoreRefusedError: too many writes wait already, or the store is closed.
-            RevisionConflictError: `apply` has raised it; other writes of the commit stand.
-            RendezvousConnectionError: the commit may have happened, or not.
+            StoreRefusedError: too many writes are waiting, or the store is closed.
+                RevisionConflictError: raised by `apply`; other writes of the commit stand.
+                RendezvousConnectionError: the commit may or may not have happened.
 
         """
         self._check_open()
@@ -107,13 +107,13 @@ class Connection:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         self._waiting.append(_Write(apply, answer))
-        # Whichever of these comes first takes all that wait with it.
+        # Whichever of these runs first commits all waiting writes.
         self._thread.submit(self._commit_waiting, loop)
         return await answer
 
     @asynccontextmanager
     async def all_or_nothing(self) -> AsyncIterator[None]:
-        """Make one commit of all that the body writes; if it fails, nothing of it is written."""
+        """Commit all writes of the body at once; if it fails, none of them is written."""
         await self.call(self._begin_whole)
         try:
             yield
@@ -123,7 +123,7 @@ class Connection:
         await self.call(self._commit_whole)
 
     async def close(self) -> bool:
-        """Finish the calls under way and close the file; return False if that was done before."""
+        """Finish the calls under way and close the file; return False if it was closed before."""
         if self._closed:
             return False
         self._closed = True
@@ -138,7 +138,7 @@ class Connection:
     # ---------------------------------------------------- in the thread
 
     def open(self) -> None:
-        """Open the file to read and write; make or migrate it if need be."""
+        """Open the file to read and write; create or migrate it if needed."""
         prepare(self.path)
         with self.reading():
             self.db = self._opened.enter_context(closing(connect(self.path, "rw")))
@@ -160,12 +160,12 @@ class Connection:
             self._mark_file.write(mark)
 
     def open_to_read(self, *, beside_server: bool) -> None:
-        """Open the file and change nothing; `beside_server`: one may use it now."""
+        """Open the file and change nothing; with `beside_server` a server may be using it now."""
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
-        # Before the file: a server may go on with both.
+        # Before the file: a server may be writing to both.
         mark = sqlite_mark.read(self.path)
-        # Beside a server its own notes must be used; where there is none, none must be made.
+        # Beside a server, SQLite must use the server's own files; otherwise it must create none.
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
         with self.reading():
             self.db = self._opened.enter_context(opened)
@@ -174,21 +174,21 @@ class Connection:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Map what SQLite raises while nothing is written."""
+        """Map SQLite's exceptions while nothing is written."""
         try:
             yield
         except sqlite3.Error as error:
             raise foreign(self.path, error) from error
 
     def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write what waits, in one commit, and answer all of it at once."""
+        """Write all waiting writes in one commit, and answer them together."""
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
         if not batch:
             return
         try:
             self._commit(batch)
         except BaseException as error:
-            # An error in this thread would be lost, and each caller waits with its job's lock.
+            # An error in this thread would be lost, and each caller would hold its job's lock.
             log.exception("a bug of rdzvd, please report it: %s", self.path)
             unknown = RendezvousConnectionError(
                 f"{self.path}: what was written may have been, or not: {error!r}"
@@ -214,7 +214,7 @@ class Connection:
                 return
             self._rollback()
             if len(batch) > 1:
-                # One has spoilt it for all; which one it was shows when each is alone.
+                # One write failed for all; writing each alone shows which.
                 for write in batch:
                     self._commit([write])
             return
@@ -222,7 +222,7 @@ class Connection:
             if not self._whole:
                 self._end()
         except RendezvousError as error:
-            # A race that was lost inside the batch is lost whatever became of the commit.
+            # A race lost inside the batch stays lost, whatever the outcome of the commit.
             _fail([write for write in batch if write.error is None], error)
 
     def _begin_whole(self) -> None:
@@ -240,7 +240,7 @@ class Connection:
     def _begin(self) -> None:
         with self.reading():
             if self.db.in_transaction:
-                # It could not be rolled back when it failed.
+                # An earlier rollback failed.
                 self.db.rollback()
             self.db.execute("BEGIN IMMEDIATE")
             self._changes = self.db.total_changes
@@ -264,16 +264,16 @@ class Connection:
             self._note_commit(number)
 
     def _note_commit(self, number: int) -> None:
-        """Write down that a commit has happened, before anyone hears of it."""
+        """Record a commit beside the file before any caller learns of it."""
         self.mark = Mark(self.mark.store, number)
         try:
             self._mark_file.write(self.mark)
         except OSError as error:
-            # The commit is there; only that it is, is not known elsewhere.
+            # The commit has happened; only its record beside the file is missing.
             log.warning("the number of commits cannot be written beside %s: %s", self.path, error)
 
     def _rollback(self) -> None:
-        """Drop a transaction; where that fails, it is tried again before the next begins."""
+        """Roll back; if that fails, it is tried again before the next transaction."""
         self.on_rollback()
         if self.db.in_transaction:
             try:

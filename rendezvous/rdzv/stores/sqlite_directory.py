@@ -15,8 +15,8 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
-"""Where another machine may have the same files: there flock, the write-ahead log's shared memory
-and fsync do not work as on a disk. 9p too: it keeps locks to its own guest.
+"""File systems where another machine may have the same files: there flock, the write-ahead log's
+shared memory and fsync do not work as on a disk. 9p too: it keeps locks to its own guest.
 virtiofs is not among them: it is the local disk of many containers."""
 
 
@@ -27,7 +27,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
         InvalidRequestError: it cannot be used, is in use, or is on a network file system.
 
     """
-    # Before anything is made there.
+    # Before anything is created there.
     _refuse_network_filesystem(directory, mountinfo)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -35,7 +35,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     except OSError as error:
         raise _unusable(directory, error) from error
     try:
-        # Again, for an automounter mounts at the first access; and the file may be a link.
+        # Again, since an automounter mounts at the first access, and the file may be a link.
         _refuse_network_filesystem(directory, mountinfo)
         _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
         _lock(lock, directory)
@@ -108,7 +108,7 @@ def filesystem_of(path: Path, mountinfo: Path = MOUNTINFO) -> str:
         # "36 35 98:0 /root /mount/point options [tags...] - type source options"
         before, _, after = line.partition(" - ")
         mount = Path(_unescape(before.split(" ")[4]))
-        # Of two mounts on one place, the later hides the earlier.
+        # Of two mounts on the same path, the later hides the earlier.
         if path.is_relative_to(mount) and len(mount.parts) >= depth:
             depth, kind = len(mount.parts), after.split(" ")[0]
     return kind

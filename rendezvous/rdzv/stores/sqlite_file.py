@@ -1,8 +1,8 @@
-"""The SQLite file on disk: its schema, the way from older ones, and a look that changes nothing.
+"""The SQLite file on disk: its schema, migrations, and read-only access that changes nothing.
 
-A file that is refused stays as it was, byte for byte, with its write-ahead log beside it. So a
-file is first looked at through links of its own, and is never changed in place: a new one, and one
-of an older schema once it is migrated, is made beside it and takes its name as a whole.
+A refused file stays unchanged, byte for byte, with its write-ahead log beside it. So a file is
+first inspected through separate links, and is never changed in place: a new file, or a migrated
+one, is made beside it and then replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rdzv.stores.base import StoreRefusedError
 log = logging.getLogger("rdzv.stores")
 
 SCHEMA_VERSION = 3
-"""Kept in `PRAGMA user_version`. A newer one than this is refused."""
+"""Kept in `PRAGMA user_version`. A newer version is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
-"""Kept in `PRAGMA application_id` from schema 2 on, so that no other program's file is taken."""
+"""Kept in `PRAGMA application_id` from schema 2 on, to recognize other programs' files."""
 
 _WAL, _JOURNAL = "-wal", "-journal"
 _BESIDE = (_WAL, _JOURNAL, "-shm", sqlite_mark.SUFFIX)
 _LOOKING = ".look-"
 
 DOCUMENTS_SINCE = 3
-"""The schema that brought documents; a file that is only looked at may be older."""
+"""The schema that added documents; a file opened read-only may be older."""
 
 _TABLES = frozenset({"job", "history", "leadership"})
-"""The part that every schema has."""
+"""The tables that every schema has."""
 
 _JOB = """
 CREATE TABLE job (
@@ -47,8 +47,8 @@ CREATE TABLE job (
     membership BLOB NOT NULL
 )"""
 # Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
-# with all others of the job, so none is ever below an older one of its job. `text` is a
-# record's data.
+# with all others of the job, so no row's number is ever below an older one of its job. `text` is
+# a record's data.
 _HISTORY = """
 CREATE TABLE history (
     seq INTEGER PRIMARY KEY,
@@ -75,7 +75,7 @@ CREATE TABLE document (
 _OWNER_ALONE = 0o600
 
 _ROOM_BYTES = 64 * 1024
-"""Bytes that a start writes first: with less room than this nothing can be stored."""
+"""Bytes written at start to test for space: with less room nothing can be stored."""
 
 _MOST_PROBLEMS = 20
 
@@ -95,13 +95,13 @@ def _to_3(db: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
-"""From each older schema version to the next; each runs in one transaction."""
+"""Steps from each older schema version to the next; each runs in one transaction."""
 
 
 def prepare(path: Path) -> None:
-    """See to it that a whole file of the present schema is there.
+    """Ensure that a complete file of the present schema exists.
 
-    The caller has locked its directory. If this raises, the file is as it was.
+    The caller has locked its directory. If this raises, the file is unchanged.
 
     Raises:
         InvalidRequestError: this user may not write to it.
@@ -109,7 +109,7 @@ def prepare(path: Path) -> None:
             be migrated.
 
     """
-    # SQLite's own files are beside the file itself, should `path` be a link to it.
+    # SQLite's own files are beside the real file if `path` is a link to it.
     path = path.resolve()
     with mapped(path):
         try_room(path.parent)
@@ -117,7 +117,7 @@ def prepare(path: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
     if version is not None:
-        # Environments of submitted jobs are in it. SQLite gives its other files the same mode.
+        # It holds environments of submitted jobs. SQLite gives its other files the same mode.
         for suffix in ("", *_BESIDE):
             with contextlib.suppress(OSError):
                 beside(path, suffix).chmod(_OWNER_ALONE)
@@ -128,11 +128,11 @@ def prepare(path: Path) -> None:
 
 
 def inspect(path: Path) -> int | None:
-    """Return the schema version of a file, changing nothing; None if there is no data in it.
+    """Return the schema version of a file without changing it; None if it has no data.
 
     Raises:
         InvalidRequestError: this user may not write to it.
-        RendezvousStateError: no data of this rdzvd, or damaged.
+            RendezvousStateError: it is not data of this rdzvd, or is damaged.
 
     """
     _check_writable(path)
@@ -149,7 +149,7 @@ def inspect(path: Path) -> int | None:
 
 
 def why_incomplete(path: Path, lost: str) -> str:
-    """Say that a file has lost commits, which files to look at, and what can be done."""
+    """Explain that a file has lost commits, which files to look at, and the remedies."""
     wal, mark = beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)
     log = "damaged, or of another time" if wal.exists() else "missing"
     return (
@@ -189,19 +189,19 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 
 def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str, ...]:
-    """Return what is wrong with the structure of an open file, in SQLite's words."""
+    """Return the structural faults of an open file, in SQLite's words."""
     found = db.execute(f"PRAGMA {check}({_MOST_PROBLEMS})").fetchall()
-    # One row may have many lines, of which the first names the database alone.
+    # One row may have several lines; the first names only the database.
     lines = tuple(line for (row,) in found for line in row.splitlines() if line != "ok")
     return tuple(line for line in lines if not line.startswith("***")) or lines
 
 
 @contextmanager
 def looking(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file without a writer, with all that is committed, and change nothing.
+    """Open a file that nobody writes to, with all committed data, and change nothing.
 
-    SQLite keeps notes beside the file that it opens, also to read. So it is shown the file under
-    another name, in a folder of its own.
+    SQLite creates files beside each file it opens, even to read. So it is given the file under
+    another name, in a separate folder.
     """
     real = path.resolve()
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def looking(path: Path) -> Iterator[sqlite3.Connection]:
 @contextmanager
 def _shown(path: Path) -> Iterator[Path]:
     files = [p for suffix in ("", _WAL, _JOURNAL) if (p := beside(path, suffix)).exists()]
-    # One that was cut short has to be rolled back, which would change the file.
+    # An interrupted transaction has to be rolled back, which would change the file.
     if not beside(path, _JOURNAL).exists():
         with ExitStack() as stack:
             try:
@@ -225,7 +225,7 @@ def _shown(path: Path) -> Iterator[Path]:
                 for file in files:
                     os.link(file, folder / file.name)
             except OSError:
-                # No links on this file system, or another's file: a copy is as good, and slower.
+                # No links on this file system, or another's file: a copy works too, but slower.
                 pass
             else:
                 yield folder / path.name
@@ -240,21 +240,21 @@ def _shown(path: Path) -> Iterator[Path]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open a file that is there, to read (`ro`) or to read and write (`rw`)."""
+    """Open an existing file, to read (`ro`) or to read and write (`rw`)."""
     uri = f"file:{quote(str(path))}?mode={mode}"
     return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=1.0)
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return the file that SQLite keeps beside another: `rdzv.db-wal`."""
+    """Return the path of a file that SQLite keeps beside another: `rdzv.db-wal`."""
     return path.with_name(path.name + suffix)
 
 
 def has_data(path: Path) -> bool:
-    """Return whether there is a file with anything in it.
+    """Return whether a file exists and has data in it.
 
     Raises:
-        RendezvousStateError: only a part of what SQLite had written is there.
+        RendezvousStateError: only some of the files that SQLite wrote are there.
 
     """
     path = path.resolve()
@@ -271,10 +271,10 @@ def has_data(path: Path) -> bool:
 
 
 def try_room(directory: Path) -> None:
-    """See whether there is room to store anything; what is written for that is removed.
+    """Check that there is room to store anything; the test data is removed.
 
     Raises:
-        OSError: there is not, or nothing can be written.
+        OSError: there is no room, or nothing can be written.
 
     """
     with tempfile.TemporaryFile(dir=directory) as file:
@@ -284,7 +284,7 @@ def try_room(directory: Path) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    # SQLite would open it all the same, and refuse the first write.
+    # SQLite would open it anyway, and refuse the first write.
     for file in (path, *(beside(path, suffix) for suffix in _BESIDE)):
         try:
             if file.exists():
@@ -311,14 +311,14 @@ def _create(path: Path) -> None:
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             db.execute("COMMIT")
             db.execute("PRAGMA journal_mode = WAL")
-        # The existing file holds nothing, or `inspect` would have said so.
+        # The existing file is empty, or `inspect` would have found data.
         for suffix in _BESIDE:
             beside(path, suffix).unlink(missing_ok=True)
         put(new, path)
 
 
 def _touch(path: Path) -> None:
-    """Make a file that only its owner can read."""
+    """Create a file that only its owner can read."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ALONE))
 
 
@@ -340,11 +340,11 @@ def _migrate(path: Path, version: int) -> None:
         with closing(connect(copy, "rw")) as db:
             for number in range(version, SCHEMA_VERSION):
                 _step(db, number)
-        # Opened anew, for a connection believes what it has read before.
+        # Opened again, because a connection trusts what it has cached.
         with closing(connect(copy, "rw")) as db:
             if problems := problems_in(db):
                 raise sqlite3.DatabaseError("; ".join(problems))
-        # From here on the file changes, and means the same: the log, which would be wrong beside
+        # From here on the file changes, but not its content: the log, which would be wrong beside
         # the new file, is folded into the old one.
         _fold(path)
         put(beside(former, ".new"), former)
@@ -371,7 +371,7 @@ def _step(db: sqlite3.Connection, version: int) -> None:
 
 
 def _fold(path: Path) -> None:
-    """Bring everything that is committed into the file itself; no log is left beside it."""
+    """Move all committed data into the file itself, and leave no log beside it."""
     with closing(connect(path, "rw")) as db:
         busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
@@ -379,10 +379,10 @@ def _fold(path: Path) -> None:
 
 
 def put(new: Path, path: Path) -> None:
-    """Give a file that is written and closed the name of another, so that a power cut is no harm.
+    """Rename a complete, closed file over another, safely even if the power is cut.
 
     Raises:
-        OSError: `path` is what it was before.
+        OSError: `path` is unchanged.
 
     """
     with new.open("rb") as file:
@@ -405,7 +405,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[None]:
-    """Say in our own words what SQLite, or the system, raises while nothing is written."""
+    """Map exceptions of SQLite or the system to our own while nothing is written."""
     try:
         yield
     except sqlite3.Error as error:
@@ -418,7 +418,7 @@ def mapped(path: Path) -> Iterator[None]:
 
 
 def foreign(path: Path, error: sqlite3.Error) -> RendezvousError:
-    """Say in our own words what SQLite raised while nothing was written."""
+    """Return our own error for one that SQLite raised while nothing was written."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return _damaged(path, str(error))

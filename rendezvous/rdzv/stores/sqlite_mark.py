@@ -1,14 +1,14 @@
-"""How many commits an SQLite file must have: a number beside it, by which lost ones are found.
+"""The number of commits an SQLite file must have, stored beside it to detect lost commits.
 
-SQLite takes a write-ahead log that is missing, cut or damaged for one that ends earlier, and says
-nothing. So every commit counts itself in the file (table `mark`), and the number is written into
-`rdzv.db-mark` as well, after the commit and before anyone hears of it. A file that has fewer
-commits than the number says has lost some.
+SQLite treats a write-ahead log that is missing, cut or damaged as one that ends earlier, without
+an error. So every commit counts itself in the file (table `mark`), and the number is also written
+into `rdzv.db-mark`, after the commit and before any caller learns of it. A file with fewer commits
+than that number has lost some.
 
 The number is never flushed: it costs no fsync. It outlives the process, and after a power cut it is
-at most as high as what SQLite had flushed before, so a power cut alone is never refused. What it
-does not find: commits that were lost together with the number, as on a disk that was cut off or set
-back as a whole, and what is wrong inside of a page that is there.
+at most as high as what SQLite had flushed before, so a power cut alone is never refused. Not
+detected: commits lost together with the number, as on a disk that was cut off or set back as a
+whole, and damage inside a page that exists.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _LENGTH = len(f"{_HEAD} {'':16} {'':20} {'':8}\n")
 
 @struct(frozen=True)
 class Mark:
-    """Which store it is, by a random name, and how many commits it has."""
+    """A store's random name, and its number of commits."""
 
     store: str
     number: int
 
 
 def make_table(db: sqlite3.Connection) -> None:
-    """Have a file count its commits from now on, unless it does; inside of a transaction."""
+    """Make a file count its commits from now on, if it does not yet; inside a transaction."""
     db.execute(TABLE)
     db.execute("INSERT OR IGNORE INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
 
 
 def counted(db: sqlite3.Connection) -> Mark | None:
-    """Return what a file says of itself; None if it does not count its commits."""
+    """Return the mark inside a file; None if it does not count its commits."""
     if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'mark'").fetchone():
         return None
     row = db.execute("SELECT store, number FROM mark").fetchone()
@@ -58,14 +58,14 @@ def counted(db: sqlite3.Connection) -> Mark | None:
 
 
 def count(db: sqlite3.Connection) -> int:
-    """Count one more commit, inside of its transaction; return its number."""
-    # All of it is fetched: a statement that is not at its end would keep the commit back.
+    """Count one more commit, inside its transaction; return its number."""
+    # Fetch all rows: an unfinished statement would block the commit.
     ((number,),) = db.execute("UPDATE mark SET number = number + 1 RETURNING number").fetchall()
     return int(number)
 
 
 def read(path: Path) -> Mark | None:
-    """Return what stands beside a file; None if nothing that can be read, as after a power cut."""
+    """Return the mark beside a file; None if it is missing or unreadable, as after a power cut."""
     try:
         head, store, number, check = _beside(path).read_text("ascii").split()
     except (FileNotFoundError, PermissionError, ValueError):
@@ -76,10 +76,10 @@ def read(path: Path) -> Mark | None:
 
 
 class MarkFile:
-    """The mark beside a file, held open to be written again and again."""
+    """The mark beside a file, kept open to be written repeatedly."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Open it until the stack is closed, and make it if need be.
+        """Open it until the stack is closed, and create it if needed.
 
         Raises:
             OSError: it cannot be opened.
@@ -92,10 +92,10 @@ class MarkFile:
         os.ftruncate(self._fd, _LENGTH)
 
     def write(self, mark: Mark) -> None:
-        """Write it over what stands there: all are as long.
+        """Overwrite the present mark; all marks have the same length.
 
         Raises:
-            OSError: what stands there is the number before, or cannot be read.
+            OSError: the mark is the one before, or unreadable.
 
         """
         number = f"{mark.number:020}"
@@ -104,9 +104,9 @@ class MarkFile:
 
 
 def lost(beside: Mark | None, inside: Mark | None) -> str:
-    """Say that a file has lost commits; empty if it has not, as far as can be known.
+    """Explain which commits a file has lost; empty if none, as far as can be known.
 
-    `beside` has to be read before the file: a server may be writing to both.
+    `beside` must be read before the file: a server may be writing to both.
 
     >>> lost(Mark("a", 7), Mark("a", 8)), lost(None, None)
     ('', '')

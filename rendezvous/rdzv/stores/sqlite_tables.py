@@ -1,6 +1,6 @@
-"""The statements of the SQLite store: reads, and writes inside of a transaction.
+"""The statements of the SQLite store: reads, and writes inside a transaction.
 
-All of it runs in the connection's thread.
+All of them run in the connection's thread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rdzv.stores.sqlite_file import DOCUMENTS_SINCE, problems_in, why_incomplete
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
-"""Some milliseconds for ended jobs; the largest that run are a megabyte each."""
+"""Takes some milliseconds for ended jobs; the largest running ones have a megabyte each."""
 
 
 @struct(frozen=True)
 class Survey:
-    """The result of a check that an operator asked for."""
+    """The result of a check requested by an operator."""
 
     path: Path
     schema_version: int
@@ -29,9 +29,9 @@ class Survey:
     events: int
     leadership: int
     used_by: str
-    """The process that has the directory: `rdzvd pid 4711`; empty if none has."""
+    """The process that uses the directory: `rdzvd pid 4711`; empty if none does."""
     problems: tuple[str, ...]
-    """Faults that were found, in sentences that begin with their verb."""
+    """The faults found, in sentences that begin with their verb."""
 
 
 class Tables:
@@ -43,8 +43,8 @@ class Tables:
         self._path = connection.path
         self._history_rows = history_rows
         self._unpruned: dict[str, int] = {}
-        """Rows written for a job since its history was last cut."""
-        # After a rollback the counts may be wrong, so every job counts as over its bound.
+        """Rows written for a job since its history was last pruned."""
+        # After a rollback the counts may be wrong, so every job counts as over its limit.
         connection.on_rollback = self._unpruned.clear
 
     def load(self, rdzv_id: str) -> Stored | None:
@@ -108,7 +108,7 @@ class Tables:
         return tuple(row[0] for row in rows)
 
     def survey(self, used_by: str) -> Survey:
-        """Read all of the file, and check it."""
+        """Read the whole file, and check it."""
         with self._connection.reading():
             problems = [
                 f"is damaged: {what}"
@@ -191,20 +191,20 @@ class Tables:
             )
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append records, and cut histories to their bound."""
+        """Append records, and prune histories to their limit."""
         self._connection.db.executemany(
             "INSERT INTO history (rdzv_id, run, unix_ms, name, text) VALUES (?, ?, ?, ?, ?)",
             [(r.rdzv_id, r.run, r.unix_ms, r.name, r.data) for r in records],
         )
         for record in records:
-            # A job not yet written to by this process may be over its bound already.
+            # A job not yet written to by this process may already exceed its limit.
             seen = self._unpruned.get(record.rdzv_id, self._history_rows)
             self._unpruned[record.rdzv_id] = seen + 1
         for rdzv_id in {record.rdzv_id for record in records}:
             self._prune(rdzv_id)
 
     def _prune(self, rdzv_id: str) -> None:
-        """Cut a job's history to its bound; not at every row, for finding the place is a scan."""
+        """Prune a job's history to its limit; not at every row, as finding the place is a scan."""
         if self._unpruned[rdzv_id] <= self._history_rows // 10:
             return
         self._connection.db.execute(
