@@ -1,4 +1,4 @@
-"""rdzvd: config, store, driver, server. It joins them and decides nothing else."""
+"""rdzvd: assembles configuration, store, driver and server; decides nothing itself."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger("rdzv.server")
 
 _CIPHER_SUITES = "GRPC_SSL_CIPHER_SUITES"
 _NO_TLS_1_2 = "PSK-AES128-CBC-SHA"
-"""gRPC has no option for the version of TLS. This names its suites for TLS 1.2: one that needs a
-key shared in advance, which nobody has, so that none can be agreed on. TLS 1.3 has its own."""
+"""gRPC has no option for the TLS version. This sets its TLS 1.2 suites to one that needs a key
+shared in advance, which no client has, so TLS 1.2 is never agreed on. TLS 1.3 has its own."""
 
 _GC_EVERY = (20_000, 10, 50)
-"""When garbage in cycles is looked for: an open stream is hundreds of objects, and with Python's
-own 700 a server of thousands looks through all of them again and again while they connect."""
+"""Thresholds of the cyclic garbage collector. An open stream is hundreds of objects; with Python's
+default of 700, a server of thousands rescans all of them repeatedly while they connect."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ _SETTINGS = settings_of(RdzvdSettings)
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
-    """Make an option of the setting whose key is the name with its first - as the table's dot."""
+    """Make an option of the setting whose key is the name with its first `-` as the table's dot."""
     setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
     options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
     if setting.choices:
@@ -190,7 +190,7 @@ def main(
         return
     config = configuration.config
     configure_logging(config.log_level, config.log_format)
-    # What gRPC's core logs of its own is said better by the error that follows.
+    # The error that follows explains more than what gRPC's core logs itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if check:
@@ -202,12 +202,12 @@ def main(
 
 
 def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
-    """Say whether etcd is reached by TLS, for which gRPC has the same suites; many speak only 1.2.
+    """Return True if etcd is reached by TLS, which uses the same suites; many speak only 1.2.
 
     This is asked before anything may import gRPC, as reading the whole configuration does.
     """
     said: Any = None
-    # What is wrong with the file is said by who reads all of it.
+    # Errors in the file are reported by the code that reads all of it.
     with suppress(OSError, ValueError):
         said = tomllib.loads((file or DEFAULT_FILE).read_text(encoding="utf-8")).get("etcd")
     etcd = said if isinstance(said, dict) else {}
@@ -217,7 +217,7 @@ def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
 
 
 def _refuse_together(asked: dict[str, bool]) -> None:
-    """Refuse more than one thing to do instead of serving."""
+    """Refuse to combine options that each replace serving."""
     wanted = [name for name, is_wanted in asked.items() if is_wanted]
     if len(wanted) > 1:
         raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
@@ -228,7 +228,7 @@ def _given(options: dict[str, Any]) -> dict[str, object]:
     endpoints = options.get("etcd_endpoints")
     if endpoints is not None:
         options = {**options, "etcd_endpoints": endpoints.split(",")}
-    # A flag that is not given says nothing: the file may say more.
+    # A flag that is not given sets nothing: the file may set it.
     return {_key(name): value for name, value in options.items() if value is not False}
 
 
@@ -322,7 +322,7 @@ async def _run_replica(
     tls: Tls | None,
     stop: asyncio.Event,
 ) -> None:
-    """Serve whenever elected among those that share an etcd, and point to who leads otherwise."""
+    """Serve whenever elected among the servers that share an etcd; otherwise name the leader."""
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
@@ -351,7 +351,7 @@ async def _run_replica(
 def _metrics(
     replica: Replica, config: Config, facade: Facade | None, tls: Tls | None
 ) -> Metrics | None:
-    """Count what happens, where somebody can ask for it."""
+    """Return the metrics, if this server has an address that answers /metrics."""
     if config.http is None:
         return None
     from rdzv.server.telemetry.metrics import Metrics
@@ -367,7 +367,7 @@ def _metrics(
 async def _meter(
     replica: Replica, metrics: Metrics | None, config: Config
 ) -> AsyncIterator[Meter | None]:
-    """Say who is told what happens; where it is to be traced, trace it until the body ends."""
+    """Yield the observer of events; where traces are configured, trace until the body ends."""
     if config.otlp is None:
         yield metrics
         return
@@ -427,7 +427,7 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 
 async def _check(config: Config) -> int:
-    """Say what is in order and what is not; return the exit code."""
+    """Print the results of the check; return the exit code."""
     from rdzv.server.replication import offline
 
     found = await offline.check(config)

@@ -1,4 +1,4 @@
-"""The driver of one server that leads: its parts, how they start and stop, and who hears of a step.
+"""The driver of a leading server: its parts, their start and stop, and the publishing of steps.
 
 It holds what the pure cores cannot, and decides nothing. A command to a job goes through
 `Engine.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
@@ -60,7 +60,7 @@ class Driver:
         new_uid: Callable[[], str],
         meter: Meter,
     ) -> None:
-        """Make the parts, from those that need nothing of a server to those that need most."""
+        """Make the parts, in the order of their dependencies."""
         self._clock = clock
         self._config = config
         self._meter = meter
@@ -104,7 +104,7 @@ class Driver:
         self._make_entrances_of_operators()
 
     def _make_services(self) -> None:
-        """Make the parts that serve both nodes and operators."""
+        """Make the parts that serve nodes and operators alike."""
         clock, config, tasks = self._clock, self._config, self.tasks
         self.tokens = Tokens(
             self.store,
@@ -130,7 +130,7 @@ class Driver:
         self.scrape_targets = ScrapeTargets(config.limits.nodes)
 
     def _make_entrances_of_nodes(self) -> None:
-        """Make the parts through which nodes reach the others."""
+        """Make the entry points for nodes."""
         clock, limits = self._clock, self._config.limits
         self.connections = Connections(
             clock,
@@ -169,7 +169,7 @@ class Driver:
         )
 
     def _make_entrances_of_operators(self) -> None:
-        """Make the parts through which operators reach the others."""
+        """Make the entry points for operators."""
         clock = self._clock
         self.views = JobViews(
             self.engine,
@@ -225,10 +225,10 @@ class Driver:
     # ---------------------------------------------------------------- start and stop
 
     async def start(self) -> None:
-        """Take over the store, and learn all that is stored.
+        """Take over the store, and load its contents.
 
         Raises:
-            RendezvousError: the store is away, or what is stored cannot be read.
+            RendezvousError: the store is away, or its contents cannot be read.
 
         """
         self.leases.start(await self.store.take_over())
@@ -240,7 +240,7 @@ class Driver:
         self.loop_watch.start()
 
     async def stop(self) -> None:
-        """Close every stream and let what is being decided come to its end."""
+        """Close every stream, and wait for decisions in progress."""
         self.close_streams(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
@@ -250,7 +250,7 @@ class Driver:
         self.watchers.stop()
         self._stop_timers()
         await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
-        # Once more, for what came to its end has armed its timer.
+        # Again, because a decision that has just finished has armed its timer.
         self._stop_timers()
         await self.history.flush()
         self._meter.forget_jobs()
@@ -261,7 +261,7 @@ class Driver:
         self.jobs.stop_timers()
 
     def close_streams(self, error: RendezvousError) -> None:
-        """End every stream with this error; that moves no node and no job, and no other opens."""
+        """End every stream with this error, and open no more; no node or job changes state."""
         self.streams.close_all(error)
         self.diagnosis.close(error)
         self.watchers.close()
@@ -282,27 +282,27 @@ class Driver:
     def _on_node_event(self, event: NodesEvent) -> None:
         self.connections.note_event(event)
 
-    # ---------------------------------------------------------------- who hears of a change
+    # ---------------------------------------------------------------- publishing changes
 
     def publish(self, job: Job, news: News) -> None:
-        """Tell everyone concerned of a step that is stored. Waits for nothing."""
+        """Announce a stored step to everyone concerned. Does not wait."""
         self.presence.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
             self.scheduling.placer.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)
-        # The nodes that come into a round have heard of it by now.
+        # The nodes that join the round have been notified by now.
         self.diagnosis.logs.note_state(news.after)
         self.presence.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Tell log, history and watchers of events that no step has led to."""
+        """Pass events that did not come from a step to log, history and watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 
     def _show_store(self, rdzv_id: str | None) -> None:
-        """Wake watchers, for a job waits for the store; None: all jobs do, or none any longer."""
+        """Wake watchers when a job starts waiting for the store; None: all jobs start or stop."""
         if rdzv_id is not None:
             self.watchers.job_changed(rdzv_id)
             return
@@ -314,16 +314,16 @@ class Driver:
 
     @property
     def leadership(self) -> int:
-        """The number of this server's take-over; every message carries it."""
+        """This server's leadership number; every message carries it."""
         return self.leases.leadership
 
     @property
     def trouble(self) -> str:
-        """Why nothing new can be decided at present; empty if it can."""
+        """Why nothing new can be decided now; empty if it can."""
         return self.store.state.trouble
 
     def figures(self) -> Figures:
-        """Return the numbers that metrics are made of, as they are now."""
+        """Return the present figures for the metrics."""
         now_ms, records = self._clock.now_ms(), self.leases.records.values()
         connected = sum(1 for record in records if record.stream is not None)
         return Figures(

@@ -22,7 +22,7 @@ from rdzv.server.settings.config import Config
 
 
 class Diagnosis:
-    """The observers of one server. Of these only `hangs` ever changes a job."""
+    """The observers of one server. Only `hangs` ever changes a job."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Diagnosis:
         send: Callable[[str, Announcement], bool],
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
-        """`send` tells a node; `note` writes events that no step of a job has led to."""
+        """`send` sends to a node; `note` records events that did not come from a step of a job."""
         limits, timings = config.limits, config.timings
         self.progress = ProgressBoard()
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
@@ -54,18 +54,18 @@ class Diagnosis:
         )
 
     def note_state(self, state: State) -> None:
-        """Note that a job has changed: what was observed of a round that is over is dropped."""
+        """Drop what was observed of a round that is over, after a job has changed."""
         self.progress.tidy(state)
         self.hangs.note_state(state)
         self.stragglers.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
-        """Note that a node's stream is gone: it answers nothing that it was asked on it."""
+        """Stop waiting for answers on a node's stream, which has ended."""
         self.logs.note_gone(node_id)
         self.stacks.note_gone(node_id)
 
     def close(self, error: RendezvousError) -> None:
-        """End every reader with this error, and leave hangs to the server that follows."""
+        """End every reader with this error, and leave hangs to the next server."""
         self.logs.close(RendezvousConnectionError(str(error)))
         self.hangs.close()
         self.stacks.close()

@@ -1,10 +1,10 @@
-"""Looks into hangs: waits a moment, takes the stacks of all workers, keeps them, ends the round.
+"""Investigates hangs: waits a moment, collects and keeps all workers' stacks, ends the round.
 
-A node says that some of its workers hang (`Hung`), and says it again now and then. The first such
-word of a round begins an *episode*. Since one worker that hangs stalls all others, their nodes are
-about to say it too; then stacks are taken while everything is still as it is. The end is an
-ordinary worker failure, by the one that the others wait for. Nothing is decided twice: what the
-rendezvous core makes of it is all that remains.
+A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
+first report of a round begins an *episode*. Since one worker that hangs stalls all others, their
+nodes are about to report it too; then stacks are taken while everything is still as it is. The end
+is an ordinary worker failure, attributed to the worker that the others wait for. Nothing is
+decided twice: only what the rendezvous core makes of it remains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Episode:
     run: str
     round: int
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
-    """By node_id: those that do now."""
+    """By node_id: the workers that hang now."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no other node is waited for."""
 
@@ -58,7 +58,7 @@ class Hangs:
         gather_ms: int,
         retry_ms: int,
     ) -> None:
-        """`tell` writes events that no step of a job has led to."""
+        """`tell` records events that did not come from a step of a job."""
         self._clock = clock
         self._tasks = tasks
         self._stacks = stacks
@@ -71,10 +71,10 @@ class Hangs:
         self._episodes: dict[str, _Episode] = {}
 
     def note(self, node_id: str, incarnation: int, said: Hung) -> None:
-        """Take note of what a node says; of a round that is not the live one, it comes too late.
+        """Note a node's report of hanging workers; ignore one about a round that is not live.
 
         Raises:
-            InvalidRequestError: it speaks of a worker that is not its own.
+            InvalidRequestError: it names a worker that the node does not have.
 
         """
         state = self._peek(said.rdzv_id)
@@ -94,13 +94,13 @@ class Hangs:
         self._note_node(episode, node_id, said, len(state.seats))
 
     def note_state(self, state: State) -> None:
-        """Note that a job has changed: its round may be over, and with it the hang."""
+        """End the job's episode if its round is over, after the job has changed."""
         episode = self._episodes.get(state.membership.rdzv_id)
         if episode is not None and _live_round(state, episode.run, episode.round) is None:
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Return the workers of a job that hang now."""
+        """Return the workers of a job that hang now, for people."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -112,7 +112,7 @@ class Hangs:
         return len(self._episodes)
 
     def close(self) -> None:
-        """Leave every episode to the server that follows: its nodes tell it again."""
+        """Leave every episode to the next server: the nodes report it again."""
         for episode in tuple(self._episodes.values()):
             self._end(episode)
 
@@ -140,14 +140,14 @@ class Hangs:
             episode.all_told.set()
 
     def _present(self, episode: _Episode) -> State | None:
-        """Return the job's state while this episode goes on."""
+        """Return the job's state while this episode lasts."""
         if self._episodes.get(episode.rdzv_id) is not episode:
             return None
         state = self._peek(episode.rdzv_id)
         return state if _live_round(state, episode.run, episode.round) is not None else None
 
     async def _look_into(self, episode: _Episode) -> None:
-        """See an episode to its end. Raises nothing: it would end the server."""
+        """Run an episode to its end. Raises nothing: an error would end the server."""
         try:
             await self._gather(episode)
             report, why = await self._take(episode)
@@ -158,7 +158,7 @@ class Hangs:
             self._end(episode)
 
     async def _gather(self, episode: _Episode) -> None:
-        """Wait a moment for the other nodes' word."""
+        """Wait a moment for the other nodes' reports."""
         timer = Timer(self._clock, lambda _: episode.all_told.set())
         timer.arm(self._clock.now_ms() + self._gather_ms)
         try:
@@ -167,7 +167,7 @@ class Hangs:
             timer.cancel()
 
     async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
-        """Take the stacks and keep them. Without them the round ends all the same."""
+        """Take the stacks and keep them. Without them, the round ends anyway."""
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
@@ -193,14 +193,14 @@ class Hangs:
             try:
                 await self._submit(episode.rdzv_id, command)
             except RendezvousConnectionError:
-                # While the store is away nothing is decided, and a worker that recovers goes on.
+                # While the store is away nothing is decided, and a worker that recovers continues.
                 await sleep_ms(self._clock, self._retry_ms)
                 continue
             return
 
 
 def _live_round(state: State | None, run: str, number: int) -> Round | None:
-    """Return the round that is meant, if it is live."""
+    """Return the given round, if it is live."""
     if state is None or state.membership.ended is not None or state.membership.run != run:
         return None
     round_ = state.membership.round
@@ -219,11 +219,11 @@ def _check_own(round_: Round, node_id: str, said: Hung) -> None:
 
 
 def _failure(state: State, episode: _Episode, report: Report | None, why: str) -> Fail:
-    """Say that a worker has failed, in its node's place, which has only said that it hangs."""
+    """Report a worker failure on behalf of its node, which has only reported a hang."""
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:
-        # It is gone meanwhile, and so is what the others waited for; its seat is given up soon.
+        # It has left, as has the worker that the others waited for; its seat is given up soon.
         node_id = next(iter(episode.hung))
     incarnation = seats[node_id].incarnation if node_id in seats else 0
     failure = FailureReport(

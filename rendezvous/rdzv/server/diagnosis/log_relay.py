@@ -1,12 +1,12 @@
 """Relays workers' output from their nodes to readers, through the one server.
 
-A *reader* asks each node that may have something (`ReadLog`), on the stream that the node has
-opened, and passes on the pieces that come back. Nothing is kept but what is on its way, and that is
-bounded: a node sends no more than it has *credit* for, and gets new credit as the reader takes what
-has come. So a slow reader holds up only itself.
+A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
+and passes on the pieces that come back. Only pieces in transit are held, and they are bounded: a
+node sends no more than it has *credit* for, and gets new credit as the reader consumes what has
+come. So a slow reader holds up only itself.
 
-With `follow` a node is asked again where it was, should its stream be replaced by another, and
-nodes are asked as they come into a round.
+With `follow`, a node whose stream is replaced is asked again from where it was, and nodes are asked
+as they join a round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PIECE_COST = 256
 """The credit that a piece costs beyond its data, so that many small ones are bounded, too."""
 
 Send = Callable[[str, Announcement], bool]
-"""Say something to a node; false if it has no stream."""
+"""Send an announcement to a node; return False if it has no stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,26 +49,26 @@ class _Ask:
 
     node_id: str
     request: int | None = None
-    """None while the node is waited for, or when no more comes."""
+    """None while the node is waited for, or when nothing more comes."""
     done: bool = False
     failed: bool = False
-    """It is done, and asking again is of no use."""
+    """The request has failed, and asking again is of no use."""
     credit: int = 0
     taken: int = 0
-    """Credit that was used and is not granted again yet."""
+    """Credit that was used and has not been granted again."""
     deadline_ms: int | None = None
-    """When it has taken too long."""
+    """When the node has taken too long."""
     round: int | None = None
-    """The round that it is in."""
+    """The round that is being read."""
     offsets: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """How far it is in the files of that round, by LOCAL_RANK and whether it is stderr."""
+    """Positions in the files of that round, by LOCAL_RANK and whether it is stderr."""
 
 
 class LogRelay:
-    """The readers of one server, and what they have asked for."""
+    """The readers of one server, and their requests."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """Give a node `answer_ms` to answer, or to come back if it is away."""
+        """`answer_ms`: the time a node has to answer, or to come back if it is away."""
         self.clock = clock
         self.limits = limits
         self.answer_ms = answer_ms
@@ -81,16 +81,16 @@ class LogRelay:
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """How many readers there are, and how many requests that nodes answer."""
+        """The number of readers, and of requests that nodes are answering."""
         return len(self._readers), len(self._asks)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
-        """Ask the nodes of a job for what is wanted. The reader is to be closed.
+        """Ask the nodes of a job for the given logs. The caller must close the reader.
 
         Raises:
             InvalidRequestError: the job has had no such round, or no worker with that RANK.
-            RendezvousClosedError: the run that is meant has ended, and another has begun.
-            LimitExceededError: too many read.
+            RendezvousClosedError: the given run has ended, and another has begun.
+            LimitExceededError: too many readers.
 
         """
         _check(state.membership, wanted)
@@ -104,13 +104,13 @@ class LogRelay:
         return reader
 
     def take(self, node_id: str, piece: LogPiece) -> None:
-        """Take a piece that a node has sent; one without a reader is dropped."""
+        """Pass on a piece that a node has sent; drop one without a reader."""
         reader, ask = self._asks.get(piece.request, (None, None))
         if reader is not None and ask is not None and ask.node_id == node_id:
             reader.take(ask, piece)
 
     def note_state(self, state: State) -> None:
-        """Note that a job has changed: a round may have completed, or its run ended."""
+        """Update the readers of a changed job: a round may have completed, or its run ended."""
         for reader in self._readers:
             if reader.rdzv_id == state.membership.rdzv_id:
                 reader.note_state(state)
@@ -133,7 +133,7 @@ class LogRelay:
     # ---------------------------------------------------------------- for readers
 
     def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
-        """Ask a node; false if it has no stream."""
+        """Send a request to a node; return False if it has no stream."""
         if not self._send(ask.node_id, told):
             return False
         ask.request = told.request
@@ -141,7 +141,7 @@ class LogRelay:
         return True
 
     def next_number(self) -> int:
-        """Return a number for a request."""
+        """Return the number of a new request."""
         return next(self._numbers)
 
     def grant(self, ask: _Ask, credit: int) -> None:
@@ -150,7 +150,7 @@ class LogRelay:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 
     def forget(self, ask: _Ask, *, cancel: bool) -> None:
-        """Wait for an answer no more; with `cancel`, tell the node."""
+        """Stop waiting for an answer; with `cancel`, notify the node."""
         if ask.request is None:
             return
         del self._asks[ask.request]
@@ -164,7 +164,7 @@ class LogRelay:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Refuse what cannot be read."""
+    """Refuse logs that cannot be read."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
         raise RendezvousClosedError(
@@ -194,7 +194,7 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
 
 
 class LogReader:
-    """One caller's wait for what some workers have written. Made by `LogRelay.open`."""
+    """One caller's stream of what some workers have written. Made by `LogRelay.open`."""
 
     def __init__(self, relay: LogRelay, state: State, wanted: LogsWanted) -> None:
         membership = state.membership
@@ -205,15 +205,14 @@ class LogReader:
         self._over = membership.ended is not None
         self._asks: dict[str, _Ask] = {}
         self._open = 0
-        """How many asks are not done."""
+        """The number of requests that are not done."""
         self._came: deque[tuple[LogLines, _Ask, int]] = deque()
         self._notes: dict[str, str] = {}
-        """By node: the latest thing to say of it that is not said yet; of the job as a whole, by an
-        empty name."""
+        """By node: the latest note not yet passed on; the empty name stands for the job."""
         self._looked_at: int | None = None
-        """The last round for which it is known whether it has the wanted worker; below 0: none."""
+        """The last round that was checked for the wanted worker; below 0: no round yet."""
         self._anything = False
-        """Whether a node had what is wanted, or there was a note why not."""
+        """Whether a node had any of the wanted output, or a note said why not."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
         self._timer = Timer(relay.clock, self._tick)
@@ -237,11 +236,11 @@ class LogReader:
     # ---------------------------------------------------------------- the caller's side
 
     async def next(self) -> LogLines | None:
-        """Return what comes next; None when all has come.
+        """Return what comes next; None after the end.
 
         Raises:
-            InvalidRequestError: no node has what is wanted.
-            RendezvousConnectionError: this server does not serve any more.
+            InvalidRequestError: no node has the wanted output.
+            RendezvousConnectionError: this server no longer serves.
 
         """
         while True:
@@ -261,19 +260,19 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Whether no node that is yet to come could be of use."""
+        """Whether no node that may still come could contribute."""
         useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
         return self._over or not self._wanted.follow or useless
 
     def close(self) -> None:
-        """Read no more; the nodes hear of it."""
+        """Stop reading, and notify the nodes."""
         self._timer.cancel()
         self._relay.discard(self)
         for ask in self._asks.values():
             self._relay.forget(ask, cancel=True)
 
     def _give_back(self, ask: _Ask, cost: int) -> None:
-        """Let a node send more in place of what was taken, but not for every line."""
+        """Renew a node's credit for what was consumed, but not for every line."""
         ask.taken += cost
         if ask.request is not None and ask.taken >= self._credit // 2:
             self._relay.grant(ask, ask.taken)
@@ -292,7 +291,7 @@ class LogReader:
     # ---------------------------------------------------------------- the relay's side
 
     def take(self, ask: _Ask, piece: LogPiece) -> None:
-        """Take a piece of a node."""
+        """Take a piece from a node."""
         cost = len(piece.data) + PIECE_COST
         if cost > ask.credit:
             self._end(ask, "it sends more than it was asked for, and is not listened to")
@@ -331,7 +330,7 @@ class LogReader:
         self._news.set()
 
     def note_state(self, state: State) -> None:
-        """Ask the nodes that have come into a round; note the run's end."""
+        """Ask the nodes that have joined a round; note the run's end."""
         if not self._wanted.follow or self._over:
             return
         membership = state.membership
@@ -347,7 +346,7 @@ class LogReader:
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
-        """Tell the reader that the round, or the RANK, does not exist, once for each round."""
+        """Report to the reader, once per round, that the round or the RANK does not exist."""
         round_, wanted = state.membership.round, self._wanted
         number = -1 if round_ is None else round_.number
         if not wanted.follow or number == self._looked_at:
@@ -366,7 +365,7 @@ class LogReader:
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
-        """Ask a node that has come into a round, for the first time or after it had left."""
+        """Ask a node that has joined a round, for the first time or after it had left."""
         ask = self._asks.get(node_id)
         if ask is None:
             self._ask(node_id, self._first, {}, expected=True)
@@ -374,14 +373,14 @@ class LogReader:
             self._ask(node_id, number, {}, expected=True)
 
     def note_connected(self, node_id: str) -> None:
-        """Ask a node again that was waited for."""
+        """Ask again a node that was waited for."""
         ask = self._asks.get(node_id)
         if ask is not None and not ask.done and ask.request is None:
             self._open -= 1
             self._ask(node_id, ask.round, ask.offsets, expected=True)
 
     def note_gone(self, node_id: str) -> None:
-        """Wait for a node whose stream has ended, or go without it."""
+        """Wait for a node whose stream has ended, or continue without it."""
         ask = self._asks.get(node_id)
         if ask is None or ask.request is None:
             return
@@ -392,7 +391,7 @@ class LogReader:
             self._end(ask, f"its stream has ended before all was read; {self._where(ask)}")
 
     def fail(self, error: RendezvousError) -> None:
-        """Let the caller hear an error."""
+        """Raise an error to the caller."""
         self._error = error
         self._news.set()
 
@@ -435,11 +434,11 @@ class LogReader:
             self._end(ask, self._absent(ask))
 
     def _may_come_back(self) -> bool:
-        """Whether a node that is not connected is to be waited for."""
+        """Whether to wait for a node that is not connected."""
         return not self._over or self._relay.clock.now_ms() < self._relay.expects_until_ms
 
     def _expect(self, ask: _Ask) -> None:
-        """Give a node time for what it owes: an answer, to come back, or without `follow` more."""
+        """Set the deadline for an answer, a return, or, without `follow`, further output."""
         owes = ask.request is None or (not self._wanted.follow and ask.credit > PIECE_COST)
         ask.deadline_ms = self._relay.clock.now_ms() + self._relay.answer_ms if owes else None
         if ask.deadline_ms is not None:
@@ -460,7 +459,7 @@ class LogReader:
                     f"to read logs; {self._where(ask)}",
                 )
             elif self._wanted.follow and not self._over:
-                # It is read on should it come back.
+                # Reading continues if it comes back.
                 ask.deadline_ms = None
                 self._note(ask, self._absent(ask))
             else:
@@ -495,7 +494,7 @@ class LogReader:
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:
     """Return the nodes that may have a round's output, without placeholders.
 
-    The participants of a round before the last are not known here; the nodes themselves know.
+    The participants of rounds before the last are unknown here; the nodes themselves know.
     """
     last = state.membership.round
     if last is None or number > last.number:
@@ -515,7 +514,7 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
 def _by_node(
     positions: Iterable[LogPosition],
 ) -> dict[str, tuple[int | None, dict[tuple[int, bool], int]]]:
-    """Sort positions by their nodes; of several rounds of a node, the latest counts."""
+    """Group positions by node; of several rounds of one node, the latest counts."""
     found: dict[str, tuple[int | None, dict[tuple[int, bool], int]]] = {}
     for at in positions:
         round_, offsets = found.get(at.node_id, (None, {}))

@@ -1,7 +1,7 @@
-"""How far the workers of each job are, as their nodes say: in memory, of the present round alone.
+"""Progress of each job's workers, as their nodes report it: in memory, for the present round only.
 
-Nothing is decided by it, so neither the rendezvous core nor the store knows of it; a node says it
-again to a server that has started anew. No more is kept than one entry a worker of a live round.
+Nothing is decided by it, so neither the rendezvous core nor the store knows of it; nodes report it
+again to a server that has restarted. At most one entry per worker of a live round is kept.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class _Job:
     ranks: dict[str, range]
     """By node_id: the RANKs of its workers."""
     said: dict[str, tuple[int, Progress]] = field(default_factory=dict)
-    """By node_id: when it was heard, and what."""
+    """By node_id: when the report came in, and the report."""
 
 
 class ProgressBoard:
-    """Keeps what was said last, by job and node."""
+    """Keeps the latest reports, by job and node."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
 
     @property
     def jobs(self) -> int:
-        """The number of jobs of which something is kept."""
+        """The number of jobs with progress."""
         return len(self._jobs)
 
     def note(
         self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
     ) -> bool:
-        """Take note of what a node says; say whether it has a seat in the round that it names.
+        """Record a node's progress; return True if it has a seat in the round that it names.
 
-        What is said of another round comes too late, or too early, and is passed over.
+        A report about another round is too late, or too early, and is ignored.
 
         Raises:
-            InvalidRequestError: it speaks of a worker that is not its own.
+            InvalidRequestError: it names a worker that the node does not have.
 
         """
         round_ = _live_round(state)
@@ -66,7 +66,7 @@ class ProgressBoard:
         return True
 
     def _job(self, state: State, round_: Round) -> _Job:
-        """Return what is kept of a job's present round."""
+        """Return the progress of a job's present round."""
         rdzv_id = state.membership.rdzv_id
         job = self._jobs.get(rdzv_id)
         if job is None or not _is_of(job, state):
@@ -77,7 +77,7 @@ class ProgressBoard:
         return job
 
     def tidy(self, state: State) -> None:
-        """Forget what was said of a round that is over, or of nodes that have no seat any more."""
+        """Drop the progress of a round that is over, and of nodes that no longer have a seat."""
         rdzv_id = state.membership.rdzv_id
         if (job := self._jobs.get(rdzv_id)) is None:
             return

@@ -1,9 +1,8 @@
-"""Keeps the stacks of the latest hangs, over restarts of the server.
+"""Keeps the stacks of the latest hangs, across restarts of the server.
 
-Each is a document of its own in the store, in one of a fixed number of places, so that what is
-kept is bounded whatever jobs do. A new one takes the place of the oldest: of the same job's, if
-that has its share already. Nothing depends on them: what cannot be read is told of, and written
-over.
+Each is a key-value record of its own in the store, in one of a fixed number of slots, so that the
+total is bounded whatever jobs do. A new one replaces the oldest: that of the same job, if the job
+has its share already. Nothing depends on them: one that cannot be read is logged, and overwritten.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.stacks")
 
 PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
-"""The documents; each is below `Limits.stack_bytes` and what JSON adds to that."""
+"""The records; each is below `Limits.stack_bytes` plus the overhead of JSON."""
 PLACES_OF_JOB = 4
-"""How many of them one job may have."""
+"""The most of them that one job may have."""
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stored stacks of a slot; None: none any more."""
+    """The stored stacks of a slot; None: empty."""
 
     report: Report | None = None
 
@@ -39,14 +38,14 @@ class _Place:
 
     name: str
     rdzv_id: str = ""
-    """Empty: it is free."""
+    """Empty: the slot is free."""
     run: str = ""
     round: int = 0
     at_ms: int = 0
 
 
 class StackArchive:
-    """The stacks that are kept by one server. Read when they are first asked for."""
+    """The stacks that one server keeps. Read when they are first requested."""
 
     def __init__(self, store: StoreAccess) -> None:
         self._store = store
@@ -54,10 +53,10 @@ class StackArchive:
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
-        """Store stacks, in place of older ones if need be; of a round the latest are kept.
+        """Store stacks, replacing older ones if necessary; of one round, the latest are kept.
 
         Raises:
-            RendezvousError: they are not stored.
+            RendezvousError: they were not stored.
 
         """
         async with self._lock:
@@ -77,7 +76,7 @@ class StackArchive:
             return tuple(sorted(found))
 
     async def find(self, rdzv_id: str, run: str, round_: int) -> Report | None:
-        """Return the stacks that are kept of a round.
+        """Return the stacks of a round, if any are kept.
 
         Raises:
             RendezvousError: the store is away.
@@ -91,10 +90,10 @@ class StackArchive:
         return None
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete what is kept of a job.
+        """Delete the stacks of a job.
 
         Raises:
-            RendezvousError: some of it may be there still.
+            RendezvousError: some of them may still be stored.
 
         """
         async with self._lock:
@@ -103,7 +102,7 @@ class StackArchive:
                     await self._write(place, None)
 
     async def _known(self) -> dict[str, _Place]:
-        """Return what is in all places."""
+        """Return the contents of all slots."""
         return {name: await document.known() for name, document in self._documents.items()}
 
     async def _write(self, place: _Place, report: Report | None) -> None:
@@ -122,7 +121,7 @@ def _described(name: str, report: Report | None) -> _Place:
 
 
 def _encoded(report: Report | None) -> bytes:
-    """Write what is to be stored; of what is too much for a document only the first stacks."""
+    """Encode a record; if the stacks exceed its size, only the first are included."""
     while True:
         data = msgspec.json.encode(_Document(report))
         if len(data) <= DOCUMENT_BYTES or report is None or not report.stacks:
@@ -141,9 +140,9 @@ def _decoded(name: str, data: bytes) -> Report | None:
 
 
 def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
-    """Choose a place for stacks.
+    """Choose a slot for stacks.
 
-    That of the same round; else the job's oldest, if it has enough; else a free one; else the
+    That of the same round; else the job's oldest, if it has its share; else a free one; else the
     oldest of all.
     """
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]

@@ -1,8 +1,8 @@
-"""Takes the stacks of all workers of a round, from their nodes, and puts them together.
+"""Collects the stacks of all workers of a round from their nodes, and combines them.
 
 Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
-have 100,000 workers: they are grouped as they come, and of each group one stack is kept for sure,
-of the others as many as there is room for.
+have 100,000 workers: they are grouped as they come. One stack of each group is always kept; of the
+others, as many as there is room for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rdzv.server.messages import Announcement, Stacks, TakeStacks
 from rdzv.server.settings.config import Limits
 
 Send = Callable[[str, Announcement], bool]
-"""Say something to a node; false if it has no stream."""
+"""Send an announcement to a node; return False if it has no stream."""
 
 
 @dataclass(eq=False, slots=True)
 class _Taking:
-    """One moment of one round: what has come of it."""
+    """One collection of one round's stacks."""
 
     waits_for: dict[str, Participant]
     """By node_id: nodes whose answer is incomplete."""
@@ -48,12 +48,12 @@ class _Taking:
     silent: dict[str, SilentNode] = field(default_factory=dict)
 
     def add(self, stack: WorkerStack, most_groups: int) -> None:
-        """Take note of what a worker does; of one that comes twice, the first counts."""
+        """Add a worker's stack; of two from the same worker, the first counts."""
         if stack.rank in self.told:
             return
         key = key_of(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
-            # With this many different places a summary says nothing.
+            # With this many different stacks, a summary is useless.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
@@ -67,7 +67,7 @@ class _Taking:
             self.kept[stack.rank] = stack
 
     def end(self, node_id: str, why: str = "") -> None:
-        """Wait for a node no more; say why nothing is known of it, unless it has said all."""
+        """Stop waiting for a node; `why` is recorded unless it has sent everything."""
         node = self.waits_for.pop(node_id, None)
         if node is not None and why:
             size = node.offer.local_world_size
@@ -85,16 +85,16 @@ def _elsewhere(stack: WorkerStack) -> WorkerStack:
 
 
 def _size(stack: WorkerStack) -> int:
-    """Estimate what a stack takes, as it is stored."""
+    """Estimate the stored size of a stack."""
     frames = (frame for thread in stack.threads for frame in thread.frames)
     return 200 + len(stack.note) + sum(len(f.name) + len(f.file) + 40 for f in frames)
 
 
 class StackRelay:
-    """Whose stacks are being taken by one server."""
+    """The stack collections of one server."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """Give nodes `answer_ms` for their answers."""
+        """`answer_ms`: the time nodes have to answer."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms
@@ -106,16 +106,16 @@ class StackRelay:
 
     @property
     def takings(self) -> int:
-        """The number of reports that are being put together."""
+        """The number of reports in progress."""
         return len(self._takings)
 
     async def take(self, state: State, reason: str) -> Report:
-        """Have all nodes of the live round say what their workers do; wait a bounded time.
+        """Collect stacks from all nodes of the live round; wait a bounded time.
 
         Raises:
             InvalidRequestError: no round is live.
-            LimitExceededError: too many are being taken.
-            RendezvousConnectionError: this server does not serve any more.
+            LimitExceededError: too many collections are running.
+            RendezvousConnectionError: this server no longer serves.
 
         """
         membership, round_ = state.membership, state.membership.round
@@ -153,7 +153,7 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Take stacks that a node has sent; those that are not awaited are dropped."""
+        """Add stacks that a node has sent; drop those that no collection awaits."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:

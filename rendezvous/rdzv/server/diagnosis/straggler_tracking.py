@@ -1,6 +1,6 @@
-"""Names the workers that straggle, from what their nodes say of their progress.
+"""Finds stragglers among workers, from the progress that their nodes report.
 
-In memory, of the present round alone, and for people: nothing is decided by it.
+In memory, for the present round only, and for people: nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rdzv.core.stragglers import Pace, Sample, Straggler, follow
 from rdzv.server.messages import RankProgress
 
 LOOKS = 10
-"""How often workers are compared in the time for which one has to be slow."""
+"""The number of comparisons within the time after which a slow worker counts as a straggler."""
 LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
 SILENT_MS, SILENT_STEPS = 60_000, 3
-"""A worker that has said nothing for so long, and for so many of its steps, is not slow but silent:
-whether it hangs is another matter, and what it has finished is none."""
+"""A worker that has reported nothing for this long, and for this many of its steps, is silent
+rather than slow: it may hang, which is judged elsewhere, and its last rate no longer counts."""
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class _Job:
 
 
 class Stragglers:
-    """Those of one server's jobs."""
+    """The stragglers of one server's jobs."""
 
     def __init__(self, after_ms: int, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """Call `tell` once a worker has straggled for `after_ms`, and once it has caught up."""
+        """Call `tell` when a worker has straggled for `after_ms`, and when it has caught up."""
         self._after_ms = after_ms
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
@@ -46,13 +46,13 @@ class Stragglers:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs of which something is kept."""
+        """The number of jobs that are tracked."""
         return len(self._jobs)
 
     def note(
         self, state: State, progress: Callable[[], Sequence[RankProgress]], now_ms: int
     ) -> None:
-        """Compare the workers of a job, unless that was done a moment ago."""
+        """Compare the workers of a job, unless they were compared a moment ago."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or not round_.live:
             return

@@ -1,7 +1,7 @@
 """Messages to nodes, worked out from states and events by pure functions.
 
 `news` is for nodes that are connected when something happens; `owed` is for a node that comes back
-and may have missed it. Hearing the same thing from both does no harm.
+and may have missed it. Receiving the same message from both does no harm.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from rdzv.server.messages import (
 )
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
-"""Waiting nodes hear the reason anew only after these: n joins must not cost n * n messages."""
+"""Waiting nodes get the reason again only after these: n joins must not cost n * n messages."""
 
 
 def news(
@@ -61,14 +61,14 @@ def news(
     """Yield the messages of one transition, each with its node, in the order of the events."""
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
-    # Only an end is told to everybody; a step must not cost a look at every node.
+    # Only an end is announced to every node; a step must not cost a pass over all nodes.
     present = {*before.seats, *before.waiting, *before.stuck} if ends else set()
     for event in events:
         match event:
             case NodeJoined():
                 present.add(event.node_id)
             case RunBegan():
-                # Nodes that waited for a first round go on in the adopted run, seated or not.
+                # Nodes that waited for a first round continue in the adopted run, seated or not.
                 for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
@@ -91,7 +91,7 @@ def news(
                 # A node that joins after this, in the same transition, is in the next run.
                 present = set()
             case NodeLeft() | NodeLost():
-                # A node that has taken it up again meanwhile must also know that it is not placed.
+                # A node that has taken it up again meanwhile must also learn that it is not placed.
                 gone = event.node_id in before.placed and event.node_id not in after.placed
                 if gone and membership.ended is None:
                     yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
@@ -108,17 +108,17 @@ def news(
 
 
 def placed(membership: Membership) -> Placed:
-    """Tell a node what it is to run."""
+    """Return the announcement of what a node is to run."""
     submission = membership.submission
     assert submission is not None, "only who was submitted is placed"
     return Placed(membership.rdzv_id, membership.run, submission.spec)
 
 
 def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
-    """Yield what a returning node must hear of a submitted job that it holds or should hold.
+    """Yield what to send a returning node about a submitted job that it holds or should hold.
 
-    `held` are the runs that it holds. Where it is present its `Belief` has told, and it has heard
-    what it is `owed`.
+    `held` are the runs that it holds. If the node is present in the job, its `Belief` was handled,
+    and it has been sent what it is `owed`.
     """
     membership = state.membership
     chosen = node_id in state.placed and membership.ended is None
@@ -128,7 +128,7 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
         if run == membership.run and (chosen or state.present(node_id)):
             continue
         ended = ended_run(state, run)
-        # A server that has lost its memory leaves alone what it does not know.
+        # A server that has lost its memory does not touch jobs it does not know.
         if ended is not None or (membership.submission and run == membership.run):
             reason = (
                 f"the job has {ended.result}"
@@ -139,7 +139,7 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
-    """Tell nodes with seats of an older round that a later one was known elsewhere."""
+    """Announce to nodes seated in an older round that a later one was known elsewhere."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
@@ -153,8 +153,8 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announceme
 def concerns(state: State, node_id: str, incarnation: int, message: Announcement) -> bool:
     """Whether a message is for this incarnation: an assignment is only for the one with the seat.
 
-    Another that has just connected would start workers in the place of its former self, and then
-    be given a place of its own.
+    Another one that has just connected would start workers in its predecessor's place, and then be
+    given a place of its own.
     """
     return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
@@ -191,7 +191,7 @@ def _assignment(
         group_rank=group_rank,
         group_world_size=len(round_.participants),
         rank_first=participant.rank_first,
-        # Not the sum over all nodes, which would be taken once for each of them.
+        # Computed once: a sum over all nodes would be repeated for each of them.
         world_size=last.rank_first + last.offer.local_world_size,
         role_rank_first=participant.role_rank_first,
         role_world_size=participant.role_world_size,
@@ -205,15 +205,15 @@ def _assignment(
 
 
 def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
-    """Say why a waiting node has no workers."""
+    """Return the reason why a waiting node has no workers."""
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
 def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
-    """Return what a node must hear of a job, given what it believes after it came back.
+    """Return what to send a node about a job, given what it believes after it came back.
 
     Running workers are stopped only on a positive statement, so a node that knows of a run or a
-    round that the server does not know is told nothing.
+    round that the server does not know is sent nothing.
     """
     ended = ended_run(state, belief.run)
     if ended is not None:
@@ -224,7 +224,7 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Annou
     current = seated and round_ is not None and round_.number == belief.round
     told: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
-        # Also where the seat is another instance's: these workers are of a round that is over.
+        # Also if another instance has the seat: these workers are of a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
         told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
@@ -239,12 +239,12 @@ def _reported_rank(belief: Belief) -> int | None:
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
-    """Whether what the node says of its round may be news to this server."""
+    """Whether the node's report about its round may be new to this server."""
     return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 
 def unknown(state: State, belief: Belief) -> bool:
-    """Whether the node runs workers of a job or round that this server has never heard of."""
+    """Whether the node runs workers of a job or round that this server does not know."""
     membership = state.membership
     if not belief.has_workers:
         return False
@@ -256,7 +256,7 @@ def unknown(state: State, belief: Belief) -> bool:
 def _about_its_seat(
     membership: Membership, node_id: str, now_ms: int, reported_rank: int | None = None
 ) -> Assignment | RoundOver:
-    """Tell a seated node its assignment while the round is live, and then that it has ended."""
+    """Return a seated node's assignment while the round is live, then its end."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
@@ -277,7 +277,7 @@ def _group_rank(
 
 
 class _Participants:
-    """The participants of a round, as a key: told apart by identity, not compared one by one."""
+    """The participants of a round as a key: compared by identity, not element by element."""
 
     __slots__ = ("these",)
 
@@ -293,7 +293,7 @@ class _Participants:
 
 @lru_cache(maxsize=16)
 def _group_ranks(of: _Participants) -> dict[str, int]:
-    """Return the GROUP_RANK of each; kept, for after a restart all nodes of a round ask at once."""
+    """Return each GROUP_RANK; cached, because after a restart all nodes of a round ask at once."""
     return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 
 

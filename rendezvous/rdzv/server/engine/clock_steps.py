@@ -1,8 +1,8 @@
 """When servers of a store were last seen, so that a clock which was stepped deletes nothing.
 
-How long ago a job has ended is told by the clock alone, which may be a month ahead at a start.
-So servers write down from time to time what their clocks say. Where nothing was written for long
-no server ran, or the clock was stepped. Nobody can tell which, so that *gap* does not count.
+Only the clock tells how long ago a job ended, and it may be a month ahead at a start. So servers
+store from time to time what their clocks show. If nothing was stored for long, either no server
+ran or the clock was stepped. These cannot be told apart, so that *gap* does not count.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ GAP_MS = DAY_MS
 """Far above the time between two notes."""
 
 STEP_MS = 60_000
-"""A clock that is further behind than this is worth a line in the log."""
+"""A clock that is behind by more than this is logged."""
 
 MOST_GAPS = 16
 
 
 @struct(frozen=True)
 class TimeSeen:
-    """What is stored: the latest note, and the gaps before it, oldest first."""
+    """The stored value: the latest note, and the gaps before it, oldest first."""
 
     seen_ms: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Note the present time; a gap before a start is kept, and told to the log.
+        """Note the present time; a gap before a start is kept, and logged.
 
-        While a server runs no clock is stepped for it: its own is monotonic.
+        While a server runs, its clock is never stepped: it is monotonic.
 
         >>> TimeSeen(1_000).noted(2_000), TimeSeen(1_000).noted(1_000 + 3 * DAY_MS).gaps
         (TimeSeen(seen_ms=2000, gaps=()), ((1000, 259201000),))
@@ -57,7 +57,7 @@ class TimeSeen:
         return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
 
     def counted_since(self, at_ms: int, now_ms: int) -> int:
-        """Return how long ago something was, without the gaps.
+        """Return how long ago a time was, without the gaps.
 
         >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
         40

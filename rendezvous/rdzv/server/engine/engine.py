@@ -1,7 +1,7 @@
 """Decide, persist, publish: in that order, one command after another for each job.
 
-Commands of one job that wait while it commits are decided one after another and share the next
-commit, which alone makes all of them true: a thousand nodes that speak at once cost a few commits.
+Commands of one job that wait during a commit are decided one after another and share the next
+commit, which makes all of them durable: a thousand nodes that send at once cost a few commits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.jobs")
 
 AT_ONCE = 256
-"""The most commands that are decided at once, and share a commit."""
+"""The most commands that are decided together, and share a commit."""
 AT_ONCE_MS = 100
-"""The longest time in which commands are decided at once: nobody else is heard meanwhile."""
+"""The longest time for deciding commands together: no other task runs meanwhile."""
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
         publish: Callable[[Job, News], None],
         on_load: Callable[[Job], None],
     ) -> None:
-        """`publish` hears of each step that is stored, `on_load` of each job that is loaded."""
+        """`publish` receives each step that is stored, `on_load` each job that is loaded."""
         self._store = store
         self._clock = clock
         self._watch = watch
@@ -78,12 +78,12 @@ class Engine:
     async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to its end: decide, persist, publish — in that order.
 
-        `guard` sees the job first, and nobody changes it in between. A caller that is cancelled
-        does not cut it short.
+        `guard` checks the job first, and nothing changes the job in between. If the caller is
+        cancelled, the command still runs to its end.
 
         Raises:
             RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
-                it may have, and is to be repeated.
+                it may have, and the caller repeats it.
 
         """
         outcome: asyncio.Future[State | RendezvousError] = (
@@ -103,12 +103,12 @@ class Engine:
             self._tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide what waits, until nothing does; others may claim the job in between."""
+        """Decide the waiting commands until none is left; others may claim the job in between."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
                 await self._decide_next(rdzv_id, waiting)
-                # Not between two commands: thousands wait, and each turn of the loop is long then.
+                # Not between two commands: thousands may wait, and a turn of the loop is slow then.
                 await asyncio.sleep(0)
         finally:
             del self._waiting[rdzv_id]
@@ -116,7 +116,7 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
-        """Decide the next of those that wait, with one commit, and answer them."""
+        """Decide the next waiting commands, with one commit, and answer them."""
         batch: list[Asked] = []
         try:
             async with self.jobs.claim(rdzv_id) as job:
@@ -127,7 +127,7 @@ class Engine:
                     await self._add_step_if_sound(job, batch[-1], steps)
                 await self._settle(job, steps)
         except RendezvousError as error:
-            # It is everybody's if the job could not be claimed.
+            # If the job could not be claimed, the error is for all of them.
             for asked in batch or [waiting.popleft()]:
                 if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
                     self._store.state.waits(rdzv_id, asked.command)
@@ -137,16 +137,16 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command; one that would break a guarantee is refused, and no other."""
+        """Decide one more command; if it would break a guarantee, refuse it and no other."""
         try:
             await self._add_step(job, asked, steps)
         except InvariantError as error:
             asked.answer(error)
 
     async def _add_step(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command, upon those that are decided and not stored yet.
+        """Decide one more command, on top of those that are decided and not yet stored.
 
-        What is refused is answered at once. What this raises concerns the whole job, except for a
+        A refusal is answered at once. An exception from here concerns the whole job, except for a
         broken guarantee.
         """
         state = steps[-1].transition.state if steps else job.state
@@ -181,11 +181,11 @@ class Engine:
     ) -> list[RendezvousError]:
         """Do the work of `submit` for a job that the caller has claimed, with one commit.
 
-        Each command is chosen in view of what came of those before it; None: nothing is to be done.
-        Returns what was refused.
+        Each choice sees the results of the commands before it, and returns None for no command.
+        Returns the refusals.
 
         Raises:
-            RendezvousError: nothing was done, or it is not known whether it was.
+            RendezvousError: nothing was done, or the outcome is unknown.
 
         """
         steps: list[Step] = []
@@ -201,7 +201,7 @@ class Engine:
         return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
 
     async def _check(self, job: Job, before: State, step: Step, decided: list[Step]) -> None:
-        """Store what was decided before a step that breaks a guarantee, and refuse that one."""
+        """Before a step that breaks a guarantee, store the earlier steps; then refuse that one."""
         broken = violations(before, step.transition.state, step.transition.events)
         if broken:
             earlier, decided[:] = tuple(decided), ()
@@ -209,7 +209,7 @@ class Engine:
             raise await self._reload_broken(job, step.command, broken)
 
     async def _settle(self, job: Job, steps: Sequence[Step]) -> None:
-        """Persist what was decided, and publish it in its order."""
+        """Persist the decided steps, and publish them in their order."""
         if not steps:
             return
         stored = steps[-1].transition.state.membership is not job.state.membership
@@ -225,7 +225,7 @@ class Engine:
         except RendezvousError:
             raise
         except Exception as error:
-            # Values are immutable: whatever went wrong inside, nothing was changed.
+            # Values are immutable: whatever failed inside, nothing was changed.
             log.exception("job %s: %s failed", state.membership.rdzv_id, command)
             raise _bug(state.membership.rdzv_id, command, f"failed: {error!r}") from error
 
@@ -233,7 +233,7 @@ class Engine:
         what = f"would break {'; '.join(broken)}"
         log.error("job %s: %s %s", job.rdzv_id, command, what)
         await self.jobs.load(job)
-        # Not at once, or a tick that breaks something would spin.
+        # With a delay, or a tick that breaks a guarantee would spin.
         job.timer.arm(self.jobs.retry_at_ms())
         return _bug(job.rdzv_id, command, what)
 
@@ -249,16 +249,16 @@ class Engine:
             if not error.definite:
                 job.doubt = tuple(steps)
             for step in steps:
-                # One that changes nothing, as most ticks, would be heard of at any time.
+                # A command without events, such as most ticks, is not worth reporting as waiting.
                 if step.transition.events:
                     self._store.state.waits(job.rdzv_id, step.command)
             raise
         job.pending = ()
 
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
-        """Make these steps the present, one after another, and tell everyone. Waits for nothing.
+        """Make these steps the present, one after another, and announce them. Does not wait.
 
-        `stored`: they have been, so that none of their history waits for another commit.
+        `stored`: they were stored, so none of their history waits for another commit.
         """
         for step in steps:
             before, transition = job.state, step.transition
@@ -280,7 +280,7 @@ class Engine:
         if self._watch.late(due_ms):
             job.timer.arm_by(self._watch.settled_ms)
         else:
-            # Nobody waits for the outcome: if it is an error, `claim` has armed the timer again.
+            # No caller waits for the outcome: after an error, `claim` has armed the timer again.
             outcome: asyncio.Future[State | RendezvousError] = (
                 asyncio.get_running_loop().create_future()
             )
@@ -288,7 +288,7 @@ class Engine:
 
 
 def _aged(command: Command, deaf_ms: int) -> Command:
-    """Count the ages in a command back from the time that its job is told, not from the present."""
+    """Make the ages in a command relative to the time of the decision, not to the present."""
     if deaf_ms <= 0 or not isinstance(command, Fail | Join):
         return command
     failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)

@@ -29,7 +29,7 @@ from rdzv.server.settings.config import DAY_MS, Config
 log = logging.getLogger("rdzv.jobs")
 
 TIME_SEEN = "time-seen"
-"""The document that says when servers of this store were seen."""
+"""The key-value record of the times at which servers of this store were seen."""
 
 _time_seen_decoder = msgspec.json.Decoder(TimeSeen)
 
@@ -45,13 +45,13 @@ class Forgetting:
         self._clock = clock
         self._tasks = tasks
         self._config = config
-        """Read when a value is used, since a reload changes it."""
+        """Not copied: a reload changes it."""
         self._time_noted = False
         """Whether this server has stored that it runs."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
-        """Forget nothing more by itself."""
+        """Stop pruning."""
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:
@@ -60,9 +60,9 @@ class Forgetting:
         A caller that is cancelled does not cut it short.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
-            InvalidRequestError: its run has not ended, or somebody is in it; nothing was deleted.
-            RendezvousConnectionError: it may have been deleted; to be repeated.
+            UnknownJobError: no node has ever joined it.
+            InvalidRequestError: its run has not ended, or nodes are in it; nothing was deleted.
+            RendezvousConnectionError: it may have been deleted; retry.
 
         """
         error = await asyncio.shield(self._tasks.start(self._forgotten(rdzv_id)))
@@ -84,18 +84,18 @@ class Forgetting:
             await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
-                # The next claim finds out.
+                # The next claim resolves the doubt.
                 job.loaded = None
             raise
         log.info("job %s is forgotten: %s", job.rdzv_id, why)
         self._jobs.vacate(job)
 
-    # ---------------------------------------------------------------- by themselves
+    # ---------------------------------------------------------------- pruning
 
     def start_pruning(self) -> None:
         """Forget ended jobs that are too many or too old, now and from time to time.
 
-        Nobody waits for it. A job that cannot be read was never loaded, and is left alone.
+        Does not block. A job that cannot be read was never loaded, and is left alone.
         """
         self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
         self._tasks.start(self._prune())
@@ -116,7 +116,7 @@ class Forgetting:
             try:
                 async with self._jobs.claim(rdzv_id) as job:
                     ended = job.state.membership.ended
-                    # Meanwhile it may have begun, and even ended, another run.
+                    # Meanwhile another run of it may have begun, and even ended.
                     same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
                     if same and not job.state.anybody:
                         await self._delete(job, why)
@@ -127,7 +127,7 @@ class Forgetting:
                 log.error("job %s cannot be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Store that a server runs now; return that, with what was stored before."""
+        """Store that a server runs now; return the result, which includes the earlier times."""
         data, revision = await self._store.load_document(TIME_SEEN) or (b"{}", 0)
         try:
             past = _time_seen_decoder.decode(data)
@@ -145,7 +145,7 @@ class Forgetting:
 def outlived(
     ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
 ) -> tuple[tuple[str, str], ...]:
-    """Return which ended jobs are to be forgotten, and why; the first to end goes first.
+    """Return the ended jobs to forget, with the reason; the first to end comes first.
 
     >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
     (('b', '2 other jobs have ended since'),)
@@ -165,11 +165,11 @@ def outlived(
 
 
 def refuse_to_forget(state: State) -> None:
-    """Refuse to forget a job whose run has not ended, or that somebody is in.
+    """Refuse to forget a job whose run has not ended, or that nodes are in.
 
     Raises:
-        UnknownJobError: nobody has ever joined it.
-        InvalidRequestError: its run has not ended, or somebody is in it.
+        UnknownJobError: no node has ever joined it.
+        InvalidRequestError: its run has not ended, or nodes are in it.
 
     """
     membership = state.membership

@@ -1,4 +1,4 @@
-"""History: what has happened to jobs, in the log at once and in the store with the next commit."""
+"""History of jobs: logged at once, and stored with the next commit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class History:
         return event_lines.records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
-        """Pass on to log and metrics what the history tells."""
+        """Pass new rows of history on to log and metrics."""
         event_lines.publish(rows, events)
         self._meter.recorded(rows)
 
@@ -58,7 +58,7 @@ class History:
             self._tasks.start(self.append(rows))
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Write events that no step has led to: to the log, and with the next commit to history."""
+        """Log events that did not come from a step; store them in history with the next commit."""
         job = self._jobs.get(rdzv_id)
         if job is not None and job.loaded is not None:
             run = job.loaded.membership.run
@@ -68,17 +68,17 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows when something happens to a job that no step has led to."""
+        """Return a number that grows with every event of a job that did not come from a step."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
-        """Write rows by themselves; if they cannot be stored, the log has them alone."""
+        """Store rows in a commit of their own; if that fails, only the log has them."""
         try:
             if rows:
                 await self._store.append(rows)
         except RendezvousError as error:
-            # The log has them all the same; a job never waits for its history.
+            # The log has them anyway; a job never waits for its history.
             log.warning("%d rows of history are lost: %s", len(rows), error)
 
     async def flush(self) -> None:
@@ -87,9 +87,9 @@ class History:
         await self.append(tuple(row for job in jobs for row in job.pending))
 
     async def of(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest rows of a job, oldest first, with those that wait for a commit.
+        """Return the newest rows of a job, oldest first, including those that wait for a commit.
 
-        The name may be one that no job can have, under which rows were appended.
+        Also accepts names that no job can have, under which rows were appended.
         """
         job = self._jobs.get(rdzv_id)
         pending = job.pending if job else ()

@@ -1,4 +1,4 @@
-"""One job in memory, and the steps that it takes."""
+"""One job in memory, and its steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rdzv.stores.base import Record
 from rdzv.structs import struct
 
 Guard = Callable[[State], None]
-"""Refuses what must not be done to a job as it is, by raising what the caller is to hear."""
+"""Refuses a command that the job's state does not allow, by raising the caller's error."""
 
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
-"""Hears of a step before it is stored. It may have a command come first, and adds to the history.
+"""Sees a step before it is stored. It may require a command first, and adds to the history.
 
-What it raises, the step raises, and is then taken again.
+If it raises, the step raises the same error, and is then retried.
 """
 
 
@@ -34,14 +34,14 @@ class Asked:
     outcome: asyncio.Future[State | RendezvousError]
 
     def answer(self, outcome: State | RendezvousError) -> None:
-        """Set the outcome; a caller that was cancelled does not hear it."""
+        """Set the outcome; has no effect if the caller was cancelled."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 @struct(frozen=True)
 class Step:
-    """A step that was decided, and is not stored yet."""
+    """A step that was decided, and is not yet stored."""
 
     command: Command
     transition: Transition
@@ -50,14 +50,14 @@ class Step:
 
 @struct(frozen=True)
 class News:
-    """A step that is stored, and of which everyone may now hear."""
+    """A step that is stored, and may now be announced."""
 
     command: Command
     before: State
     after: State
     events: tuple[Event, ...]
     last: bool = True
-    """Whether no later step was stored with it."""
+    """Whether this is the last of the steps that were stored together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,26 +70,26 @@ class Job:
     claims: int = 0
     """The number of callers that hold the lock or wait for it."""
     loaded: State | None = None
-    """None until it is loaded. Always one whose durable half is stored."""
+    """None until the job is loaded. Its durable half is always stored."""
     revision: int = 0
     doubt: tuple[Step, ...] = ()
     """Steps whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
-    """History that rides on the next commit."""
+    """History that waits for the next commit."""
     noted: int = 0
-    """How often something has happened that no step has led to."""
+    """The number of notes of events that did not come from a step."""
     node_ids: set[str] = field(default_factory=set)
-    """At least the nodes that are present."""
+    """A superset of the nodes that are present."""
 
     @property
     def state(self) -> State:
-        """The state of a job that is claimed, and so is loaded."""
+        """The state of a claimed job, which is therefore loaded."""
         assert self.loaded is not None, "only a claimed job is asked for its state"
         return self.loaded
 
     @property
     def idle(self) -> bool:
-        """Whether it can leave memory: nobody is in it, and the store has all of it."""
+        """Whether it can leave memory: no node is in it, and the store has all of it."""
         if self.claims or self.doubt or self.pending:
             return False
         if self.loaded is None:

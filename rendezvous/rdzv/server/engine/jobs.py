@@ -1,8 +1,8 @@
 """All jobs of one server: those in the store, and in memory those that are alive.
 
-A job is changed by whoever has claimed it. A commit whose outcome is unknown leaves its job in
-doubt: the next claim finds out, and nothing is announced before that. What is in memory is
-therefore always what is stored, and everything that was announced is in it.
+Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
+the next claim resolves it, and nothing is announced before that. The job in memory is therefore
+always the stored one, and includes everything that was announced.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Jobs:
         on_due: Callable[[Job, int], None],
         is_waiting: Callable[[str], bool],
     ) -> None:
-        """`publish` hears of steps in doubt that turn out to be stored, `on_due` of timers.
+        """`publish` receives steps in doubt that turn out to be stored, `on_due` due timers.
 
-        `is_waiting` says whether a command waits for a job, which then stays in memory.
+        `is_waiting` returns whether a command waits for a job, which then stays in memory.
         """
         self._store = store
         self._clock = clock
@@ -63,7 +63,7 @@ class Jobs:
         self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
-        """When each stored job that was loaded ended, so that none is read again to find out."""
+        """When each stored job that was loaded ended, so that none is loaded again for it."""
 
     # ---------------------------------------------------------------- claiming and loading
 
@@ -87,7 +87,7 @@ class Jobs:
                     await self._resolve(job, job.doubt)
                 yield job
         except (RendezvousConnectionError, InvariantError):
-            # Its timer, if nobody else, comes back to it.
+            # Its timer claims it again, if nothing else does.
             job.timer.arm_by(self.retry_at_ms())
             raise
         finally:
@@ -107,7 +107,7 @@ class Jobs:
         return job
 
     async def load(self, job: Job) -> None:
-        """Begin anew from what is stored; `on_load` brings everyone who was there up to date."""
+        """Load the stored state; `on_load` updates the nodes that were present."""
         job.loaded, job.doubt = None, ()
         stored = await self._store.load(job.rdzv_id)
         now_ms = self._clock.now_ms()
@@ -122,7 +122,7 @@ class Jobs:
         self._on_load(job)
 
     async def _resolve(self, job: Job, steps: Sequence[Step]) -> None:
-        """Find out whether a commit has happened, and go on from there."""
+        """Determine whether a commit has happened, and continue from there."""
         stored = await self._store.load(job.rdzv_id)
         revision = stored.revision if stored else 0
         if revision == job.revision:
@@ -134,17 +134,17 @@ class Jobs:
             await self.load(job)
 
     def vacate(self, job: Job) -> None:
-        """Have a claimed job that was deleted be one that nobody has ever joined."""
+        """Reset a claimed job that was deleted to one that no node has ever joined."""
         job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         job.pending = ()
         self.note_end(job)
 
     async def write(self, job: Job, written: Awaitable[T]) -> T:
-        """Write a job. If somebody else has written it, it is loaded anew, and nothing was done.
+        """Write a job. On a conflict with another writer, the job is loaded again.
 
         Raises:
-            StoreRefusedError: that is so; to be tried again.
-            RendezvousError: what the write has raised.
+            StoreRefusedError: another writer was first, and nothing was done; retry.
+            RendezvousError: the error of the write.
 
         """
         try:
@@ -162,10 +162,10 @@ class Jobs:
             self.ended[job.rdzv_id] = ended.at_ms
 
     def retry_at_ms(self) -> int:
-        """Return when what the store has not taken is tried again."""
+        """Return when to retry a write that the store has not taken."""
         return self._clock.now_ms() + self._timings.store_retry_ms
 
-    # ---------------------------------------------------------------- looking
+    # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
         """Return a job that is in memory."""
@@ -177,7 +177,7 @@ class Jobs:
         return self._jobs
 
     async def look(self, rdzv_id: str) -> State:
-        """Return a job's present state, without waiting for a commit that is under way."""
+        """Return a job's present state, without waiting for a commit in progress."""
         if (state := self.peek(rdzv_id)) is not None:
             return state
         async with self.claim(rdzv_id) as job:
@@ -189,22 +189,22 @@ class Jobs:
         return job.loaded if job else None
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows when something happens to a job that no step has led to."""
+        """Return a number that grows with every event of a job that did not come from a step."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The present states of all jobs in memory, which is all that have not ended."""
+        """The present states of all jobs in memory, which includes every job that has not ended."""
         return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """The jobs of which nobody knows whether their last commit has happened."""
+        """The jobs whose last commit may or may not have happened."""
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load what has not ended, and note what has; one that cannot be read is left alone.
+        """Load jobs that have not ended, and note those that have; skip those that cannot be read.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -223,7 +223,7 @@ class Jobs:
                 log.error("job %s is left alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
-        """Yield the present state of every stored job that can be read, one after the other."""
+        """Yield the present state of every stored job that can be read, one by one."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if (present := self.peek(rdzv_id)) is not None:
@@ -239,6 +239,6 @@ class Jobs:
                 log.error("job %s is not listed: %s", rdzv_id, error)
 
     def stop_timers(self) -> None:
-        """Let time pass for no job any more."""
+        """Stop the timers of all jobs."""
         for job in self._jobs.values():
             job.timer.cancel()

@@ -1,4 +1,4 @@
-"""One document of the store as the leading server knows it, also after a write that failed."""
+"""One key-value record of the store as the leading server knows it, also after a failed write."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ T = TypeVar("T")
 
 
 class Document(Generic[T]):
-    """A document: its value as it was read or written last, and the revision to be written over.
+    """A record: its value as last read or written, and the revision that the next write replaces.
 
-    A writer holds a lock of its own from reading the value to the end of `swap`. After a write that
-    fails, the value is what is stored:
+    A writer holds a lock of its own from reading the value to the end of `swap`. After a failed
+    write, the value is what is stored:
 
-    * `RevisionConflictError`: somebody else has written it. It is read anew, and to be tried again.
-    * `RendezvousConnectionError`: perhaps it was written. It is read anew.
-    * Any other: nothing was written, and what was known still holds.
+    * `RevisionConflictError`: another writer was first. The record is read again, and the caller
+      retries.
+    * `RendezvousConnectionError`: it may have been written. The record is read again.
+    * Any other: nothing was written, and the known value still holds.
 
-    Where it cannot be read anew either, the revision keeps the next write from overwriting what is
-    there, and `known` reads it first.
+    If that read fails too, the revision keeps the next write from overwriting the record, and
+    `known` reads it first.
     """
 
     def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
-        """`read` makes a value of what is stored; one that was never written reads as `{}`."""
+        """`read` decodes the stored bytes; a record that was never written reads as `{}`."""
         self._store = store
         self._name = name
         self._read = read
@@ -38,11 +39,11 @@ class Document(Generic[T]):
         self._sure = False
 
     async def load(self) -> None:
-        """Learn what is stored.
+        """Read the stored value.
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored value cannot be read.
 
         """
         self._sure = False
@@ -55,17 +56,17 @@ class Document(Generic[T]):
         self.value, self.revision, self._sure = value, revision, True
 
     async def known(self) -> T:
-        """Return the value; if it is not known, or in doubt, read it first. Raises as `load`."""
+        """Return the value; if it is unknown or in doubt, read it first. Raises as `load`."""
         if not self._sure:
             await self.load()
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, and only then replace the value by `value`, which it encodes.
+        """Store `data`, and only then replace the known value by `value`, which it encodes.
 
         Raises:
-            StoreRefusedError: somebody else has written it, or nothing could be; to be repeated.
-            RendezvousConnectionError: perhaps it is stored; to be repeated.
+            StoreRefusedError: another writer was first, or the store takes no writes; retry.
+            RendezvousConnectionError: it may have been stored; retry.
             RendezvousError: it is not stored.
 
         """
@@ -81,7 +82,7 @@ class Document(Generic[T]):
 
 
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    """Return the error that a document cannot be read, with the remedy."""
+    """Return the error for a record that cannot be read, with the remedy."""
     return RendezvousStateError(
         f"the document {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"

@@ -1,4 +1,4 @@
-"""One server's way to its store: each call notes whether the store has answered."""
+"""One server's access to its store: each call notes whether the store has answered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rdzv.stores.base import Read, Record, Store, Stored
 T = TypeVar("T")
 
 PROBE = "store-probe"
-"""The document that is written to find out whether the store takes writes again."""
+"""The key-value record that is written to find out whether the store takes writes again."""
 
 
 class StoreAccess:
-    """The store of one server. Its calls raise what those of `Store` raise."""
+    """The store of one server. Its calls raise the same errors as those of `Store`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StoreAccess:
         return result
 
     async def _probe(self) -> None:
-        """Find out whether the store is back, and takes writes if it was writes that failed."""
+        """Check whether the store is back, and, if writes had failed, whether it takes them."""
         with contextlib.suppress(RendezvousError):
             found = await self._ask(self._store.load_document(PROBE))
             if self.state.unwritable:
@@ -61,18 +61,18 @@ class StoreAccess:
 
     async def take_over(self) -> int:
         """Return this server's leadership number."""
-        # Anchored to the clock, so that it does not go back with a store that was lost or restored.
+        # Anchored to the clock, so that losing or restoring a store does not move it back.
         at_least = self._clock.now_ms() // 1000
         return await self._ask(self._store.take_over(at_least), writes=True)
 
     # ---------------------------------------------------------------- jobs
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as it is stored; None if it is not."""
+        """Return a stored job; None if there is none."""
         return await self._ask(self._store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
-        """Yield every stored job, or why it cannot be read, by rdzv_id."""
+        """Yield every stored job, or the reason it cannot be read, by rdzv_id."""
         async with aclosing(self._store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:
@@ -81,7 +81,7 @@ class StoreAccess:
     async def compare_and_swap(
         self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
     ) -> int:
-        """Store a job with its history, in place of this revision; return the new one."""
+        """Store a job with its history, replacing this revision; return the new one."""
         swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
         return await self._ask(swapped, writes=True)
 
@@ -90,28 +90,28 @@ class StoreAccess:
         await self._ask(self._store.delete(rdzv_id, revision), writes=True)
 
     async def append(self, rows: Sequence[Record]) -> None:
-        """Store rows of history by themselves."""
+        """Store rows of history in a commit of their own."""
         await self._ask(self._store.append(rows), writes=True)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest stored rows of history under a name, oldest first."""
         return await self._ask(self._store.history(rdzv_id, limit))
 
-    # ---------------------------------------------------------------- documents, and all of it
+    # ---------------------------------------------------------------- key-value records, and backup
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as it was last written, and its revision; None if it never was."""
+        """Return a key-value record as last written, and its revision; None if it never was."""
         return await self._ask(self._store.load_document(name))
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document; return the new revision."""
+        """Write a key-value record; return the new revision."""
         return await self._ask(self._store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
-        """Yield all that the store holds, as the lines of a file that `rdzvd --restore` reads.
+        """Yield the contents of the store, as the lines of a file for `rdzvd --restore`.
 
         Raises:
-            RendezvousError: it cannot be read as a whole; what was yielded is worth nothing.
+            RendezvousError: it cannot be read completely; discard the lines yielded so far.
 
         """
         from rdzv.stores import backup

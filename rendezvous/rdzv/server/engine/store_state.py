@@ -1,4 +1,4 @@
-"""Whether the store takes writes; while it does not: since when, why, and what waits."""
+"""Whether the store takes writes, and if not: since when, why, and which commands wait."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""The most waiting commands that one sentence names."""
+"""The most waiting commands that are named in one sentence."""
 FRESH_RETRIES = 3
 """A command not repeated during this many retries no longer waits: its node has gone."""
 
 
 class StoreState:
-    """The state of the store, concluded from how its calls end."""
+    """The state of the store, derived from the outcomes of its calls."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """Call `on_change` with the job for which the sentence has changed; None: for all.
+        """Call `on_change` with the job whose sentence has changed; None: those of all jobs.
 
-        `probe` is called from time to time while the store is away and nobody writes to it: it
+        `probe` is called from time to time while the store is away and no command writes to it; it
         has to try a write.
         """
         self._clock = clock
@@ -60,10 +60,10 @@ class StoreState:
         self.unwritable = False
         """Whether a write has failed and none has succeeded since; reads do not count."""
         self._waiting: dict[str, dict[str, int]] = {}
-        """By rdzv_id, in words: the commands that wait, and when each was tried last."""
+        """By rdzv_id: the commands that wait, in words, and when each was last tried."""
 
     def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
-        """Note that a call which began at `began_ms` has failed; say so once."""
+        """Note that a call which began at `began_ms` has failed; log that once."""
         self.unwritable |= writes
         known, self._why = self._why, str(error)
         if self._since_ms is None:
@@ -74,7 +74,7 @@ class StoreState:
             self._on_change(None)
 
     def answered(self, *, writes: bool) -> None:
-        """Note that a call has succeeded; a store that refused a write has to take one first."""
+        """Note that a call has succeeded; after a refused write, only a write counts."""
         self.unwritable &= not writes
         if self._since_ms is None or self.unwritable:
             return
@@ -85,7 +85,7 @@ class StoreState:
         self._on_change(None)
 
     def waits(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command could not be stored, and is tried again."""
+        """Note that a command could not be stored, and is being retried."""
         if words := _words(command):
             waiting = self._waiting.setdefault(rdzv_id, {})
             known = words in waiting
@@ -94,14 +94,14 @@ class StoreState:
                 self._on_change(rdzv_id)
 
     def decided(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command waits no longer."""
+        """Note that a command no longer waits."""
         if (waiting := self._waiting.get(rdzv_id)) is not None:
             waiting.pop(_words(command), None)
             if not waiting:
                 del self._waiting[rdzv_id]
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
-        """Say what waits for the store of one job."""
+        """Return what waits for the store in one job, in words."""
         since_ms = self._clock.now_ms() - self._fresh_ms
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
@@ -109,12 +109,12 @@ class StoreState:
 
     @property
     def away_ms(self) -> int:
-        """For how long the store has been away; 0 while it is there, as far as is known."""
+        """How long the store has been away; 0 while it is there, as far as is known."""
         return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
 
     @property
     def trouble(self) -> str:
-        """Why nothing new can be stored, since when, and what waits; empty if it can, as is known.
+        """Why the store takes nothing, since when, and what waits; empty if all is well.
 
         It is a sentence for people, about all jobs.
         """
@@ -124,11 +124,11 @@ class StoreState:
         return self._sentence(waiting)
 
     def trouble_of(self, rdzv_id: str) -> str:
-        """Say the same of one job."""
+        """Return the same sentence about one job."""
         return self._sentence(self.waiting(rdzv_id))
 
     def stop(self) -> None:
-        """Look no more whether it is back."""
+        """Stop checking whether the store is back."""
         self._timer.cancel()
 
     def _sentence(self, waiting: list[str] | tuple[str, ...]) -> str:
@@ -147,7 +147,7 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Forget those that wait no longer; if none is left to try a write, try one."""
+        """Drop commands that no longer wait; if none is left that would try a write, probe."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + self._retry_ms)
@@ -158,7 +158,7 @@ class StoreState:
 
 
 def _words(command: Command) -> str:
-    """Say what waits with a command; empty for one whose caller is refused and does not wait."""
+    """Describe a waiting command; empty for one whose caller is refused and does not wait."""
     match command:
         case Join():
             return f"{command.node_id} joins"

@@ -1,4 +1,4 @@
-"""Those who wait for a change of a job or a node: operators that watch, and the feeds of HTTP."""
+"""Waiting for changes of a job or a node: for operators that watch, and for the HTTP feeds."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from contextlib import contextmanager
 from rdzv.runtime.clock import Clock, Timer
 
 Note = Callable[[str | None], None]
-"""Hears the rdzv_id of a job that has changed; None: a node has changed, or watching has ended."""
+"""Takes the rdzv_id of a job that has changed; None: a node has changed, or watching ended."""
 
 
 class Watchers:
-    """Wakes those who watch. They look at what has changed themselves, later."""
+    """Wakes watchers. They read what has changed later, themselves."""
 
     def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
-        """Changes of progress alone are shown together, every `show_progress_every_ms`."""
+        """Changes that are only progress are shown together, every `show_progress_every_ms`."""
         self._clock = clock
         self._show_progress_every_ms = show_progress_every_ms
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
         """By rdzv_id: set at the next change of the job."""
         self._followers: set[Note] = set()
         self._progressed: set[str] = set()
-        """By rdzv_id: the jobs that are watched and have progressed since they were shown."""
+        """The watched jobs, by rdzv_id, that have progressed since they were last shown."""
         self._progress_timer = Timer(clock, lambda _: self._show_progress())
         self.closed = False
         """Whether watching has ended."""
 
     @property
     def followers(self) -> int:
-        """The number of those who follow all changes."""
+        """The number of followers of all changes."""
         return len(self._followers)
 
     @property
     def progress_due_ms(self) -> int | None:
-        """When progress is shown next; None if there is none to show."""
+        """When progress is next shown; None if there is none to show."""
         return self._progress_timer.due_ms
 
     def next_change(self, rdzv_id: str) -> asyncio.Event:
-        """Return the event of a job's next change. It is kept only while the caller keeps it."""
+        """Return the event of a job's next change. It exists only while the caller keeps it."""
         return self._changes.setdefault(rdzv_id, asyncio.Event())
 
     @contextmanager
     def followed_by(self, note: Note) -> Iterator[None]:
-        """Have `note` called at each change until the body ends.
+        """Call `note` at each change until the body ends.
 
         It is called in the middle of a step and must not wait.
         """
@@ -56,19 +56,19 @@ class Watchers:
             self._followers.discard(note)
 
     def job_changed(self, rdzv_id: str) -> None:
-        """Wake those who watch a job, and those who follow all."""
+        """Wake the watchers of a job, and the followers of all changes."""
         if (changed := self._changes.pop(rdzv_id, None)) is not None:
             changed.set()
         for note in self._followers:
             note(rdzv_id)
 
     def nodes_changed(self) -> None:
-        """Wake those who follow all changes: something about nodes is different."""
+        """Wake the followers of all changes: some node has changed."""
         for note in self._followers:
             note(None)
 
     def job_progressed(self, rdzv_id: str) -> None:
-        """Wake those who watch a job before long, together with those of other jobs."""
+        """Wake the watchers of a job soon, together with those of other jobs."""
         if rdzv_id in self._changes or self._followers:
             self._progressed.add(rdzv_id)
             at_ms = self._clock.now_ms() + self._show_progress_every_ms
@@ -80,7 +80,7 @@ class Watchers:
             self.job_changed(rdzv_id)
 
     def close(self) -> None:
-        """End watching: all that wait wake, and find `closed` set."""
+        """End watching: all waiters wake, and find `closed` set."""
         self.closed = True
         for changed in self._changes.values():
             changed.set()

@@ -432,7 +432,7 @@ class Feeds:
         """Follow one job, or with None the fleet, until the body ends.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             LimitExceededError: too many follow.
             RendezvousConnectionError: this server does not lead, or is stopping.
 

@@ -46,7 +46,7 @@ class Shown(Answers):
         """Show what a job's workers did when a round of it hung, the last one or this one.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             InvalidRequestError: none are kept.
 
         """

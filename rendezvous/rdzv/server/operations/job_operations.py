@@ -66,7 +66,7 @@ class JobOperations:
         """Stop, restart or scale a job as an operator asks, and show it as it then is.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             RendezvousClosedError: the run that is meant has ended.
 
         """

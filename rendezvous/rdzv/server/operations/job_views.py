@@ -53,7 +53,7 @@ class JobViews:
         """Return the state of a job that is known.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             RendezvousConnectionError: its first join waits for the store, or that is away.
 
         """
@@ -82,7 +82,7 @@ class JobViews:
         """Show one job, at once and then whenever it has changed. A slow reader misses some.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             LimitExceededError: too many are watching.
             RendezvousConnectionError: this server no longer serves.
 
@@ -137,7 +137,7 @@ class JobViews:
         """Return a job's newest events, oldest first.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
 
         """
         await self.state(rdzv_id)

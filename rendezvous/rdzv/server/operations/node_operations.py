@@ -15,7 +15,7 @@ class NodeOperations:
 
     Raises:
         UnknownNodeError: no such node is known.
-        RendezvousError: it was not stored; to be repeated.
+        RendezvousError: it was not stored; retry.
 
     """
 

@@ -28,7 +28,7 @@ class WorkerViews:
         """Yield what a job's workers have written, as it comes from their nodes.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             InvalidRequestError: it has had no such round, or no such RANK.
             RendezvousClosedError: the run that is meant is not the last.
             LimitExceededError: too many readers.
@@ -49,7 +49,7 @@ class WorkerViews:
         """Show what the workers of a round do, or did when it hung; see `Control.TakeStacks`.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             RendezvousClosedError: the run that is meant is not the last.
             InvalidRequestError: no round is live, and none of that round were kept.
             LimitExceededError: too many are being taken.
@@ -74,7 +74,7 @@ class WorkerViews:
         """Show what the workers of a round did when it hung; asks no node, and takes none.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             InvalidRequestError: none are kept, of any round or of this one.
             RendezvousConnectionError: the store is away, or this server no longer serves.
 

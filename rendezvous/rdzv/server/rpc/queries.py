@@ -46,7 +46,7 @@ class Answers:
         """Show one job.
 
         Raises:
-            UnknownJobError: nobody has ever joined it.
+            UnknownJobError: no node has ever joined it.
             InvalidRequestError: no job can have this name.
 
         """

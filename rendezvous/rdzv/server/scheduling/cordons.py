@@ -98,7 +98,7 @@ class Cordons:
 
         Raises:
             UnknownNodeError: no such node is known.
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         self.check_known(node_id)
@@ -117,7 +117,7 @@ class Cordons:
         """Let a node be placed on again; return the cordon that was lifted, if there was one.
 
         Raises:
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         if (known := self.of(node_id)) is not None:
@@ -128,7 +128,7 @@ class Cordons:
         """Store what is changed, before anything follows from it.
 
         Raises:
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         async with self._lock:

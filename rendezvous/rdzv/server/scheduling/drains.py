@@ -69,7 +69,7 @@ class Drains:
         Raises:
             UnknownNodeError: no such node is known.
             TooFewNodesError: a job of it would be left with too few nodes.
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         self._cordons.check_known(node_id)
@@ -91,7 +91,7 @@ class Drains:
         """Lift a drain, and a cordon, of a node.
 
         Raises:
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         if (lifted := await self._cordons.lift(node_id)) is None:

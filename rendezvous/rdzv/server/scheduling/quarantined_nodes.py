@@ -145,7 +145,7 @@ class Quarantine:
         """Let a node be used again; return whether it was quarantined.
 
         Raises:
-            RendezvousError: it was not stored; to be repeated.
+            RendezvousError: it was not stored; retry.
 
         """
         async with self._lock:

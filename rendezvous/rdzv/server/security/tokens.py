@@ -223,7 +223,7 @@ class Tokens:
 
         Raises:
             UnknownTokenError: there is none.
-            RendezvousError: they may not be revoked; to be repeated.
+            RendezvousError: they may not be revoked; retry.
 
         """
         async with self._lock:
