@@ -1,1 +1,1 @@
-"""From one agent to the next on a node: instance, runners, their state and what they leave."""
+"""Handover between agents of a node: the instance, its runners, their state, leaked processes."""

@@ -2,11 +2,11 @@
 
 ::
 
-    RUNTIME_DIR/instance.json       which instance of the node it was, as the server knows it
-    RUNTIME_DIR/runners/*.sock      where its runners listen
+    RUNTIME_DIR/instance.json       the instance of the node, as the server knows it
+    RUNTIME_DIR/runners/*.sock      the sockets of its runners
 
 The agent that holds the lock on the runtime directory knows that the previous one is gone. If there
-is a runner to adopt, it goes on as the very same instance: the server sees a node that was away and
+is a runner to adopt, it continues as the same instance: the server sees a node that was away and
 is back, and nothing is re-formed. Without one it is a new instance, as after a reboot.
 """
 
@@ -36,26 +36,26 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 STRAYS_WITHIN_S = 10.0
-"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
+"""How long finding and killing a dead runner's processes may take: the kernel may be slow."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @struct(frozen=True)
 class Instance:
-    """One instance of a node: which it is, and what the server has given to it."""
+    """One instance of a node: its id, and the values that the server assigned to it."""
 
     instance: str
     incarnation: int = 0
     leadership: int = 0
     lease_ms: int | None = None
-    """How long it tolerates silence: as long runners wait for an agent, also if the one that has
+    """The server's tolerance of silence. Runners wait this long for an agent, even if the one that
     adopted them dies before any server has answered it."""
 
 
 @struct(frozen=True)
 class Orphan:
-    """A runner that was adopted, and what it has kept."""
+    """An adopted runner, and the state that it kept."""
 
     runner: FoundRunner
     placement: KeptPlacement
@@ -63,24 +63,24 @@ class Orphan:
 
 
 class Heritage:
-    """The state that agents of one node hand on, in its runtime directory."""
+    """The state that one agent of a node leaves to the next, in the runtime directory."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
-        """Use a directory whose lock the caller holds."""
+        """Use a runtime directory whose lock the caller holds."""
         self._file = runtime_dir / "instance.json"
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
         self.instance = Instance(uuid.uuid4().hex)
-        """Which instance of the node this agent is; settled by `take_up`."""
+        """The instance of the node that this agent is; decided by `take_up`."""
 
     def new_socket(self) -> Path:
-        """Return where another runner may listen."""
+        """Return a socket path for a new runner."""
         return self._sockets / f"{uuid.uuid4().hex}.sock"
 
     async def take_up(self) -> list[Orphan]:
-        """Adopt all runners that can be; with any, go on as the instance that they belong to.
+        """Adopt every runner that can be adopted; if there is one, continue as its instance.
 
-        The others are left to their orphan timeout, and it is said why.
+        The others are left to their orphan timeout, and the reason is logged.
 
         Raises:
             OSError: the directory cannot be written.
@@ -100,7 +100,7 @@ class Heritage:
         return orphans
 
     def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
-        """Write down what the server has given to this instance."""
+        """Record the values that the server assigned to this instance."""
         known = Instance(self.instance.instance, incarnation, leadership, lease_ms)
         if known != self.instance:
             self.instance = known
@@ -118,7 +118,7 @@ class Heritage:
     async def _meet(self, path: Path) -> FoundRunner | None:
         try:
             if (found := await FoundRunner.meet(path)) is None:
-                # It removes it itself, unless it was killed.
+                # A runner removes its socket itself, unless it was killed.
                 await in_time(STRAYS_WITHIN_S, kill_strays, mark_of(path))
                 _remove(path)
             return found
@@ -154,12 +154,12 @@ class Heritage:
     # ------------------------------------------------------------------ the instance
 
     def _read(self) -> Instance | None:
-        """Return the instance of the agent before, if it was one of this start of the machine."""
+        """Return the previous agent's instance, if it dates from the present boot."""
         try:
             said = json.loads(self._file.read_bytes())
             if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
                 return None
-            # An older agent has not written its lease.
+            # An older agent did not write its lease.
             lease_ms = None if said.get("lease_ms") is None else int(said["lease_ms"])
             return Instance(
                 str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms
@@ -171,7 +171,7 @@ class Heritage:
             return None
 
     def _write(self) -> None:
-        """Write the instance down in one step, for the eyes of this user alone."""
+        """Write the instance atomically, readable by this user only."""
         text = json.dumps(
             {
                 "node_id": self._node_id,

@@ -1,8 +1,8 @@
-"""The state of a job that its runner keeps, so that the next agent can go on with it.
+"""The state of a job that its runner keeps, so that the next agent can continue the job.
 
-It is kept by the runner and not in a file: it is there exactly as long as the workers are, is gone
-with them, and is never older than what the runner was asked to do last. A newer agent reads what an
-older one had kept: what is new has a default, and what is not known any more is passed over.
+The runner keeps it, not a file, so it exists exactly as long as the workers and is never older than
+the last request to the runner. A newer agent can read the state of an older one: new fields have
+defaults, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT = 2
 """Raised whenever an older agent would misread what this one has kept."""
 
 WITH_ACCOUNT = 2
-"""The first whose agents know of accounts; one before would start the next round as itself."""
+"""The first format with accounts; an older agent would start the next round as itself."""
 
 PLACEMENT = "placement"
 STATE = "state"
@@ -38,25 +38,25 @@ class KeptPlacement:
 
     node_id: str
     instance: str
-    """The instance of the node that the server knows it by."""
+    """The node's instance, as the server knows it."""
     rdzv_id: str
     run: str
     spec: JobSpec
     gpus: int
-    """How many it was to get."""
+    """The number of GPUs that it asked for."""
     granted: tuple[str, ...]
-    """Those that it has, by UUID."""
+    """The UUIDs of the GPUs that it holds."""
     environ: dict[str, str]
-    """The environment that its node gives to every job, as it was when this one began."""
+    """The node's environment for all jobs, as it was when this one began."""
     account: Account | None = None
     """The account that it runs as; None: the agent's."""
     format: int = 1
-    """The first whose agents do with it what is meant."""
+    """The oldest format whose agents handle this placement correctly."""
 
 
 @struct(frozen=True)
 class KeptStop:
-    """How the workers were told to end, and when, by the clock of the agent's core."""
+    """The stop command to the workers, and its time by the clock of the agent's core."""
 
     round: int
     grace_ms: int
@@ -66,7 +66,7 @@ class KeptStop:
 
 @struct(frozen=True)
 class KeptOutput:
-    """Where a worker writes."""
+    """The output paths of one worker."""
 
     stdout: str | None
     stderr: str | None
@@ -75,42 +75,42 @@ class KeptOutput:
 
 @struct(frozen=True)
 class KeptState:
-    """The part that changes, as the driver knows it; times by this machine's monotonic clock."""
+    """The part that changes, as the driver knows it; times are of the monotonic clock."""
 
     state: AgentState
     offer: Offer
     joined: bool = False
     stop: KeptStop | None = None
     outputs: tuple[KeptOutput, ...] = ()
-    """Those of the last round, by LOCAL_RANK."""
+    """The outputs of the last round, by LOCAL_RANK."""
     progress_folder: str | None = None
 
 
 @struct(frozen=True)
 class Keeping:
-    """A driver's means to let its job outlive the agent."""
+    """The data that a driver needs to let its job outlive the agent."""
 
     socket: Path
-    """Where the runner listens."""
+    """The socket on which the runner listens."""
     placement: KeptPlacement
 
 
 def format_for(account: Account | None) -> int:
-    """Return the format of a placement, which older agents may read as long as they can."""
+    """Return the format of a placement: the lowest that its content allows."""
     return 1 if account is None else WITH_ACCOUNT
 
 
 def encode(kept: KeptPlacement | KeptState) -> str:
-    """Return the text from which `decode` gives an equal value."""
-    # By way of json, which also takes names of files that are no characters.
+    """Return the text from which the matching `decode_*` function restores an equal value."""
+    # With json, which also accepts file names that are not valid text.
     return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
 
 
 def decode_placement(text: str | None) -> KeptPlacement:
-    """Return a placement that was kept.
+    """Return a kept placement.
 
     Raises:
-        NotAdoptableError: there is none, or it is of a newer agent, or damaged.
+        NotAdoptableError: there is none, a newer agent wrote it, or it is damaged.
 
     """
     raw = _load(PLACEMENT, text)
@@ -123,7 +123,7 @@ def decode_placement(text: str | None) -> KeptPlacement:
 
 
 def decode_state(text: str | None) -> KeptState:
-    """Return a state that was kept.
+    """Return a kept state.
 
     Raises:
         NotAdoptableError: there is none, or it is damaged.
@@ -148,12 +148,12 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        # msgspec quotes a wrong value in its error, which half a surrogate is no text for.
+        # msgspec quotes the wrong value in its error, and a lone surrogate cannot be encoded there.
         raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
 
 
 def keep_output(output: WorkerOutput) -> KeptOutput:
-    """Keep where a worker writes."""
+    """Convert a worker's output paths for keeping."""
     return KeptOutput(
         None if output.stdout is None else str(output.stdout),
         None if output.stderr is None else str(output.stderr),
@@ -162,7 +162,7 @@ def keep_output(output: WorkerOutput) -> KeptOutput:
 
 
 def kept_output(output: KeptOutput) -> WorkerOutput:
-    """Return where a worker writes."""
+    """Restore a worker's output paths."""
     return WorkerOutput(
         stdout=None if output.stdout is None else Path(output.stdout),
         stderr=None if output.stderr is None else Path(output.stderr),

@@ -1,10 +1,10 @@
-"""Processes that a dead runner leaked: they descend from no agent of this node any more.
+"""Processes that a dead runner leaked: they no longer descend from an agent of this node.
 
 A runner is a child subreaper, so no process escapes it while it lives; if it dies, its agent
-inherits what it had. But the parent of a runner that was adopted is init: so is then that of
-whatever a worker had started itself, and such a process may hold a GPU for ever. What tells whose
-it is is the environment that it was started with. All descendants of a worker have it, except
-processes deliberately started with a different value; systemd stops those with the unit.
+inherits its children. But an adopted runner's parent is init, so init then inherits the processes
+that a worker had started, and such a process may hold a GPU forever. A variable in its initial
+environment shows which runner it belongs to. All descendants of a worker have it, except processes
+deliberately started with a different value; systemd stops those with the unit.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rdzv.core.words import counted
 log = logging.getLogger("rdzv.agent")
 
 RUNNER = "RDZV_RUNNER"
-"""The variable that all processes of a job have: which runner they belong to."""
+"""The environment variable of all processes of a job that identifies their runner."""
 
 SWEEP_TIMEOUT_S = 2.0
-"""How long they may take to be gone: one may be in the kernel."""
+"""How long killed processes may take to disappear: one may be in the kernel."""
 _LOOK_AGAIN_S = 0.02
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors by which it is this process, or the machine, that lacks something."""
+"""Errors that mean that this process or the machine is short of resources."""
 
 
 def mark_of(socket: Path) -> str:
-    """Return what marks the processes of the runner that listens there; no other ever will."""
+    """Return the mark of the processes of the runner at this socket, which is never reused."""
     return socket.stem
 
 
 def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     """Kill all processes with a dead runner's mark, and wait until they are gone.
 
-    Returns how many there were. Blocks for some milliseconds. A process that forks meanwhile passes
-    the mark on; its child is found at the next look.
+    Returns their number. Blocks for some milliseconds. A process that forks meanwhile passes the
+    mark on; the next scan finds its child.
 
     Raises:
-        OSError: at the timeout a process cannot be looked at, so it may be one of them.
+        OSError: at the timeout a process cannot be inspected, so it may have the mark.
 
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
@@ -69,7 +69,7 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
 
 
 def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
-    """Kill each process with this in its environment; return them, and why one was not seen."""
+    """Kill each process with this variable; return their pids, and why one could not be read."""
     found, unseen = [], None
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208
@@ -80,14 +80,14 @@ def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
             if pid != os.getpid() and _kill_if_marked(pid, wanted):
                 found.append(pid)
         except OSError as error:
-            # Else it is gone, or another user's, or has made its environment unreadable.
+            # Otherwise it is gone, another user's, or has made its environment unreadable.
             if error.errno in _LACKING:
                 unseen = error
     return found, unseen
 
 
 def _kill_if_marked(pid: int, wanted: bytes) -> bool:
-    # Pinned first, for the number may pass to another process.
+    # Pinned first, because the pid may be reused by another process.
     pidfd = os.pidfd_open(pid)
     try:
         if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

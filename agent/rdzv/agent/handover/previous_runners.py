@@ -1,8 +1,8 @@
-"""Runners of a former agent that this one has not adopted: they end, but that takes its time.
+"""Runners of a former agent that this one has not adopted: they end, but not at once.
 
-One that cannot be adopted ends with its orphan timeout, or at once; a process in the kernel may
-take longer. Until then its GPUs are not given to other jobs. So each runner is written down in the
-state directory, and the next agent starts no job before those that it finds there have ended.
+A runner that cannot be adopted ends at its orphan timeout or earlier; a process in the kernel may
+take longer. Until then its GPUs must not be given to other jobs. So each runner is recorded in the
+state directory, and the next agent starts no job before the runners recorded there have ended.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 log = logging.getLogger("rdzv.agent")
 
 TELL_EVERY_S = 10.0
-"""How often it is said that somebody is still waited for."""
+"""The interval of log lines about runners that are still waited for."""
 
 
 class Runners:
-    """The runners of this agent, written down for the next one."""
+    """The runners of this agent, recorded for the next one."""
 
     def __init__(self, state_dir: Path, proc: Path = Path("/proc")) -> None:
-        """Write into the folder `runners` of a state directory."""
+        """Keep the records in the folder `runners` of a state directory."""
         self._folder = state_dir / "runners"
         self._proc = proc
         self._own: set[int] = set()
 
     def note(self, pid: int) -> None:
-        """Write down a runner, before any worker is started, or one that was adopted."""
+        """Record a runner: a new one before it starts any worker, or an adopted one."""
         self._own.add(pid)
         try:
             self._folder.mkdir(exist_ok=True)
@@ -38,13 +38,13 @@ class Runners:
             log.warning("runner pid %d is not written down for the next agent: %s", pid, error)
 
     def forget(self, pid: int) -> None:
-        """Take note that a runner has ended."""
+        """Remove the record of a runner that has ended."""
         self._own.discard(pid)
         with contextlib.suppress(OSError):
             (self._folder / str(pid)).unlink()
 
     async def former_gone(self) -> None:
-        """Wait until the runners of the agent before this one have ended, except adopted ones."""
+        """Wait until the previous agent's runners have ended, except adopted ones."""
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
@@ -60,12 +60,12 @@ class Runners:
         return [path for path in found if int(path.name) not in self._own]
 
     def _open(self, path: Path) -> int | None:
-        """Return a pidfd of the process that was written down; None if it has ended."""
+        """Return a pidfd of the recorded process; None if it has ended."""
         try:
             process = os.pidfd_open(int(path.name))
         except OSError:
             return None
-        # Only now, for the number may have passed to another process.
+        # Checked only now, because the pid may have been reused by another process.
         if self._is_it(path):
             return process
         os.close(process)
@@ -78,8 +78,8 @@ class Runners:
             return False
 
     def _started_at(self, pid: int) -> str:
-        """Say when a process was started, since the machine was, and since which start of it."""
-        # The command stands in parentheses and may itself hold any character.
+        """Return the start time of a process since boot, with the id of that boot."""
+        # The command is in parentheses and may contain any character.
         fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         state, started = fields[0], fields[19]
         if state in (b"Z", b"X"):

@@ -1,4 +1,4 @@
-"""Has a job's runner keep what the agent after this one needs to go on with the job."""
+"""Stores in a job's runner the state that the next agent needs to continue the job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rdzv.agent.runner_link import RunnerLink
 
 
 class StateKeeper:
-    """One job's runner, as far as it outlives this agent and keeps state for the next one."""
+    """The part of one job's runner that outlives this agent and keeps state for the next one."""
 
     def __init__(self, keeping: Keeping, runner: RunnerLink, grace_ms: int) -> None:
         """Let `runner` outlive this process; its workers get `grace_ms` if no agent adopts it."""
@@ -18,11 +18,11 @@ class StateKeeper:
         self._orphan_timeout_ms: int | None = None
 
     def keep_placement(self) -> None:
-        """Have the runner keep what does not change while this node holds the job."""
+        """Store the part of the state that does not change while this node holds the job."""
         self._runner.keep(PLACEMENT, encode(self._keeping.placement))
 
     def keep(self, kept: KeptState) -> None:
-        """Have the runner keep this state, if it is another than before."""
+        """Store this state, if it differs from the last one."""
         if kept != self._kept:
             self._kept = kept
             self._runner.keep(STATE, encode(kept))

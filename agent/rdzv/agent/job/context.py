@@ -1,4 +1,4 @@
-"""Shared by the parts of one job's driver: their tools, and the state of the job on this node."""
+"""The tools and the job's state on this node that the parts of one job's driver share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rdzv.agent.job.round import Round
 
 ERROR_FILE_WITHIN_S = 2.0
-"""How long the end of a round waits for a worker's error file."""
+"""How long the end of a round waits for a worker's error file to be read."""
 
 
 @dataclass(eq=False)
 class JobContext:
-    """One job on this node: what its driver, its rounds and its runner's events work with."""
+    """One job on this node, as its driver, its rounds and its runner's events share it."""
 
     launch: Launch
     workers: LocalWorkerGroup
@@ -36,21 +36,21 @@ class JobContext:
     decisions: Decisions
     tasks: OwnedTasks
     keep: Callable[[], None]
-    """Has the runner keep the present state for the next agent."""
+    """Stores the present state in the runner for the next agent."""
     examine: Callable[[], Awaitable[str]] | None
-    """Says what is wrong with this node; empty: nothing. None: it is not examined."""
+    """Returns what is wrong with this node, empty if nothing; None: the node is not examined."""
     offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
     linked: RunnerLink | None = None
     """The job's runner; None until the job is prepared."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is known whether workers can be started here."""
     unready: str = ""
-    """Why they cannot be; empty: they can."""
+    """Why workers cannot be started here; empty: they can."""
     error_files: Aside = field(default_factory=lambda: Aside(ERROR_FILE_WITHIN_S))
     ended: asyncio.Future[NodeOutcome] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """How the job has ended for this node, or what has gone wrong that must not."""
+    """The job's outcome for this node, or the unexpected error that ended it."""
     last_round: Round | None = None
     """The last round that this node took part in; None before the first."""
 

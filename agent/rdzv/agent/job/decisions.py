@@ -1,4 +1,4 @@
-"""Takes the events of one job to the agent core, one after another, and has its decisions done."""
+"""Feeds the events of one job to the agent core, one by one, and has its decisions carried out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 
 
 class Decisions:
-    """The agent core of one job, with the time and a queue."""
+    """The agent core of one job, with a clock and a queue."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Decisions:
         act: Callable[[events.Event, AgentState, Transition], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin with `state`; `act` gets each event, the state before it, and what is decided."""
+        """Begin with `state`; `act` gets each event, the state before it, and the transition."""
         self.state = state
         self._act = act
         self._on_error = on_error
@@ -31,10 +31,10 @@ class Decisions:
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self.stopped = False
-        """Whether nothing more is decided."""
+        """Whether decisions have stopped for good."""
 
     def post(self, event: events.Event) -> None:
-        """Take note of an event, after those that came before it."""
+        """Process an event, after all earlier ones."""
         if self.stopped:
             return
         self._inbox.append(event)
@@ -48,7 +48,7 @@ class Decisions:
             self._busy = False
 
     def guard(self, do: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Do something for this job; if it fails, that is the end of this job here."""
+        """Call a function for this job; an exception ends the job on this node."""
         try:
             do(*args, **kwargs)
         except Exception as error:
@@ -69,13 +69,13 @@ class Decisions:
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
     def cancel_tick(self) -> None:
-        """Let nothing become due by time alone, until another event comes."""
+        """Cancel the pending tick; the next event sets a new one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def stop(self) -> None:
-        """Decide nothing more."""
+        """Make no more decisions."""
         self.stopped = True
         self.cancel_tick()
 

@@ -1,8 +1,8 @@
-"""One job on one node: takes events to the agent core, and does what it decides.
+"""One job on one node: feeds events to the agent core, and carries out its decisions.
 
 Everything here runs in one event loop and nothing blocks it: the core answers at once, the runner
-and the server are told by messages, and what comes of it comes back as events. The workers of a
-round are a `Round`'s, which is one task; `Reports` has what the server is told.
+and the server get messages, and their results come back as events. A `Round`, which is one task,
+owns the workers of a round; `Reports` sends the messages to the server.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ log = logging.getLogger("rdzv.agent")
 
 RUNNER_CLOSE_TIMEOUT_S = 10.0
 LET_GO_TIMEOUT_S = 2.0
-"""How long a runner may take to read what it is to keep, before this process ends without it."""
+"""How long a runner may take to read the state to keep before this process ends anyway."""
 
 
 class JobDriver:
-    """Drives one job on this node until it has ended for it.
+    """Drives one job on this node until the job has ended for the node.
 
-    What goes wrong in it is its own end, never that of others: `wait` raises it.
+    An error ends this job only, never another one: `wait` raises it.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class JobDriver:
         examine: Callable[[], Awaitable[str]] | None = None,
         started: runner_link.StartedRunner | None = None,
     ) -> None:
-        """Drive this launch; `run` is the run that it takes part in, if that is known before.
+        """Drive this launch; `run` is the run that it takes part in, if already known.
 
-        With `keeping` its workers outlive this process, for the agent after it to go on with.
-        `examine` says what is wrong with this node, if anything is: it is asked once the workers
-        of a round are gone that ended by a failure here, before the node joins the next.
-        `started` is a runner for it that was started ahead; without one it starts its own.
+        With `keeping` its workers outlive this process, and the next agent continues the job.
+        `examine` returns what is wrong with this node, if anything: it is called after a round
+        that ended by a failure here, once its workers are gone and before the node joins the next.
+        `started` is a runner that was started ahead; without one the driver starts its own.
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
@@ -102,7 +102,7 @@ class JobDriver:
             lambda: self.meter,
         )
 
-    # ------------------------------------------------------------------ from its begin to its end
+    # ------------------------------------------------------------------ from begin to end
 
     async def prepare(self, endpoint: Endpoint) -> None:
         """Get ready to join: find out what this node offers, and start its runner."""
@@ -117,25 +117,25 @@ class JobDriver:
             runner = await runner_link.RunnerLink.spawn(self._runner_event_router.hear)
         self.meter.runner_started()
         context.ready.set()
-        # Before anything is started: it is there for the next agent from the first moment on.
+        # Before anything is started, so that the next agent finds it at any time.
         self._take_charge(runner)
         if self._keeper is not None:
             self._keeper.keep_placement()
             self._keep()
         if context.workers.zygote is not None:
-            # Now, so that it imports while the other nodes are waited for.
+            # Now, so that it imports while this node waits for the others.
             runner.keep_zygote(context.workers.zygote)
         self._serve_server()
         self.post(events.Ticked())
         if self._decisions.state.phase is Phase.JOINING:
-            # Where a stream is open its Hello has not told of this job.
+            # If a stream is open, its Hello did not include this job.
             self._decisions.guard(self._join, rejoin(self._decisions.state))
 
     def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
-        """Go on where the agent before this one has left the job; it is in every Hello from now on.
+        """Continue the job where the previous agent left it; every Hello includes it from now on.
 
-        Its runner was adopted. What has happened meanwhile is acted upon as if just heard.
-        `get_ready` is to follow.
+        Its runner was adopted. Events since then are handled as if they had just arrived.
+        Call `get_ready` next.
         """
         state, context = kept.state, self._context
         if state.disconnected_since_ms is None:
@@ -149,7 +149,7 @@ class JobDriver:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if line is not None:
             self._context.last_round = Round(context, line)
-            # Else its workers were not asked for any more: the round begins here.
+            # Otherwise its workers were never requested: the round begins here.
             started = found.hello.last_round == line.round
             self._context.fates.resume(line, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
@@ -163,7 +163,7 @@ class JobDriver:
         self.post(events.Ticked())
 
     def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
-        """Do what the agent before has decided, and may not have done any more."""
+        """Carry out the previous agent's decisions that it may not have carried out itself."""
         state, line = self._decisions.state, self._decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
@@ -177,13 +177,13 @@ class JobDriver:
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
             if stop is None or stop.round != line.round:
-                # The fence has come. That nothing is left may have been heard, and not been noted.
+                # The fence has come. The event that no worker is left may have arrived unrecorded.
                 stop = KeptStop(line.round, 0, None, now_ms())
             left_ms = max(stop.at_ms + stop.grace_ms - now_ms(), 0)
             self._do(commands.StopWorkers(stop.round, left_ms, stop.signum))
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Take a runner, and have it outlive this process if that is wanted."""
+        """Take over a runner, and let it outlive this process if that is wanted."""
         self._context.linked = runner
         if self._keeping is not None:
             grace_ms = self._context.launch.job.shutdown_timeout_ms
@@ -191,15 +191,15 @@ class JobDriver:
             self._keeper.outlive(self._link.tolerated_ms)
 
     def _serve_server(self) -> None:
-        """Be in every Hello, and let the workers' logs be read."""
+        """Include this job in every Hello, and make its workers' logs readable."""
         self._link.add(self)
         self._link.log_reading.serve(self.rdzv_id, self._context.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
-        """After `resume`: get ready for the rounds to come, unless something speaks against it.
+        """After `resume`, get ready for the next rounds, unless `why_not` forbids it.
 
-        What does, or goes wrong, is why the next round fails to start. Meanwhile the workers run
-        on, and are looked after.
+        That reason, or an error here, makes the next round fail to start. Meanwhile the workers
+        run on and are supervised.
         """
         context, unready = self._context, why_not
         if not why_not:
@@ -220,11 +220,11 @@ class JobDriver:
             context.runner.keep_zygote(context.workers.zygote)
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave the job to the agent after this one, which is there within that time."""
+        """Leave the job to the next agent, which is expected within that time."""
         if self._keeper is None:
             return
         self._keeper.outlive(within_ms)
-        # From here on it is for the next agent to decide.
+        # From here on the next agent decides.
         self._decisions.stop()
         self._handed_over = True
         if self._context.last_round is not None:
@@ -258,7 +258,7 @@ class JobDriver:
         await context.fates.close()
         self.meter.closed()
 
-    # ------------------------------------------------------------------ how it is
+    # ------------------------------------------------------------------ state
 
     @property
     def leaving(self) -> bool:
@@ -272,17 +272,17 @@ class JobDriver:
 
     @property
     def handed_over(self) -> bool:
-        """Whether the job is left to another agent, and nothing of it is to be ended here."""
+        """Whether the job is left to another agent, so that nothing of it must be ended here."""
         return self._handed_over
 
     def describe(self) -> str:
-        """Say how things are with the job on this node."""
+        """Describe the job's state on this node."""
         line = self._decisions.state.assignment
         return f"{self._decisions.state.phase}{'' if line is None else f', round {line.round}'}"
 
     @property
     def runner_pid(self) -> int | None:
-        """The process that starts its workers; None while there is none yet."""
+        """The pid of its runner, which starts the workers; None while there is none yet."""
         return None if self._context.linked is None else self._context.linked.pid
 
     @property
@@ -293,7 +293,7 @@ class JobDriver:
     # ------------------------------------------------------------------ the server's side
 
     def belief(self) -> Belief | None:
-        """Say all that this node believes about the job; None once it has ended."""
+        """Return everything that this node believes about the job; None once it has ended."""
         try:
             if self._decisions.stopped or self._decisions.state.phase is Phase.ENDED:
                 return None
@@ -304,11 +304,11 @@ class JobDriver:
             return None
 
     def say_failed(self, reason: str) -> None:
-        """Tell the server that this node leaves, once nothing is left, because it cannot go on."""
+        """Tell the server that this node leaves because it cannot continue; no worker is left."""
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Take note that the server has heard this node at that time, or later."""
+        """Renew the fence: the server received a message of this node at that time or later."""
         if self.fence_after_ms:
             self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
 
@@ -317,7 +317,7 @@ class JobDriver:
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: StacksAsked) -> None:
-        """Begin to look what the workers of a round do, and say it."""
+        """Start sampling the stacks of a round's workers and reporting them."""
         state, line = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
@@ -329,9 +329,9 @@ class JobDriver:
         self._decisions.guard(self._reports.stacks, asked, targets, why_none)
 
     def _current_offer(self) -> Offer | None:
-        """Return the offer, with a port held ready where a round is waited for.
+        """Return the offer, with a port reserved if this node waits for a round.
 
-        Without a port this node leaves, and there is no offer.
+        If no port can be reserved, this node leaves and there is no offer.
         """
         offer = self._context.offer
         if self._decisions.state.phase is not Phase.JOINING:
@@ -349,11 +349,11 @@ class JobDriver:
     # ------------------------------------------------------------------ events to the core
 
     def post(self, event: events.Event) -> None:
-        """Take note of an event, after those that came before it."""
+        """Process an event, after all earlier ones."""
         self._decisions.post(event)
 
     def _fail(self, error: Exception) -> None:
-        """End the job here: something went wrong that must not."""
+        """End the job on this node because of an unexpected error."""
         if self._context.ended.done():
             log.error("%s: something went wrong after its end", self.rdzv_id, exc_info=error)
         else:
@@ -361,7 +361,7 @@ class JobDriver:
             self._context.ended.set_exception(error)
 
     def _act(self, event: events.Event, before: AgentState, decided: Transition) -> None:
-        """Have what was decided kept for the next agent, then do it."""
+        """Store the decision in the runner for the next agent, then carry it out."""
         log_event(event, before, joined=self._joined)
         self._joined = self._joined or isinstance(event, events.Joined)
         for command in decided.commands:
@@ -377,11 +377,11 @@ class JobDriver:
             self._keeper.outlive(self._link.tolerated_ms)
 
     def _keep(self) -> None:
-        """Have the runner keep what this driver knows, where that has changed."""
+        """Store this driver's state in the runner, if it has changed."""
         if self._keeper is None:
             return
         folder, line = self._context.observers.progress.folder, self._decisions.state.assignment
-        # Between the announcement of a round and its begin there is the one before.
+        # Between a round's announcement and its begin, `last_round` is still the previous one.
         round_ = None if line is None else self._context.round_of(line.round)
         self._keeper.keep(
             KeptState(

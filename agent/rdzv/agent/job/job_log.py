@@ -1,4 +1,4 @@
-"""The log lines that tell a user how a job goes on this node."""
+"""The log lines that report a job's progress on this node to a user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
-    """Write one line for an event that a user wants to know of; `state` is the one before it.
+    """Log one line for an event of interest to a user; `state` is the state before it.
 
     `joined` says whether the server has admitted the node before.
     """
@@ -77,7 +77,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 
 def _serves(state: AgentState, round_: int) -> bool:
-    """Whether this node is to serve the store of a round that is not over."""
+    """Whether this node has to serve the store of a round that is not over."""
     line, phase = state.assignment, state.phase
     return line is not None and line.round == round_ and phase is Phase.RUNNING
 
@@ -100,10 +100,10 @@ def _log_round(line: Assignment, state: AgentState) -> None:
 
 
 def _restarts(line: Assignment, window_ms: int) -> str:
-    """Say how many restarts count against how many, as the server does; and how many there were."""
+    """Describe the restarts that count, the limit, and the total, as the server does."""
     if not window_ms:
         return f"{line.restarts} of {line.max_restarts}"
-    # An older server does not tell; one that does tells of no more than these.
+    # An older server does not report the ages; a newer one reports at most this number.
     counted = 0 if line.tally is None else len(line.tally.restart_ages_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"

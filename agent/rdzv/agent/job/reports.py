@@ -19,11 +19,11 @@ from rdzv.core.stacks import WorkerStack
 from rdzv.v1 import rdzv_pb2 as pb
 
 Belief: TypeAlias = pb.Belief
-"""All that a node believes about a job, as a Hello says it."""
+"""Everything that a node believes about a job, as sent in a Hello."""
 
 
 class Reports:
-    """The messages of one job on this node. Nothing waits for the server but the stacks."""
+    """The messages of one job on this node. Only sending stacks waits for the server."""
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:
         self._launch = launch
@@ -47,25 +47,25 @@ class Reports:
         self._link.say(pb.NodeMessage(join=join))
 
     def report(self, command: encoding.Statement) -> None:
-        """Say what the core has decided to say."""
+        """Send a statement that the core has decided on."""
         self._link.say(encoding.report(command, self._rdzv_id, _now_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
-        """Say that this node leaves, with nothing left of its workers, for it cannot go on."""
+        """Report that this node leaves because it cannot continue; none of its workers is left."""
         line = state.assignment
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
         self.report(commands.SayLeave(state.run, leaving, None if line is None else line.round))
 
     def progress(self, report: Report) -> None:
-        """Say how far the workers are."""
+        """Report the progress of the workers."""
         self._link.say(encoding.progress(report, self._rdzv_id))
 
     def hung(self, report: HungReport) -> None:
-        """Say which workers hang."""
+        """Report the workers that hang."""
         self._link.say(encoding.hung(report, self._rdzv_id))
 
     def stacks(self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str) -> None:
-        """Begin to take the stacks of workers, and say each; or why there are none to look at."""
+        """Start sampling workers' stacks and sending each, or the reason why there are none."""
         self._stacks.answer(asked, targets, why_none)
 
     async def _say_stacks(
@@ -74,7 +74,7 @@ class Reports:
         await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
 
     async def close(self) -> None:
-        """Take no more stacks."""
+        """Stop taking stacks."""
         await self._stacks.close()
 
 

@@ -43,28 +43,28 @@ class Round:
     def __init__(self, context: JobContext, assignment: Assignment) -> None:
         self.assignment = assignment
         self.kept_stop: KeptStop | None = None
-        """How the workers were told to end last; None: they were not."""
+        """The last stop command to the workers; None: there was none."""
         self.outputs: tuple[WorkerOutput, ...] = ()
-        """Where each worker writes, by LOCAL_RANK; nothing before the files are made."""
+        """Each worker's output paths, by LOCAL_RANK; empty before the files are made."""
         self._context = context
         self._pids: dict[int, int] = {}
-        """By LOCAL_RANK: the workers that have been started."""
+        """The pids of the workers that have been started, by LOCAL_RANK."""
         self._notified_by: int | None = None
-        """The signal by which the workers were told that the node leaves."""
+        """The signal that told the workers that the node leaves."""
         self._task: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._start_is_over = False
-        """Whether no worker is to be started any more."""
+        """Whether no more workers will be started."""
         self._start_failed = False
         self._gone = asyncio.Event()
 
     def begin(self) -> None:
-        """Start the workers as soon as this node is ready, and see the round to its end."""
+        """Start the workers as soon as this node is ready, and supervise the round to its end."""
         self._context.observers.open_round(self.assignment)
         self._begin_task(self._run())
 
     def resume(self, kept: KeptState, hello: runner_link.Hello) -> None:
-        """Go on with the workers of the agent before this one; see the round to its end."""
+        """Take over the previous agent's workers, and supervise the round to its end."""
         context, state = self._context, kept.state
         self.kept_stop = kept.stop
         if kept.outputs:
@@ -82,7 +82,7 @@ class Round:
         self._task = self._context.tasks.start(work, name)
 
     def cancel(self) -> None:
-        """Do nothing more for this round; its processes are somebody else's to end."""
+        """Stop handling this round; ending its processes is left to others."""
         if self._task is not None:
             self._task.cancel()
 
@@ -111,11 +111,11 @@ class Round:
         context.observers.watch_hangs(self.assignment)
         context.runner.start_workers(number, workers)
         if self._notified_by is not None:
-            # The runner did not know of the round yet.
+            # The runner did not know the round yet.
             context.runner.notify_workers(number, self._notified_by)
 
     async def _prepare(self) -> list[WorkerSpec]:
-        """Wait until this node is ready, and make room for what the workers write.
+        """Wait until this node is ready, and create the folders for the workers' files.
 
         Raises:
             InvalidRequestError: no workers can be started here.
@@ -131,7 +131,7 @@ class Round:
         return workers
 
     async def _await_end(self) -> None:
-        """Wait until no process is left; then close what was open for the round, and say so."""
+        """Wait until no process is left, then release the round's resources and report the end."""
         await self._gone.wait()
         context, number = self._context, self.assignment.round
         context.workers.close_round()
@@ -146,9 +146,9 @@ class Round:
         context.decisions.post(events.WorkersGone(number, moved))
 
     async def _examine(self) -> str:
-        """Return what is wrong with this node; a bug of the look is not held against it.
+        """Return what is wrong with this node; a bug in the examination does not count against it.
 
-        Meanwhile the seat is kept, so no round is formed with a node that is not well.
+        Meanwhile the seat is kept, so no round is formed with an unhealthy node.
         """
         try:
             return "" if self._context.examine is None else await self._context.examine()
@@ -160,7 +160,7 @@ class Round:
     # ------------------------------------------------------------------ the round's store
 
     def _start_store_host(self) -> None:
-        """Give the socket that was offered to the store host, or free its port."""
+        """Pass the offered socket to the store host, or free its port."""
         launch, line = self._context.launch, self.assignment
         listening = self._context.offer.take_socket()
         if listening is None:
@@ -176,7 +176,7 @@ class Round:
                 )
 
     def _lack_store_socket(self) -> None:
-        """Report that the socket of the announced store is gone, with the agent that offered it."""
+        """Report that the announced store's socket is gone, as is the agent that offered it."""
         port = self.assignment.master_port
         reason = f"the agent that had offered port {port} was restarted before the round began"
         self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
@@ -184,7 +184,7 @@ class Round:
     # ------------------------------------------------------------------ the core's commands
 
     def stop_workers(self, command: commands.StopWorkers) -> None:
-        """End the workers; those that were about to be started are not."""
+        """End the workers; those not yet started are never started."""
         self._cancel_start()
         self._context.observers.stop_watching_hangs()
         # Their socket is not offered again.
@@ -193,13 +193,13 @@ class Round:
         self._context.runner.stop_workers(command.round, signum, command.grace_ms)
 
     def note_stop(self, command: commands.StopWorkers) -> None:
-        """Remember how the workers are about to be told to end, for the next agent."""
+        """Remember the stop command that the workers are about to get, for the next agent."""
         self.kept_stop = KeptStop(command.round, command.grace_ms, command.signum, now_ms())
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
-        """Tell the workers that this node is about to leave; one that starts later is told then.
+        """Notify the workers, also those started later, that this node is about to leave.
 
-        The file is there before the signal, so that a handler finds it.
+        The file is written before the signal is sent, so that a handler finds it.
         """
         self._context.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
@@ -214,7 +214,7 @@ class Round:
     # ------------------------------------------------------------------ the runner's events
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Watch a worker that runs now."""
+        """Record and watch a worker that runs now."""
         log.debug("local_rank %d is pid %d", local_rank, pid)
         self._pids[local_rank] = pid
         self._context.fates.worker_started(local_rank, pid)
@@ -223,7 +223,7 @@ class Round:
     async def explain_failure(
         self, exited: runner_link.WorkerExited
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
-        """Return a failed worker's exit with its error file, which may not answer."""
+        """Return a failed worker's exit with the content of its error file, if that can be read."""
         heard_ms, file = now_ms(), self.outputs[exited.local_rank].error
         try:
             error = await self._context.error_files.answer(
@@ -234,7 +234,7 @@ class Round:
         return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
-        """Take note of an exit; of a failure with what its error file says."""
+        """Process an exit; for a failure, with the content of its error file."""
         self._context.observers.worker_exited(exited.local_rank)
         self._context.decisions.post(
             events.WorkerExited(
@@ -250,11 +250,11 @@ class Round:
         )
 
     def workers_gone(self) -> None:
-        """Take note that no process of the round is left."""
+        """Record that no process of the round is left."""
         self._cancel_start()
         self._gone.set()
 
-    # ------------------------------------------------------------------ what others ask for
+    # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
         """Return the workers that have been started and are alive."""

@@ -1,4 +1,4 @@
-"""Takes what a job's runner says to the round that it concerns, and to the agent core."""
+"""Routes the events of a job's runner to the round concerned, and to the agent core."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rdzv.agent.system.side_thread import in_time
 log = logging.getLogger("rdzv.agent")
 
 SWEEP_WITHIN_S = 10.0
-"""How long it may take to find and kill what a dead runner has left: the kernel may be slow."""
+"""How long finding and killing a dead runner's processes may take: the kernel may be slow."""
 SWEEP_AGAIN_S = 1.0
-"""How soon the next attempt follows one that failed: until then they count as there."""
+"""The delay after a failed attempt; until the next one the processes count as alive."""
 
 
 class RunnerEventRouter:
-    """The events of one job's runner, in the order in which the runner says them."""
+    """Handles the events of one job's runner, in the order in which it sends them."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class RunnerEventRouter:
         socket: Path | None,
         meter: Callable[[], JobMeter],
     ) -> None:
-        """Take events for a job, and show them to its present `meter`.
+        """Handle events for a job, and pass them to its present `meter`.
 
-        `socket` is where the runner listens for the next agent, if it outlives this one.
+        `socket` is the runner's socket for the next agent, if the runner outlives this one.
         """
         self._context = context
         self._rdzv_id = context.launch.job.rdzv_id
@@ -43,7 +43,7 @@ class RunnerEventRouter:
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
-        """Take an event; return what is done when it is taken, if it is not yet."""
+        """Handle an event; return a future of its completion if it is not handled at once."""
         tasks = self._context.tasks
         match event:
             case runner_link.WorkerExited() if event.exit_code != 0:
@@ -60,7 +60,7 @@ class RunnerEventRouter:
         """Wait until nothing is left of a runner that died.
 
         Raises:
-            TimeoutError: something may be.
+            TimeoutError: something may be left.
 
         """
         if self._ending_leftovers is not None:
@@ -68,7 +68,7 @@ class RunnerEventRouter:
                 await asyncio.shield(self._ending_leftovers)
 
     async def _take_failure(self, exited: runner_link.WorkerExited) -> None:
-        """Take a failed worker's exit once its error file was read, or does not answer."""
+        """Handle a failed worker's exit once its error file was read, or could not be in time."""
         if (round_ := self._context.round_of(exited.round)) is not None:
             late, error = await round_.explain_failure(exited)
             self._meter().runner_said(late)
@@ -103,7 +103,7 @@ class RunnerEventRouter:
     def _take_of_round(
         self, event: runner_link.WorkerStarted | runner_link.WorkerExited | runner_link.WorkersGone
     ) -> None:
-        """Take an event to its round; one of an older round changes nothing any more."""
+        """Route an event to its round; an event of an older round is ignored."""
         if (round_ := self._context.round_of(event.round)) is None:
             return
         match event:
@@ -115,7 +115,7 @@ class RunnerEventRouter:
                 round_.workers_gone()
 
     async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
-        """Kill what a dead runner has left behind, before anyone is told that it is gone."""
+        """Kill the processes of a dead runner before its end is reported."""
         self._meter().runner_said(event)
         if event.exit_code != 0 or not self._has_ended:
             while not await self._end_leftovers():  # noqa: ASYNC110
@@ -130,7 +130,7 @@ class RunnerEventRouter:
         return self._context.ended.done()
 
     async def _end_leftovers(self) -> bool:
-        """Kill what a dead runner has left; say whether all processes could be looked at."""
+        """Kill a dead runner's processes; return whether all processes could be inspected."""
         try:
             await runner_link.sweep_orphans()
             if self._socket is not None:
@@ -145,7 +145,7 @@ class RunnerEventRouter:
 
 
 def _how_lost(exit_code: int | None) -> str:
-    """Say how a runner ended that was not told to end."""
+    """Describe the unexpected end of a runner."""
     if exit_code is not None and exit_code < 0:
         return f"was killed by {signal_name(-exit_code)}, and its workers with it"
     how = "" if exit_code is None else f" with exit code {exit_code}"

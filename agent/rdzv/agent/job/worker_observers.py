@@ -17,8 +17,8 @@ from rdzv.agent.observers.snapshot import Snapshot
 class WorkerObservers:
     """The observers of one job on this node.
 
-    For each round `open_round`, `watch_hangs` when its workers are started, `stop_watching_hangs`
-    when they are told to end, and `close_round` when they are gone.
+    For each round, call `open_round`, `watch_hangs` when its workers are started,
+    `stop_watching_hangs` when they are told to end, and `close_round` when they are gone.
     """
 
     def __init__(self, launch: Launch, reports: Reports) -> None:
@@ -31,17 +31,17 @@ class WorkerObservers:
         )
 
     def open_round(self, assignment: Assignment) -> None:
-        """Make room for the files by which workers and agent tell each other of a round."""
+        """Prepare the files by which the workers and the agent communicate in a round."""
         self.progress.open_round(assignment, self._local_world_size)
         self.notice.open_round()
 
     def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
-        """Go on with the files that the agent before this one has made; None: of no round."""
+        """Take over the previous agent's files; `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
         self.notice.open_round()
 
     def watch_hangs(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
-        """Watch the workers of a round as they start, and those that are `running`: their pids."""
+        """Watch a round's workers as they start, and those already `running`, by their pids."""
         self._hangs.open_round(assignment)
         for local_rank, pid in (running or {}).items():
             self.worker_started(local_rank, pid)
@@ -51,15 +51,15 @@ class WorkerObservers:
         self._hangs.worker_started(local_rank, pid, self.progress.file(local_rank))
 
     def worker_exited(self, local_rank: int) -> None:
-        """Watch a worker no more."""
+        """Stop watching a worker."""
         self._hangs.worker_exited(local_rank)
 
     def stop_watching_hangs(self) -> None:
-        """Watch no worker any more: they are told to end."""
+        """Stop watching all workers, because they are told to end."""
         self._hangs.close_round()
 
     def close_round(self) -> int | None:
-        """Take note that the workers are gone; return the highest step that any of them was at."""
+        """Close a round whose workers are gone; return the highest step that any reached."""
         self._hangs.close_round()
         step = self.progress.furthest()
         self.progress.close_round()
@@ -71,6 +71,6 @@ class WorkerObservers:
         self._hangs.say_again()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all state."""
         self._hangs.close_round()
         self.progress.close()

@@ -1,1 +1,1 @@
-"""One node: its stream, its jobs, their GPUs, and the server that it may bring along."""
+"""One node: its stream, its jobs, their GPUs, and the server that it may host."""

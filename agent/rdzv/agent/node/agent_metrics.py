@@ -1,8 +1,8 @@
 """The /metrics page of an agent; `docs/metrics.md` lists it.
 
-Counters and histograms are told by the same calls by which the agent acts. They count what this
-agent has seen since it started. Gauges are computed when they are asked for. Nothing of one job or
-worker is a label: the server tells of jobs, and this of the node.
+The calls by which the agent acts also update the counters and histograms, which count from the
+start of this agent. Gauges are computed when they are scraped. No label names a job or a worker:
+the server reports jobs, and this page reports the node.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _http_log = http_log(
 )
 
 RUN, STOP = "run", "stop"
-"""When a worker exits: of itself, or after it was told to."""
+"""The phase in which a worker exits: by itself, or after it was told to stop."""
 
 _START_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class AgentMetrics(Meter, Collector):
-    """Counts what happens on one node, and writes it for Prometheus."""
+    """The metrics of one node, exported for Prometheus."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class AgentMetrics(Meter, Collector):
         placements: Placements | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look at the stream, and at the submitted jobs if the node takes any."""
+        """Measure the stream, and the submitted jobs if the node takes any."""
         self._link = link
         self._placements = placements
         self._now_s = now_s
         self._jobs: dict[_JobCounter, None] = {}
         self._lost = False
-        """Whether a stream was lost, and no other has been opened since."""
+        """Whether a stream was lost and none has been opened since."""
         self._parts = Parts("rdzv_agent_collector_success", "rdzv-agent")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -108,7 +108,7 @@ class AgentMetrics(Meter, Collector):
             registry=registry,
         )
         for during in (RUN, STOP):
-            # From zero on, for the first increase of a series that appears is not seen.
+            # Created at zero: Prometheus misses the first increase of a new series.
             for how in ("exit 0", "exit 1", "SIGKILL", "SIGTERM"):
                 self.exits.labels(how, during)
         self.fenced = Counter(
@@ -153,19 +153,19 @@ class AgentMetrics(Meter, Collector):
         )
 
     def add_process(self) -> None:
-        """Tell of this process and its interpreter, too."""
+        """Add the metrics of this process and its interpreter."""
         add_process(self._registry)
 
     # ---------------------------------------------------------------- what happens
 
     def job(self, local_world_size: int) -> JobMeter:
-        """Return what is to be told of a job that begins, with `local_world_size` workers here."""
+        """Return the meter of a new job with `local_world_size` workers on this node."""
         job = _JobCounter(self, local_world_size, self._now_s)
         self._jobs[job] = None
         return job
 
     def forget(self, job: _JobCounter) -> None:
-        """Look at a job no more: nothing is left of it."""
+        """Stop counting a job of which nothing is left."""
         self._jobs.pop(job, None)
 
     def stream_opened(self) -> None:
@@ -176,7 +176,7 @@ class AgentMetrics(Meter, Collector):
             self._reconnects.inc()
 
     def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
-        """Note that there is no stream any more, or that none came to be."""
+        """Note that the stream has ended, or could not be opened."""
         if on_purpose:
             return
         if welcomed:
@@ -235,7 +235,7 @@ class AgentMetrics(Meter, Collector):
 
 
 class _JobCounter(JobMeter):
-    """Counts for one job, into the counters of its node."""
+    """One job's meter, which adds to the counters of its node."""
 
     def __init__(
         self, node: AgentMetrics, local_world_size: int, now_s: Callable[[], float]
@@ -248,7 +248,7 @@ class _JobCounter(JobMeter):
         self._stopping = False
         self._started_s = 0.0
         self._restarts: int | None = None
-        """How many the job had spent when this node last started workers; None: it has not."""
+        """Restarts spent when this node last started workers; None before the first start."""
         self.stuck = 0
         self.has_runner = False
 
@@ -319,7 +319,7 @@ class _JobCounter(JobMeter):
 
 
 def how_it_exited(exit_code: int | None, signum: int | None) -> str:
-    """Say in one of a few hundred words how a worker exited.
+    """Describe how a worker exited, as one of a few hundred label values.
 
     >>> [how_it_exited(0, None), how_it_exited(None, 9), how_it_exited(None, 77)]
     ['exit 0', 'SIGKILL', 'signal 77']
@@ -333,7 +333,7 @@ def how_it_exited(exit_code: int | None, signum: int | None) -> str:
 
 
 def _collect_placements(placements: Placements) -> Iterable[Metric]:
-    """Yield how this node's places and GPUs are used."""
+    """Yield the gauges for the use of this node's places and GPUs."""
     occupancy = placements.occupancy()
     yield by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
@@ -356,7 +356,7 @@ async def serving_metrics(
     placements: Placements | None = None,
     drivers: Sequence[JobDriver] = (),
 ) -> AsyncIterator[Listen]:
-    """Count what happens, and answer /metrics and /healthz until the body ends; yield where.
+    """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address.
 
     Raises:
         InvalidRequestError: the address cannot be listened on.
@@ -379,9 +379,9 @@ async def serving_metrics(
 
 
 def announced(bound: Listen, address: str) -> str:
-    """Say where others reach what listens there; empty if they do not.
+    """Return the address at which others reach a listener; empty if they cannot.
 
-    `address` is the node's own, towards the server. If that is loopback all are on one machine.
+    `address` is the node's own, towards the server. If it is loopback, all are on one machine.
 
     >>> announced(Listen("0.0.0.0", 29481), "10.0.0.5")
     '10.0.0.5:29481'

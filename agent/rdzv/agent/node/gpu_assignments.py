@@ -1,8 +1,8 @@
-"""Which job has which GPUs of this node: no GPU is given twice.
+"""The assignment of this node's GPUs to jobs: no GPU is given twice.
 
-A job is entered from when the server has placed it here until its last process is gone. One that
-finds its GPUs still held waits; the first to wait is served first, but does not hold up those
-whose GPUs are free.
+A job has an entry from its placement by the server until its last process is gone. A job whose GPUs
+are still held waits; jobs are served in order, but one that waits does not hold up jobs whose GPUs
+are free.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Key = Hashable
 
 @dataclass(slots=True)
 class Ledger:
-    """The GPUs of one node, and the jobs that have them."""
+    """The GPUs of one node, and the jobs that hold them."""
 
     capacity: int
     uuids: tuple[str, ...]
-    """All GPUs that there are."""
+    """All GPUs of the node."""
     _held: dict[Key, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -35,7 +35,7 @@ class Ledger:
         return cls(resources.capacity, tuple(gpu.uuid for gpu in resources.gpus))
 
     def check(self, count: int) -> None:
-        """Refuse a number of GPUs that can never be free.
+        """Refuse a number of GPUs that this node can never provide.
 
         Raises:
             InvalidRequestError: this node does not have that many.
@@ -56,15 +56,15 @@ class Ledger:
         return self._held[key]
 
     def take_over(self, key: Key, gpus: tuple[str, ...]) -> None:
-        """Enter a job that has these GPUs already, and its place, whatever else is known."""
+        """Enter a job that already has these GPUs and a place, without any check."""
         self._held[key] = gpus
 
     def release(self, key: Key) -> None:
-        """Take back what a job was given, if it was given anything."""
+        """Take back the place and GPUs of a job, if it has any."""
         self._held.pop(key, None)
 
     def held_by(self, key: Key) -> tuple[str, ...]:
-        """Return the GPUs that a job has."""
+        """Return the GPUs that a job holds."""
         return self._held.get(key, ())
 
     @property
@@ -74,19 +74,19 @@ class Ledger:
         return tuple(uuid for uuid in self.uuids if uuid not in held)
 
     def why_not(self, count: int) -> str:
-        """Say what a job waits for that is not given `count` GPUs."""
+        """Explain why a job that asks for `count` GPUs has to wait."""
         if len(self._held) >= self.capacity:
             return f"a job to end: {len(self._held)} of {self.capacity} are here"
         return f"GPUs: {count} are asked for, {len(self.free)} of {len(self.uuids)} are free"
 
 
 class GpuQueue:
-    """Jobs that wait for a place or for GPUs of a ledger, in their order."""
+    """The queue of jobs that wait for a place or for GPUs of a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._waiting: dict[Key, tuple[int, asyncio.Future[tuple[str, ...]]]] = {}
-        """How many GPUs each job waits for, and the future that gets them."""
+        """The number of GPUs each job waits for, and the future that gets them."""
 
     @property
     def waiting(self) -> tuple[Key, ...]:
@@ -94,7 +94,7 @@ class GpuQueue:
         return tuple(self._waiting)
 
     async def take(self, key: Key, count: int, name: str) -> tuple[str, ...]:
-        """Wait for a place, and for `count` GPUs that no other job has; log that `name` waits.
+        """Wait for a place and `count` free GPUs; log that `name` waits.
 
         Raises:
             InvalidRequestError: this node does not have that many.
@@ -112,7 +112,7 @@ class GpuQueue:
             del self._waiting[key]
 
     def grant(self) -> None:
-        """Give to those that wait what is free now."""
+        """Give the free places and GPUs to waiting jobs."""
         for key, (count, granted) in self._waiting.items():
             if not granted.done() and (gpus := self._ledger.take(key, count)) is not None:
                 granted.set_result(gpus)

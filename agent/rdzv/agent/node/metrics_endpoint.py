@@ -20,9 +20,9 @@ async def metered(
     placements: Placements | None = None,
     drivers: Sequence[JobDriver] = (),
 ) -> AsyncIterator[None]:
-    """Count what happens, and answer /metrics and /healthz there until the body ends.
+    """Collect metrics, and serve /metrics and /healthz at `listen` until the body ends.
 
-    Nothing if `listen` is None. To be entered before the link runs, and any driver prepares.
+    Does nothing if `listen` is None. Enter it before the link runs and before any driver prepares.
 
     Raises:
         InvalidRequestError: the address cannot be listened on.

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
-"""How long whoever follows the logs may take for the last of them, once the jobs have ended."""
+"""How long log followers may take to read the last lines, once the jobs have ended."""
 
 LINK_CLOSE_TIMEOUT_S = 2.0
-"""How long the end of the stream may take, once everything was said."""
+"""How long closing the stream may take, once everything was sent."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -52,15 +52,14 @@ async def take_part(
     credentials: Credentials = PLAIN,
     started: StartedRunner | None = None,
 ) -> list[NodeOutcome]:
-    """Take part in these jobs until each has ended for this node; nothing of them is left then.
+    """Take part in these jobs until each has ended for this node, with all its processes gone.
 
-    The launches' signals make the node leave all of them, in order. With `host_at` the node serves
-    the others there, unless another process of this machine does; with `elect_by` one of the nodes
-    does, which they elect; without an endpoint this one serves itself, and its workers find their
-    round's store at `host_at`, too. /metrics is answered at
-    `metrics_listen`, if that is given; word of a `preemption` makes the node leave, too, as does
-    that of a launch's own file.
-    `credentials` are for the servers at the endpoints: one that nodes bring along has plain ones.
+    The launches' signals make the node leave all of them in order. With `host_at` the node serves
+    the others there, unless another process of this machine does; with `elect_by` the nodes elect
+    the one that serves; without an endpoint this node serves itself, and its workers find their
+    round's store at `host_at`, too. /metrics is served at `metrics_listen`, if given. A notice of
+    `preemption`, or one in a launch's own notice file, also makes the node leave.
+    `credentials` are for the servers at the endpoints; a server hosted by a node uses plain ones.
     `started` is a runner that was started ahead, for the first of the launches.
     """
     drivers: list[JobDriver] = []
@@ -104,11 +103,11 @@ async def take_part(
 
 
 async def identity(node_id: str, endpoint: Endpoint) -> Identity:
-    """Return who this start of an agent is to the servers."""
+    """Return the identity that this start of an agent shows to the servers."""
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
-        # These workers end with their agent, whichever program it is.
+        # These workers end with their agent, whatever its program.
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
@@ -117,7 +116,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
 
 
 async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
-    """Return who a daemon is: its workers outlive it, and it may go on as the one before it."""
+    """Return a daemon's identity: its workers outlive it, and it may continue a former instance."""
     return replace(
         await identity(node_id, endpoint),
         kind=pb.AGENT_KIND_DAEMON,
@@ -129,7 +128,7 @@ async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) 
 
 
 async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
-    """Keep the stream open until the last job has ended and the server has heard of it."""
+    """Keep the stream open until the last job has ended and the server was told."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
@@ -145,9 +144,9 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
 def _signals_to(
     drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
 ) -> Iterator[Sequence[signal.Signals]]:
-    """Turn the signals that ask this process to end into events; hand over those before a driver.
+    """Turn termination signals into events, including those that arrived before a driver existed.
 
-    The end of an embedded server, too, is not to be cut in two by Ctrl-C.
+    Ctrl-C must not interrupt the shutdown of an embedded server, either.
     """
     early: list[signal.Signals] = []
 

@@ -5,10 +5,9 @@
     Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
        \\--> Declined: it cannot run here           \\--> Withdrawn: leaves in order
 
-A job is *held* from when it is heard of until nothing of it is left, and the server is told so
-(`Holdings`). Each is a task of its own: whatever becomes of it concerns neither the other jobs nor
-the stream. GPUs and places are given out by the `Ledger`, which knows better than the server who
-still has them.
+A job is *held* from its placement until nothing of it is left, and the server is told so
+(`Holdings`). Each job is a task of its own: its failure affects no other job, nor the stream. The
+`Ledger` gives out GPUs and places; it knows better than the server which jobs still have them.
 
 A job outlives this process: its runner keeps it for the agent after this one, which *adopts* it.
 """
@@ -52,7 +51,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.agent")
 
 CLOSE_AGAIN_S = 10.0
-"""How soon it is tried again to end what survives SIGKILL."""
+"""The delay before another attempt to end processes that survive SIGKILL."""
 
 ADOPT_WITHIN_S = 1.0
 """How long a job's folder may take to answer when it is adopted: the server waits for this node."""
@@ -67,15 +66,15 @@ class _Held:
 
     placed: Placed
     gpus: int
-    """How many it gets."""
+    """The number of GPUs it gets."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     driver: JobDriver | None = None
-    """Set while it is up to the driver how it ends."""
+    """Set while the driver decides how the job ends."""
     closing: bool = False
-    """Whether it is at its end anyway."""
+    """Whether it is ending anyway."""
     given_back: str = ""
-    """Why it is to end here, which is none of its own doing; empty: it is not to."""
+    """Why the node must give the job back, through no fault of the job; empty: it need not."""
 
     @property
     def name(self) -> str:
@@ -84,18 +83,18 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """How this node's places and GPUs are used: for a job that runs, or for one that ends."""
+    """The use of this node's places and GPUs: by jobs that run, and by jobs that end."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]
 
 
 class _UnhealthyError(Exception):
-    """This node takes nothing up now."""
+    """This node takes up no jobs now."""
 
 
 class Placements:
-    """Takes up what the server places on this node, until `leave`."""
+    """Takes up the jobs that the server places on this node, until `leave`."""
 
     def __init__(
         self,
@@ -108,9 +107,9 @@ class Placements:
         health: Health | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """Take part over `link`, with what this node has, gives to every job, and keeps of it.
+        """Take up jobs over `link`, with this node's resources, surroundings and folders.
 
-        While its `health` is not well, nothing is taken up. `accounts` say what jobs run as.
+        While its `health` is bad, no job is taken up. `accounts` map submitters to accounts.
         """
         self._accounts = accounts or Accounts()
         self._link = link
@@ -130,7 +129,7 @@ class Placements:
         self.meter = Meter()
         self._handed_over = False
         self._drained = ""
-        """Why this node is about to leave all its jobs; empty: it is not."""
+        """Why this node is about to leave all its jobs; empty if it is not."""
 
     # ------------------------------------------------------------------ what the link needs
 
@@ -140,7 +139,7 @@ class Placements:
         return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
-        """Name the jobs of which something may be left on this node, each once."""
+        """Return the jobs that may still have processes on this node, each once."""
         return tuple(
             {
                 held.placed.key: Holding(held.placed.rdzv_id, held.placed.run, held.gpus)
@@ -154,16 +153,16 @@ class Placements:
         return self._health.failing
 
     def look_again(self) -> None:
-        """Look whether this node is well, for an operator has looked at it."""
+        """Run the health checks again, because an operator has looked at this node."""
         self._health.look_again()
 
     def placed(self, placed: Placed) -> None:
-        """Take up a job, unless that was done already."""
+        """Take up a job, unless it is held already."""
         if self._leaving or self._handed_over:
             log.info("%s: placed here, but this agent is about to end", placed.rdzv_id)
             return
         if self._drained:
-            # The server takes it back as soon as it knows.
+            # The server withdraws it as soon as it knows.
             log.info("%s: placed here, but this node leaves: %s", placed.rdzv_id, self._drained)
             return
         if any(held.placed.key == placed.key and not held.given_back for held in self._held):
@@ -175,12 +174,12 @@ class Placements:
         self._link.say_holdings()
 
     def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Let go of a job."""
+        """Leave a job that the server has withdrawn."""
         for held in self._of((rdzv_id, run)):
             self._give_back(held, reason, events.Withdrawn(run, reason))
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Take up nothing more while this node is about to leave; its drivers hear it next."""
+        """Take up no more jobs while this node is about to leave; then notify its drivers."""
         if isinstance(event, events.NoticeLifted):
             self._drained = ""
             for held in self._held:
@@ -196,12 +195,12 @@ class Placements:
     # ------------------------------------------------------------------ from agent to agent
 
     async def adopt(self, orphans: Iterable[Orphan]) -> None:
-        """Go on with the jobs of the agent before this one. Before the server hears of anything."""
+        """Adopt the jobs of the former agent; call it before anything is sent to the server."""
         for orphan in orphans:
             try:
                 await self._adopt(orphan)
             except Exception:
-                # Another agent may do better, in the time that its runner waits for one.
+                # Another agent may succeed while the runner still waits for one.
                 log.exception(
                     "%s: cannot be gone on with; its workers run on until the server gives this "
                     "node up, unless an agent that can is started before",
@@ -210,7 +209,7 @@ class Placements:
                 orphan.runner.leave()
 
     async def _adopt(self, orphan: Orphan) -> None:
-        """Go on with a job: its workers run, whatever speaks against starting them today."""
+        """Adopt a job: its workers run on, even if they could not be started today."""
         kept, found = orphan.placement, orphan.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = orphan.state.state.job
@@ -243,13 +242,13 @@ class Placements:
     async def _launch_again(
         self, kept: KeptPlacement, placed: Placed, job: Job
     ) -> tuple[Launch, RunFolder, str]:
-        """Return how the job is launched, where it writes, and why no round of it can be started.
+        """Return the job's launch, its folder, and why no round of it can be started.
 
-        That is so where this agent, or this node, would not take up the job any more.
+        That reason exists where this agent or this node would no longer take up the job.
         """
         identity = None if kept.account is None else kept.account.identity
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
-        # GPUs that the configuration does not name any more stay the job's.
+        # The job keeps GPUs that the configuration no longer names.
         gpus = kept.granted if kept.granted or self._resources.gpus else None
         share = Share(gpus, folder.path, kept.account)
         around = replace(self._around, environ=kept.environ)
@@ -272,7 +271,7 @@ class Placements:
             self._folders.release(folder)
 
     def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
-        """Have each round written down, so that its logs are found after the job's end."""
+        """Record each round, so that its logs can be found after the job has ended."""
         noting = Aside(ANSWER_WITHIN_S)
 
         def tell(failed: Exception | None) -> None:
@@ -283,7 +282,7 @@ class Placements:
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave every job that runs to the agent after this one; take up no other."""
+        """Leave every running job to the next agent; take up no other."""
         self._handed_over = True
         for held in tuple(self._held):
             if held.driver is not None:
@@ -292,7 +291,7 @@ class Placements:
     # ------------------------------------------------------------------ what the daemon needs
 
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
-        """Have other resources, and another environment for jobs that begin from now on.
+        """Change the resources, and the environment of jobs that start from now on.
 
         The GPUs stay the same. Jobs beyond the new capacity stay, too.
         """
@@ -306,14 +305,14 @@ class Placements:
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
-        """Make every job leave in order, and take up no other; once more, cut their grace short."""
+        """Make every job leave in order and take up no other; a second call cuts grace short."""
         self._leaving = True
         reason = f"its agent received {name}"
         for held in tuple(self._held):
             self._give_back(held, reason, events.Signalled(signum, name))
 
     def occupancy(self) -> Occupancy:
-        """Count the jobs that are held, and the GPUs, by what becomes of them."""
+        """Count the held jobs and their GPUs, by whether the job runs or ends."""
         jobs = Counter({"waiting": 0, "running": 0, "ending": 0})
         gpus = Counter({"free": len(self._ledger.free), "running": 0, "ending": 0})
         for held in self._held:
@@ -323,7 +322,7 @@ class Placements:
         return Occupancy(jobs, gpus)
 
     async def all_gone(self) -> None:
-        """Wait until nothing of any job is left."""
+        """Wait until nothing is left of any job."""
         while self._held:
             await next(iter(self._held)).gone.wait()
 
@@ -333,7 +332,7 @@ class Placements:
         return [held for held in self._held if held.placed.key == key]
 
     def _give_back(self, held: _Held, reason: str, event: events.Event) -> None:
-        """End a job in order, or at once while it has no driver."""
+        """End a job in order, or at once if it has no driver yet."""
         first = not held.given_back
         held.given_back = held.given_back or reason
         if held.driver is not None:
@@ -344,16 +343,16 @@ class Placements:
     def _hold(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held] = ()
     ) -> None:
-        """Hold a job while a task lives, which begins when nothing is left of those before."""
+        """Hold a job while its task lives; the task begins once nothing is left of earlier ones."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
-        # Not by the task itself: one that is cancelled before it begins does nothing at all.
+        # Not in the task itself: a task cancelled before it begins runs no code at all.
         held.task.add_done_callback(lambda _: self._let_go(held))
 
     async def _live(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
     ) -> None:
-        """Hold a job from its beginning to its end. Nothing is raised."""
+        """Run a held job from beginning to end; raise nothing."""
         try:
             for other in before:
                 await other.gone.wait()
@@ -371,7 +370,7 @@ class Placements:
             self._decline(held, f"a bug of its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
-        """Take note that nothing is left of a job."""
+        """Forget a job of which nothing is left."""
         del self._held[held]
         held.gone.set()
         self._ledger.release(held)
@@ -387,7 +386,7 @@ class Placements:
 
         Raises:
             InvalidRequestError: this node cannot take it up.
-            _UnhealthyError: not now.
+            _UnhealthyError: this node takes up no jobs now.
 
         """
         placed = held.placed
@@ -421,7 +420,7 @@ class Placements:
     async def _drive(
         self, held: _Held, launch: Launch, folder: RunFolder, gpus: tuple[str, ...]
     ) -> None:
-        """Drive a job to its end, and then end whatever is left of it."""
+        """Drive a job to its end, then end whatever is left of it."""
         placed = held.placed
         keeping = Keeping(
             self._heritage.new_socket(),
@@ -445,24 +444,24 @@ class Placements:
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
-        """Return what says, once no worker of a job is left on these GPUs, if the node is well."""
+        """Return a check of the node's health, for when no worker is left on these GPUs."""
         mine = frozenset(gpus)
 
         async def examine() -> str:
-            # Not what was found before: its workers were there then.
+            # Not an earlier result: its workers were still there then.
             return describe(await self._health.look(mine, fresh_s=0.0))
 
         return examine
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
-        # From the end of this on, without a pause, the driver is what is told to end.
+        # From the moment this ends, with no gap, requests to end go to the driver.
         await driver.prepare(self._around.endpoints[0])
         held.driver = driver
         assert driver.runner_pid is not None, "there is one once a driver is ready"
         self._runners.note(driver.runner_pid)
 
     async def _see_through(self, held: _Held, driver: JobDriver, begin: Awaitable[None]) -> None:
-        """See a driver to its end, and then end whatever is left of its job."""
+        """Wait for a driver to end, then end whatever is left of its job."""
         bug: Exception | None = None
         try:
             await begin
@@ -484,7 +483,7 @@ class Placements:
             self._decline(held, f"a bug of its rdzv-agent: {bug!r}")
 
     async def _close(self, held: _Held, driver: JobDriver) -> None:
-        """End all processes of a job; while one survives SIGKILL, its GPUs stay its own."""
+        """End all processes of a job; while one survives SIGKILL, the job keeps its GPUs."""
         while True:
             try:
                 await driver.close()
@@ -495,14 +494,14 @@ class Placements:
                 await asyncio.sleep(CLOSE_AGAIN_S)
                 continue
             except Exception:
-                # Its processes end first, so this is of something else.
+                # Its processes end first, so this error comes from something else.
                 log.exception("%s: not all of it was put away", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Say how it ended, in one line; to the server too, if it cannot know."""
+        """Log in one line how the job ended; tell the server too, if it cannot know."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)
@@ -517,10 +516,10 @@ async def _answered(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function that may hang, for a job: directory services and file servers may.
+    """Call a function for a job that may hang, as directory services and file servers do.
 
     Raises:
-        InvalidRequestError: it does; a job cannot be taken up here then.
+        InvalidRequestError: it hangs, so the job cannot be taken up here.
 
     """
     try:

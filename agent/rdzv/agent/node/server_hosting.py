@@ -1,7 +1,7 @@
-"""The server that a node brings along: for itself, for all nodes of a job, or if it is elected.
+"""The server that a node hosts: for itself, for all nodes of a job, or if it is elected.
 
-Where there is no standing rdzvd, one of the job's own agents serves it. Which one is fixed by the
-command line (`static`, `c10d`), and it serves from memory for the life of its agent; or the agents
+Where there is no standing rdzvd, one of the job's own agents is the server. Either the command line
+names that agent (`static`, `c10d`), and it serves from memory as long as it lives; or the agents
 elect it (`etcd`), the state is in etcd, and another takes over when it is gone.
 """
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 OTHERS_TIMEOUT_S = 5.0
-"""How long a node that serves the others waits for them to go, once it could go itself."""
+"""How long a node that serves the others waits for them to leave before it leaves itself."""
 
 UNWATCHED_MS = DAY_MS
-"""The lease, and the time between two looks or pings, where server and node are one process."""
+"""The lease, and the interval of checks and pings, where server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
-"""How long a newly elected node waits for the others, each of which hears of it at once. The one
-before it is likely gone with its whole node, and holds up the job for so long."""
+"""How long a newly elected node waits for the others, which all learn of it at once. The node of
+the former server is likely gone, and delays the job by this time."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -55,8 +55,8 @@ async def serving_itself(
 ) -> AsyncIterator[Endpoint]:
     """Serve this node alone, on a loopback port of the system's choice.
 
-    They are one process, and end or stand still together: neither waits for a sign of the other.
-    The store of the job's round is also reached at `store_at`.
+    Server and node are one process and stop together, so neither watches the other.
+    The store of the job's round is also reachable at `store_at`.
 
     Raises:
         InvalidRequestError: that port cannot be listened on.
@@ -85,9 +85,9 @@ async def serving_itself(
 
 @contextlib.asynccontextmanager
 async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
-    """Serve all nodes of the job, and let them hear how it ended before this one goes.
+    """Serve all nodes of the job, and tell them how it ended before this one leaves.
 
-    The store of its round is reached at the same port.
+    The store of its round is reachable at the same port.
 
     Raises:
         InvalidRequestError: the port cannot be listened on, though it is free.
@@ -108,23 +108,23 @@ async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]
 
 
 class StoreFinder:
-    """Knows where the store of a job's round is."""
+    """Finds the store of a job's round."""
 
     def __init__(self, server: Driver, rdzv_id: str) -> None:
         self._server = server
         self._rdzv_id = rdzv_id
 
     async def where(self) -> Endpoint | None:
-        """Return where it is; None while there is no round."""
+        """Return the store's endpoint; None while there is no round."""
         now = (await self._server.jobs.look(self._rdzv_id)).membership.round
         return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
 
 @contextlib.asynccontextmanager
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
-    """Serve all nodes of the job while this one is elected; yield where to ask who is.
+    """Serve all nodes of the job while this one is elected; yield where to ask for the server.
 
-    A node whose turn is over lets the others hear how the job ended before it goes.
+    A node that was elected tells the others how the job ended before it leaves.
 
     Raises:
         InvalidRequestError: etcd refuses this node.
@@ -184,7 +184,7 @@ def _from_memory(listen: Listen) -> Config:
 
 @contextlib.asynccontextmanager
 async def _serving(config: Config) -> AsyncIterator[tuple[Driver, Listen]]:
-    """Serve from memory, for as long as this node lives; the caller knows what there is."""
+    """Serve from memory until the body ends; yield the driver and the bound address."""
     clock = MonotonicClock()
     store = MemoryStore(config.limits.history_rows)
     replica = Replica(clock, store.place, VERSION)

@@ -1,10 +1,9 @@
-"""One port for two protocols: where the nodes of a job meet, and the c10d store of its round.
+"""One port for two protocols: the job's rendezvous, and the c10d store of its round.
 
-torchrun's static back-end serves its store at the port that the command line names, so scripts go
-there by `init_method="tcp://HOST:PORT"`. Here the nodes meet at that port. The first bytes of a
-connection tell the two apart: gRPC's begin with the preface of HTTP/2, those of a store's client
-with a number. Each connection is carried on to the server that it is for; `env://` leads to the
-store without this detour.
+torchrun's static back-end serves its store at the port that the command line names, so scripts
+connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous is at that port. The first
+bytes of a connection tell the two apart: a gRPC client sends the HTTP/2 preface, a store's client a
+number. Each connection is relayed to its server; `env://` reaches the store without this detour.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from rdzv.transport.endpoints import Endpoint
 
 PREFACE = b"PRI"
-"""How a connection of gRPC begins. A store's client begins with a small number."""
+"""The first bytes of a gRPC connection. A store's client begins with a small number."""
 
 FIRST_BYTES_TIMEOUT_S = 10.0
-"""How long a connection may take to show what it is for; both clients speak first."""
+"""How long a connection may take to send its first bytes; both clients send first."""
 
 CHUNK = 1 << 16
 
@@ -34,9 +33,9 @@ FindStore = Callable[[], Awaitable[Endpoint | None]]
 async def shared(
     listening: socket.socket, rendezvous: Endpoint | None, find_store: FindStore
 ) -> AsyncIterator[None]:
-    """Carry what connects to `listening` on to one of two servers, until the body ends.
+    """Relay connections on `listening` to one of two servers until the body ends.
 
-    Without a `rendezvous` there is the store alone. A connection that fits neither is closed.
+    Without a `rendezvous` there is only the store. A connection that matches neither is closed.
     """
     async with asyncio.TaskGroup() as tasks:
         ends: set[asyncio.Task[None]] = set()
@@ -61,7 +60,7 @@ async def _connect(
     rendezvous: Endpoint | None,
     find_store: FindStore,
 ) -> None:
-    """Carry one connection from its first bytes to its end."""
+    """Relay one connection from its first bytes to its end."""
     try:
         async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
             first = await reader.readexactly(len(PREFACE))
@@ -77,7 +76,7 @@ async def _connect(
         finally:
             far_writer.close()
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
-        # It is gone, or the server is; the client sees its connection end.
+        # The client or the server is gone; the client sees its connection end.
         pass
     finally:
         writer.close()
@@ -95,7 +94,7 @@ async def _carry_both(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Carry both ways until one side has ended; neither protocol closes only half."""
+    """Relay in both directions until one side ends; neither protocol half-closes."""
     ways = {
         asyncio.ensure_future(_carry(reader, far_writer)),
         asyncio.ensure_future(_carry(far_reader, writer)),

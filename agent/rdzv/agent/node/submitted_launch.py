@@ -1,8 +1,8 @@
-"""How a submitted job that was placed on this node is launched.
+"""The launch of a submitted job that was placed on this node.
 
-What a submitted job gets is built, never inherited: its environment from what the node gives to
-every job and from what was submitted, its folder from what was submitted, its GPUs from the node's
-ledger. Nothing of what this agent was started with is in it, unless the configuration says so.
+A submitted job inherits nothing: its environment comes from the node's settings for all jobs and
+from the submission, its folder from the submission, its GPUs from the node's ledger. Nothing of
+this agent's own environment is in it, unless the configuration says so.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger("rdzv.agent")
 
 SERVER_TIMEOUT_MS = 30 * 86_400_000
 """How long a placed job without workers waits for a server that is away. Only the server can place
-anything else here, so there is nothing to be gained by giving up; and a job that has succeeded here
-would be placed here again."""
+another job here, so giving up gains nothing; and a job that has succeeded here would be placed here
+again."""
 
 
 @struct(frozen=True)
@@ -40,7 +40,7 @@ class Surroundings:
     endpoints: tuple[Endpoint, ...]
     environ: Mapping[str, str]
     address: str = ""
-    """Where other nodes reach this one; empty: its address towards the server."""
+    """The address at which other nodes reach this one; empty: its address towards the server."""
     topology: str = ""
     progress_dir: Path | None = None
 
@@ -52,9 +52,9 @@ class Share:
     gpus: Sequence[str] | None
     """UUIDs; None on a node that has no GPUs."""
     run_dir: Path
-    """Where its files are."""
+    """The folder of its files."""
     account: Account | None = None
-    """The account that it runs as; None: that of this agent."""
+    """The account that it runs as; None: this agent's."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -71,15 +71,15 @@ def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, 
 
 
 def working_directory(placed: Placed, around: Surroundings, account: Account | None = None) -> Path:
-    """Return where a job's workers start: where it was submitted from, or its account's home."""
+    """Return the workers' working directory: the submission's, or the account's home."""
     if placed.spec.chdir:
         return Path(placed.spec.chdir)
     return Path(around.environ.get("HOME") or "/" if account is None else account.home)
 
 
 def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
-    """Return what the environment of a job's workers is made from."""
-    # Variables that name this agent's account, which it may pass on, do not name the job's.
+    """Return the base environment of a job's workers."""
+    # Variables passed on from this agent may name its account, which is not the job's.
     own = {} if share.account is None else share.account.environ
     environ = {**around.environ, **own, **dict(placed.spec.env)}
     if share.gpus is not None:
@@ -92,11 +92,11 @@ async def make_launch(
 ) -> Launch:
     """Read what was submitted as rdzvrun's arguments, on this node's terms.
 
-    Its output goes to files alone, since a daemon has no console. Where the arguments say
-    "one worker for each device", there are `counted`, if that is known already.
+    Its output goes only to files, since a daemon has no console. Where the arguments ask for
+    one worker per device, `counted` is their number, if already known.
 
     Raises:
-        InvalidRequestError: it cannot be launched like this; the message says why.
+        InvalidRequestError: the arguments cannot be launched; the message says why.
 
     """
     environ = job_environ(placed, around, share)
@@ -136,7 +136,7 @@ async def make_launch(
 
 
 def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
-    """Return what it takes to look after workers that run; no others can be started by it."""
+    """Return a launch that suffices to supervise running workers, but cannot start others."""
     return Launch(
         job,
         script="",
@@ -149,7 +149,7 @@ def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) ->
 
 @contextlib.contextmanager
 def _usage_refused(args: Sequence[str]) -> Iterator[None]:
-    """Turn what argparse does with a wrong command line into a refusal."""
+    """Turn argparse's exit on a wrong command line into a refusal."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -171,6 +171,6 @@ def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:
         tee={},
         stdout_filters=(),
         stderr_filters=(),
-        # Logs specs may name files to be teed all the same; nothing here reads them.
+        # Logs specs may still name files to be teed; nothing here reads them.
         console=False,
     )
