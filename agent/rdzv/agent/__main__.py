@@ -87,7 +87,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """
     set_up_logging("rdzv-agent")
     try:
-        # Root looks at what the unit starts as an account of its own.
+        # Root checks the configuration that the unit runs as an account of its own.
         as_root = (check_config or print_config) and os.geteuid() == 0
         config = read_config(path, for_another=as_root)
         if as_root and (why := why_not_here(config.settings)):
@@ -117,8 +117,8 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def _set_up(config: Config) -> None:
-    """Log as the configuration says, and read nothing: workers inherit what stdin is."""
-    faulthandler.enable()  # In what it hung, when the watchdog ends it, is then in the journal.
+    """Set up logging as configured, and an empty stdin, which workers inherit."""
+    faulthandler.enable()  # If the watchdog kills a hung agent, its stack is in the journal.
     for handler in logging.getLogger("rdzv").handlers:
         handler.setFormatter(formatter_for(config.settings.log_format))
     _set_log_level(config.settings.log_level)
@@ -137,7 +137,7 @@ async def _run(path: Path, config: Config) -> int:
     except (InvalidRequestError, NodeSupersededError):
         raise
     except Exception:
-        # A node is of no use without its agent, and another start may do better.
+        # A node is useless without its agent, and another start may succeed.
         log.exception("rdzv-agent cannot go on")
         return EXIT_TRY_AGAIN
     return EXIT_SUCCESS

@@ -1,6 +1,6 @@
-"""Hooks for an agent's metrics: these count nothing, those of `agent_metrics` do.
+"""Hooks for an agent's metrics: these do nothing, those of `agent_metrics` count.
 
-So an agent without /metrics loads no library for metrics.
+So an agent without /metrics loads no metrics library.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from rdzv.agent.runner_link import RunnerEvent
 
 
 class JobMeter:
-    """Is told what becomes of one job's workers on this node. Waits for nothing."""
+    """Receives the events of one job's workers on this node. Never blocks."""
 
     def runner_started(self) -> None:
         """Note that the job has a runner."""
 
     def adopted(self, local_ranks: Collection[int], restarts: int | None) -> None:
-        """Note that it goes on with the runner and the workers of the agent before this one.
+        """Note that the job has adopted the runner and the workers of the previous agent.
 
-        `restarts`: how many the job had spent when they were started; None if none ever were.
+        `restarts` are those spent when the workers were started; None if none were started.
         """
 
     def decided(self, command: commands.Command) -> None:
-        """Note what is done for the job."""
+        """Note a command that is carried out for the job."""
 
     def runner_said(self, event: RunnerEvent) -> None:
-        """Note what the runner says."""
+        """Note an event from the runner."""
 
     def closed(self) -> None:
         """Note that nothing is left of the job."""
 
 
 class Meter:
-    """Is told what happens on this node. Waits for nothing."""
+    """Receives the events of this node. Never blocks."""
 
     def job(self, local_world_size: int) -> JobMeter:
-        """Return what is to be told of a job that begins, with so many workers here."""
+        """Return the meter of a new job with `local_world_size` workers on this node."""
         return JobMeter()
 
     def stream_opened(self) -> None:
         """Note that a server has welcomed this node."""
 
     def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
-        """Note that there is no stream any more, or that none came to be."""
+        """Note that the stream has ended, or could not be opened."""

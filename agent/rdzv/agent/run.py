@@ -1,9 +1,9 @@
-"""rdzvrun: one job in the foreground, in place of torchrun.
+"""rdzvrun: one job in the foreground, as a replacement for torchrun.
 
-Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 trying again is sensible (no server, too
-few nodes came in time, or this node's runner was killed); 77 the server does not let this caller do
-that; 93 it failed again and again without moving on, and is not to be queued again; 128+n ended by
-signal n; 130 Ctrl-C.
+Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 a retry may help (no server, too few nodes
+in time, or this node's runner was killed); 77 the server does not permit this to the caller; 93 it
+failed repeatedly without progress and should not be queued again; 128+n ended by signal n; 130
+Ctrl-C.
 """
 
 # ruff: noqa: E402
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # The many imported objects all stay, so the garbage collector is to skip them.
+gc.disable()  # The many imported objects all stay, so collecting them is wasted time.
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn
     try:
         _run(argv, legacy=legacy)
     except KeyboardInterrupt:
-        # Ctrl-C before it listens to signals, or after: there is nothing left to end.
+        # Ctrl-C before or after signals are handled: there is nothing to end.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -80,14 +80,14 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     """Take part in the job until it has ended for this node."""
-    # The error that follows says better what gRPC's core logs.
+    # The error that follows is clearer than the log of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
-    # The runner gets ready while this process imports all that it needs to talk to a server.
+    # The runner gets ready while this process imports its client of the server.
     runner = StartedRunner()
     try:
         with _without_garbage():
-            # Not before the command line is known to be right.
+            # Not before the command line is known to be valid.
             from rdzv.agent.node.node import take_part
         [outcome] = asyncio.run(
             take_part(
@@ -107,7 +107,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Look for no garbage among what is imported, now or ever, as above."""
+    """Exclude the objects imported in the body from garbage collection, for the reason above."""
     gc.disable()
     try:
         yield
@@ -122,9 +122,9 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def set_up_logging(program: str) -> None:
-    """Log to stderr, as LOGLEVEL says (default INFO); stdout is the workers'.
+    """Log to stderr at LOGLEVEL (default INFO); stdout belongs to the workers.
 
-    Of an embedded server only what is wrong is shown: the agent itself tells what happens.
+    An embedded server logs only problems: the agent itself logs the events.
     """
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)

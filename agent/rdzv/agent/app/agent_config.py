@@ -1,4 +1,4 @@
-"""rdzv-agent's configuration: the values that its settings make, checked against this machine."""
+"""rdzv-agent's configuration: values derived from its settings, checked against this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Config:
     loaded: Loaded[AgentSettings]
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
-    """The jobs that the file itself names; none: the agent takes submitted ones."""
+    """The jobs named in the file itself; none: the agent takes submitted ones."""
     credentials: Credentials = PLAIN
     """The files and token for the connection to the server."""
 
@@ -54,7 +54,7 @@ class Config:
 
     @property
     def accounts(self) -> Accounts:
-        """What submitted jobs run as."""
+        """The accounts that submitted jobs run as."""
         return Accounts(
             [
                 SubmitterRule(
@@ -68,7 +68,7 @@ class Config:
         )
 
     def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
-        """Return the checks that this node has to pass; commands get `own` environment."""
+        """Return the checks that this node has to pass; commands get the environment `own`."""
         return [self._check(check, resources, own) for check in self.settings.health]
 
     def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
@@ -91,7 +91,7 @@ class Config:
                 return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
 
     def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of every submitted job, made of `own` and the settings."""
+        """Return the environment of every submitted job, built from `own` and the settings."""
         settings = self.settings
         given = passed_on(own, settings.pass_env)
         environ = {**_account_environ(), **given, **settings.env}
@@ -101,7 +101,7 @@ class Config:
 
 
 def _account_environ() -> dict[str, str]:
-    """Return what a login sets, for services that start without one."""
+    """Return the variables that a login sets, for services that start without one."""
     environ = {"PATH": os.defpath}
     try:
         account = pwd.getpwuid(os.geteuid())
@@ -112,12 +112,12 @@ def _account_environ() -> dict[str, str]:
 
 
 def check_state_dir(config: Config) -> None:
-    """Check that the folder of runs can be made and written, and make none.
+    """Check that the folder of runs can be made and written, without making it.
 
     The other folder is not checked: the service manager makes it at each start.
 
     Raises:
-        InvalidRequestError: it cannot.
+        InvalidRequestError: it cannot be made or written.
 
     """
     path = config.settings.state_dir
@@ -126,7 +126,7 @@ def check_state_dir(config: Config) -> None:
             _check_passable(place)
     above = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
-        # Whatever stands in the way, permissions are only a part of it.
+        # Permissions are only one of the possible obstacles.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -138,7 +138,7 @@ def check_state_dir(config: Config) -> None:
 
 
 def _check_passable(path: Path) -> None:
-    """Refuse a folder that the accounts of jobs cannot pass through to their own below it."""
+    """Refuse a folder that job accounts cannot traverse to reach their own folders below it."""
     for place in (path, *path.parents):
         if os.path.lexists(place) and not place.stat().st_mode & stat.S_IXOTH:
             raise InvalidRequestError(
@@ -149,7 +149,7 @@ def _check_passable(path: Path) -> None:
 
 
 def read_config(path: Path, *, for_another: bool = False) -> Config:
-    """Read and check a configuration; `for_another`: of an agent that another account starts.
+    """Read and check a configuration; `for_another` if another account starts that agent.
 
     Raises:
         InvalidRequestError: it cannot be read, or has errors; all of them are listed.

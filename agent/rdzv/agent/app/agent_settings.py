@@ -1,4 +1,4 @@
-"""The settings of rdzv-agent: all that agent.toml may hold, with bounds, defaults and reasons."""
+"""The settings of rdzv-agent: the content of agent.toml, with bounds, defaults and reasons."""
 
 # The annotations are data, so they are not postponed.
 import json
@@ -113,7 +113,7 @@ _OF_CHECK = {
     "gpu": ("count", "memory_used"),
     "xid": ("codes", "log"),
 }
-"""By kind of check, its settings beside `name` and `timeout`."""
+"""The settings of each kind of check, besides `name` and `timeout`."""
 
 
 def _check_of_kind(check: "HealthCheck") -> str:
@@ -182,7 +182,7 @@ def _check_user(user: "User") -> str:
 
 
 class User(Table, frozen=True):
-    """What the jobs of a submitter run as."""
+    """The accounts that a submitter's jobs run as."""
 
     rules = (Rule(("name", "accounts", "limits"), _check_user),)
 
@@ -201,7 +201,7 @@ class User(Table, frozen=True):
 
 
 class Job(Table, frozen=True):
-    """A job that the file itself names."""
+    """A job named in the file itself."""
 
     args: Annotated[tuple[str, ...], setting(reason="""
         The arguments of rdzvrun, with --rdzv-id, the script and its own arguments.""")]
@@ -211,7 +211,7 @@ class Job(Table, frozen=True):
 
 
 class Tls(Table, frozen=True):
-    """How the agent connects."""
+    """The files for the agent's TLS connection."""
 
     ca: Annotated[Path | None, setting(
         default_words="`$RDZV_TLS_CA` if set; else connections are plain", reason="""
@@ -238,7 +238,7 @@ class PreemptionSettings(Table, frozen=True):
 
 
 class Logs(Table, frozen=True):
-    """What is kept of runs."""
+    """The retention of run folders."""
 
     keep: Annotated[Duration, setting(ge=0, le=3650 * DAY, reload=True, reason="""
         How long the folder of a run is kept after its last change.""")] = 14 * DAY
@@ -301,7 +301,7 @@ def _check_account(settings: "AgentSettings") -> str:
 
 
 def why_not_here(settings: "AgentSettings") -> str:
-    """Return why an rdzv-agent of this process's account does not start; empty: it does."""
+    """Return why an rdzv-agent under this process's account cannot start; empty if it can."""
     account, own = settings.account, own_account()
     if account is not None and account != own:
         return (
@@ -358,7 +358,7 @@ def _check_health(settings: "AgentSettings") -> str:
 
 # fmt: off
 class AgentSettings(Table, frozen=True, kw_only=True):
-    """Everything that agent.toml may hold."""
+    """All settings of agent.toml."""
 
     program = "rdzv-agent"
     rules = (

@@ -1,9 +1,9 @@
-"""rdzv-agent as a daemon: one stream to the server, and whatever jobs are placed over it.
+"""rdzv-agent as a daemon: one stream to the server, and the jobs that are placed over it.
 
-It runs on without jobs, and without a server: both come back. SIGTERM makes every job leave in
-order, its workers told first, and ends it. SIGUSR2 ends it too, and leaves its jobs to the agent
-that is started next: so does SIGTERM where systemd is about to restart it. SIGHUP makes it read its
-configuration anew.
+It keeps running without jobs and without a server. SIGTERM notifies the workers, makes every job
+leave in order, and ends the agent. SIGUSR2 ends it too, but leaves its jobs to the agent that is
+started next, as does SIGTERM where systemd is about to restart it. SIGHUP makes it reload its
+configuration.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.agent")
 
 RESTARTS = ("restart", "try-restart", "reload-or-restart")
-"""The jobs of systemd after whose end of this agent there is another one."""
+"""The systemd jobs that stop this agent and then start another one."""
 
 SWEEP_EVERY_S = 3_600.0
-"""How often old logs are looked for: small against how long they are kept."""
+"""The interval of searches for old logs: small compared with their retention time."""
 
 READ_CONFIG_WITHIN_S = 30.0
-"""How long the files that a configuration names may take to be looked at."""
+"""How long checking the files named in a configuration may take."""
 
 END_MS = 60_000
-"""How long it may take after the drain deadline until nothing is left of any job."""
+"""How long after the drain deadline the last job process may take to end."""
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HAND_OVER_SIGNAL = signal.SIGUSR2
 
 
 async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
-    """Take up submitted jobs until a signal ends it; then nothing of them is left.
+    """Take up submitted jobs until a signal ends the agent, with all their processes gone.
 
-    `path` is where the configuration is read anew from.
+    The configuration is reloaded from `path`.
 
     Raises:
         InvalidRequestError: the configuration does not fit this machine.
-        NodeSupersededError: another agent has taken this node's name over.
-        OSError: a directory of it cannot be used.
+        NodeSupersededError: another agent has taken over this node's name.
+        OSError: one of its directories cannot be used.
 
     """
     with single_error(), systemd.watched(), _own_directories(config):
@@ -98,7 +98,7 @@ class Daemon:
         orphans: Sequence[Orphan],
         health: Health,
     ) -> None:
-        """Join what is made already. Use `start`."""
+        """Connect parts that exist already. Use `start` instead."""
         self._health = health
         self._path = path
         self._config = config
@@ -109,7 +109,7 @@ class Daemon:
         self._orphans = orphans
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-        """Asks systemd why it ends this agent."""
+        """The task that asks systemd why it ends this agent."""
         self._handing_over = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_again = False
@@ -118,8 +118,8 @@ class Daemon:
     async def start(
         cls, path: Path, config: Config, set_log_level: Callable[[str], None]
     ) -> Daemon:
-        """Look at this machine, and get ready."""
-        # First of all: the runners of the agent before wait for no longer than a lease.
+        """Inspect this machine, and get ready."""
+        # First of all: the previous agent's runners wait no longer than a lease.
         settings = config.settings
         heritage = Heritage(settings.runtime_dir, settings.node_id)
         orphans = await heritage.take_up()
@@ -172,18 +172,18 @@ class Daemon:
         return self._placements
 
     def describe(self) -> str:
-        """Say what this node has, in words."""
+        """Describe this node's resources in words."""
         return describe(self._placements.resources)
 
     async def adopt(self) -> None:
-        """Go on with what the agent before has left. Before `run`, whose Hello tells of it."""
+        """Adopt the previous agent's jobs; call it before `run`, whose Hello reports them."""
         await self._placements.adopt(self._orphans)
 
     async def run(self) -> None:
         """Serve until a signal ends it."""
         with self._signals():
             if not self._orphans:
-                # So that the first Hello has it. A node with workers is waited for.
+                # So that the first Hello has the result. The server waits for a node with workers.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
                 talk = tasks.create_task(self._link.run())
@@ -225,7 +225,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Take SIGTERM: its meaning depends on the sender."""
+        """Handle SIGTERM, whose meaning depends on the sender."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -236,7 +236,7 @@ class Daemon:
     async def _ask_why(self, signum: signal.Signals) -> None:
         job = await in_thread(systemd.queued_job)
         if self._ending.is_set():
-            return  # Another signal was more impatient.
+            return  # Another signal has ended the agent meanwhile.
         if job in RESTARTS:
             self._hand_over(f"{signum.name}, of a {job} by systemd")
         else:
@@ -266,7 +266,7 @@ class Daemon:
         return round(self._config.settings.restart_within * 1000)
 
     async def _notice_superseded(self) -> None:
-        """End when another agent speaks for this node: there is no place for this one any more."""
+        """End when another agent has taken over this node."""
         await self._link.is_superseded.wait()
         log.error("this agent ends: %s", self._link.superseded)
         self._placements.leave(signal.SIGTERM, "word that it is superseded")
@@ -281,12 +281,12 @@ class Daemon:
         self._ending.set()
 
     def _leave_jobs(self, signum: signal.Signals) -> None:
-        """Tell the workers first, and leave when they have exited; another signal ends the wait."""
+        """Notify the workers, and leave when they have exited; another signal ends the wait."""
         if signum is not signal.SIGTERM or self._ending.is_set():
             self._placements.leave(signum, signum.name)
             return
         deadline_ms = round(self._config.settings.drain_deadline * 1000)
-        # Beyond what the unit gives: workers may save for long, and be ended then.
+        # Beyond the unit's timeout: saving may take workers long, and ending them takes more time.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
         self._placements.take_no_more()
         self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
@@ -297,7 +297,7 @@ class Daemon:
             self._reloading = asyncio.create_task(self._reload_all(), name="reload")
 
     async def _reload_all(self) -> None:
-        """Read the configuration anew, and once more if that was asked for meanwhile."""
+        """Reload the configuration, and once more if that was requested meanwhile."""
         while self._reload_again:
             self._reload_again = False
             try:
@@ -306,10 +306,10 @@ class Daemon:
                 log.exception("the configuration was not reloaded: a bug of rdzv-agent")
 
     async def _reload_once(self) -> None:
-        """Read the configuration anew; one that is not in order changes nothing."""
+        """Reload the configuration; an invalid one changes nothing."""
         systemd.notify(systemd.reloading())
         try:
-            # The folders that it names may be on a file server.
+            # The folders named in it may be on a file server.
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
@@ -335,7 +335,7 @@ class Daemon:
     # ------------------------------------------------------------------ logs
 
     async def _sweep_now_and_then(self) -> None:
-        """Remove the folders of runs that are too old, or too many."""
+        """Remove, at intervals, the folders of runs that are too old or use too much disk space."""
         while True:
             logs = self._config.settings.logs
             try:
@@ -343,7 +343,7 @@ class Daemon:
                     self._folders.sweep, logs.keep, logs.keep_size, time.time()
                 )
             except Exception:
-                # Whatever it is, jobs do not depend on it.
+                # Whatever the error is, jobs do not depend on the removal.
                 log.exception("old logs cannot be removed")
             else:
                 for path in removed:
@@ -356,13 +356,14 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(config: Config) -> Iterator[None]:
-    """Make the agent's directories, and see that no other agent uses them.
+    """Make the agent's directories, and ensure that no other agent uses them.
 
     Raises:
-        InvalidRequestError: another does, they cannot be made, or they are somebody else's.
+        InvalidRequestError: another agent uses them, they cannot be made, or another account owns
+            them.
 
     """
-    # The accounts of jobs pass through to what is theirs, and list nothing.
+    # The accounts of jobs can traverse it to their own folders, but cannot list it.
     settings = config.settings
     mode = 0o711 if settings.user else 0o700
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
@@ -380,18 +381,18 @@ def _own_directories(config: Config) -> Iterator[None]:
 def check_own(key: str, path: Path, *, strictly: bool) -> None:
     """Refuse a directory that another account may have made, or may replace.
 
-    The agent trusts what it finds there: it removes files, and kills what a dead runner has left.
-    A directory that everybody may write to is refused `strictly`, else there is a warning: in a
-    container of its own the agent may be alone. So is one below another account's folder, unless
-    anybody may have made that: a home in the folder of a group, say, is where root has put it.
+    The agent trusts its content: it removes files, and kills the processes of a dead runner.
+    A directory that everybody may write to is refused if `strictly`, else there is a warning: the
+    agent may be alone in its container. So is one below another account's folder, unless anybody
+    may have made that: a home in the folder of a group, say, is where root has put it.
 
     Raises:
-        InvalidRequestError: it belongs to somebody else, or one above it does, or a link to it.
+        InvalidRequestError: another account owns it, a directory above it, or a link to it.
 
     """
     path = path.absolute()
     ends = (path, path.resolve())
-    # Of "/" too, for in a container root may have any number.
+    # This includes "/": in a container root may have any uid.
     trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
     for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
         found = place.lstat()
@@ -401,7 +402,7 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
                 f"`{key}` = {str(path)!r} is not safe: {place} belongs to {name_of(found.st_uid)}, "
                 "who may put anything in its place; remove that, or give another"
             )
-        # Of a sticky folder, such as /tmp, the entries are safe.
+        # The entries of a sticky folder, such as /tmp, are safe.
         safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
         if found.st_mode & stat.S_IWOTH and not safe:
             why = f"`{key}` = {str(path)!r} is not safe: everybody may write to {place}"
@@ -411,7 +412,7 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
 
 def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
-    """Remove what an agent that was killed has left, but for what somebody still writes into."""
+    """Remove the files of an agent that was killed, except files still in use."""
     in_use = {orphan.state.progress_folder for orphan in orphans}
     for path in runtime_dir.glob(f"{PREFIX}*"):
         if str(path) not in in_use:
@@ -421,7 +422,7 @@ def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
 
 @contextlib.contextmanager
 def locked(key: str, path: Path) -> Iterator[None]:
-    """Hold the lock of a directory, in which no link of another account leads elsewhere.
+    """Hold the lock of a directory; links that another account puts there are not followed.
 
     Raises:
         InvalidRequestError: another process holds it, or it cannot be written.

@@ -1,1 +1,1 @@
-"""Workers as seen from outside: progress, hangs, stacks, snapshots, and their notice."""
+"""Observation of workers from outside: progress, hangs, stacks, snapshots, and notices to them."""

@@ -1,9 +1,8 @@
-"""Watches whether the workers of one job on this node hang, for --hang-timeout.
+"""Detects hung workers of one job on this node, for --hang-timeout.
 
-What is watched is whether a worker writes the file that RDZV_PROGRESS_FILE names, whatever it
-writes, and whether its process is in D state. It is looked at from time to time, since that nothing
-happens is no event. A worker that hangs is told to the server, which stops it: nothing is decided
-here.
+A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE; the watch
+also notes whether its process is in D state. Workers are checked at intervals, since inactivity
+causes no event. Hung workers are reported to the server, which stops them: nothing is decided here.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ log = logging.getLogger("rdzv.agent")
 
 LOOKS_PER_TIMEOUT = 10
 LOOK_MOST_MS, LOOK_LEAST_MS = 1_000, 50
-"""How often workers are looked at: some ten times in the time that they may say nothing."""
+"""The bounds of the check interval: about a tenth of the time that workers may be silent."""
 SAY_AGAIN_MS = 20_000
-"""How often the server is told again of workers that still hang: it may have lost its memory."""
+"""The interval of repeated reports of workers that still hang: the server may have lost them."""
 
 
 @struct(frozen=True)
 class HungReport:
-    """All workers of a round on this node that hang; none: none does any more."""
+    """All hung workers of a round on this node; none: no worker hangs any more."""
 
     run: str
     round: int
@@ -50,7 +49,7 @@ class _Worker:
 
 
 class HangWatch:
-    """Watches the workers of one job. For each round: `open_round`, then `close_round`."""
+    """Watches the workers of one job. Call `open_round`, then `close_round`, for each round."""
 
     def __init__(
         self,
@@ -59,9 +58,9 @@ class HangWatch:
         say: Callable[[HungReport], None],
         identity: Identity | None = None,
     ) -> None:
-        """Report changes of the hung workers with `say`; without a timeout, watch none.
+        """Report changes of the hung workers with `say`; without a timeout, watch no workers.
 
-        Files of progress are looked at with the rights of their account.
+        Progress files are read with the rights of the workers' account.
         """
         self._identity = identity
         self._rdzv_id = rdzv_id
@@ -82,12 +81,12 @@ class HangWatch:
             self._arm()
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
-        """Watch a worker, which tells of its progress in this file; empty: nowhere."""
+        """Watch a worker that writes its progress to this file; empty if it has none."""
         if self._assignment is not None:
             self._workers[local_rank] = _Worker(pid, file, Vigil())
 
     def worker_exited(self, local_rank: int) -> None:
-        """Watch a worker no more."""
+        """Stop watching a worker."""
         self._workers.pop(local_rank, None)
 
     def close_round(self) -> None:
@@ -105,7 +104,7 @@ class HangWatch:
         if self._hung():
             self._report()
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ checks
 
     @property
     def _look_every_ms(self) -> int:
@@ -118,10 +117,10 @@ class HangWatch:
         self._timer = loop.call_later(self._look_every_ms / 1000, self._look)
 
     def _look(self) -> None:
-        """Look at all workers; report the hung ones if they changed or the last report is old."""
+        """Check all workers; report the hung ones if they changed or the last report is old."""
         assert self._timeout is not None
         now_ms = _now_ms()
-        # While this process stood still it watched nothing, and perhaps nothing ran.
+        # While this process was stopped it watched nothing, and perhaps nothing ran.
         passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
         self._looked_ms = now_ms
         changed = False
@@ -176,7 +175,7 @@ class HangWatch:
 
 
 def _word(file: str) -> tuple[int, ...] | None:
-    """Return what changes with each word in a file; None while there is none."""
+    """Return values that change with each write to a file; None while there is none."""
     with contextlib.suppress(OSError):
         if file and (found := Path(file).stat()).st_size:
             return found.st_ino, found.st_mtime_ns
@@ -184,7 +183,7 @@ def _word(file: str) -> tuple[int, ...] | None:
 
 
 def _switches(pid: int) -> int | None:
-    """Return how often a process has been switched away from."""
+    """Return the number of context switches of a process."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         found = [int(line.split()[1]) for line in lines if "ctxt_switches:" in line]

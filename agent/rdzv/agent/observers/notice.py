@@ -1,9 +1,9 @@
-"""The notice file: how the workers of a job hear that their node is about to leave.
+"""The notice file, which tells the workers of a job that their node is about to leave.
 
-`RDZV_NOTICE_FILE` names it, and it is not there until there is a notice. Then it has one line of
-JSON, `{"deadline_unix": ..., "reason": ...}`, and is always whole: another deadline replaces it.
-`docs/drain.md` says what a worker may do about it. What goes wrong with it is a warning: workers
-get their signal all the same.
+`RDZV_NOTICE_FILE` names it; it does not exist until there is a notice. Then it has one line of
+JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically if the deadline changes.
+`docs/drain.md` says how a worker may react. An error with it is only a warning: workers get their
+signal anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "notice"
 
 
 class NoticeFile:
-    """The notice file of one job on this node; `place` says where it is in the present round."""
+    """The notice file of one job on this node; `place` returns its path in the present round."""
 
     def __init__(
         self, place: Callable[[str], Path | None], identity: Identity | None = None
@@ -32,15 +32,15 @@ class NoticeFile:
         self._path: Path | None = None
 
     def open_round(self) -> None:
-        """Find its place in a round that begins; there is no notice yet."""
+        """Determine its path in a new round; there is no notice yet."""
         self._path = self._place(NAME)
 
     def path(self) -> str:
-        """Return where the workers of the round look for it; empty: there is no place for it."""
+        """Return its path for the workers of the round; empty if there is no place for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:
-        """Put the notice there, in place of an earlier one."""
+        """Write the notice, replacing an earlier one."""
         if self._path is None:
             return
         deadline = round(time.time() + left_ms / 1000, 3)

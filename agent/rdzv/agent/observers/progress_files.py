@@ -1,10 +1,10 @@
-"""Tells how far the workers are, which each says in the file that RDZV_PROGRESS_FILE names.
+"""Reports the workers' progress, which each writes to the file named by RDZV_PROGRESS_FILE.
 
-A worker writes its step, in decimal, whenever it likes; `docs/progress.md` has what it may write.
-Changes are noticed by inotify, and told to the server at most once a second, however many there
-are. It is for people: nothing waits for it, and what is wrong with a file is a warning. Only one
-thing is decided by it, at the end of a round: whether that has moved the job on, beyond the highest
-step so far. That a file is not written any more is for `hangs` to see, if that is asked for.
+A worker writes its step, in decimal, at any time; `docs/progress.md` has the format. inotify
+signals changes, which are reported to the server at most once a second. Progress is for people:
+nothing waits for it, and an error with a file is only a warning. It decides only one thing, at the
+end of a round: whether the round has made progress, beyond the highest step so far. `hang_watch`
+detects files that are no longer written, if that is requested.
 
 The files are in a temporary folder, whatever --log-dir is. A log folder may be on a network disk:
 there a write would cost a worker milliseconds a step, and the agent could hang in a read.
@@ -31,32 +31,32 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 WINDOW_MS = 60_000
-"""A rate is that of the last minute, or of the last step if that took longer."""
+"""A rate covers the last minute, or the last step if that took longer."""
 INTERVAL_MS = 1_000
-"""How often the server hears of progress at most."""
+"""The shortest interval between progress reports to the server."""
 INTERVAL_MS_PER_NODE = 2
-"""The same for each node of the round: so one job's nodes say it 500 times a second at most."""
+"""The same per node of the round, so one job's nodes send at most 500 reports a second."""
 PREFIX = "rdzv_progress_"
-"""How the names of the temporary folders begin."""
+"""The prefix of the temporary folders' names."""
 MAX_BYTES = 64
-"""A file that holds more is none of a step."""
+"""A larger file does not contain a step."""
 MAX_STEP = 2**64 - 1
 MAX_REMOVED = 10_000
-"""How many files are removed while nothing else goes on; there are a few for each worker."""
+"""The most files that are removed while everything else waits; each worker has a few."""
 
-# ---------------------------------------------------------------------- what a file says, and rates
+# ---------------------------------------------------------------------- file content, and rates
 
 
 def read_step(content: bytes) -> int | None:
-    r"""Read a step: a decimal number, with white space around it if need be.
+    r"""Read a step: a decimal number, possibly surrounded by white space.
 
-    None for nothing, as when the file is about to be written anew.
+    Returns None for an empty file, as when it is about to be rewritten.
 
     >>> read_step(b"1204"), read_step(b"   1204\n"), read_step(b"\n")
     (1204, 1204, None)
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the content is something else.
 
     """
     digits = content.strip()
@@ -69,13 +69,13 @@ def read_step(content: bytes) -> int | None:
 
 @struct(frozen=True)
 class Pace:
-    """The steps of one worker, and when they were seen: enough of them to tell its rate."""
+    """The recent steps of one worker with their times: enough to compute its rate."""
 
     seen: tuple[tuple[int, int], ...] = ()
-    """Time and step, oldest first: those of the window, and at least the last two."""
+    """Pairs of time and step, oldest first: those in the window, and at least the last two."""
 
     def after(self, step: int, at_ms: int) -> Pace:
-        """Take note of a step; one that goes back, as after a snapshot was loaded, begins anew."""
+        """Add a step; a lower one, as after a snapshot was loaded, restarts the record."""
         if self.seen and step < self.seen[-1][1]:
             return Pace(((at_ms, step),))
         *earlier, last = (*self.seen, (at_ms, step))
@@ -94,7 +94,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Steps a second, from the first to the last that is remembered; 0 if there is but one."""
+        """Steps per second, from the first remembered step to the last; 0 if there is only one."""
         if len(self.seen) < 2:
             return 0.0
         (first_ms, first), (last_ms, last) = self.seen[0], self.seen[-1]
@@ -103,19 +103,19 @@ class Pace:
 
 @struct(frozen=True)
 class RankProgress:
-    """How far one worker is."""
+    """The progress of one worker."""
 
     rank: int
     step: int
     age_ms: int
-    """How long ago the step was seen."""
+    """The time since the step was seen."""
     rate: float
-    """Steps a second; 0 if it is not known."""
+    """Steps per second; 0 if unknown."""
 
 
 @struct(frozen=True)
 class Report:
-    """How far the workers of one round on this node are; only those that have said anything."""
+    """The progress of one round's workers on this node, of those that have reported any."""
 
     run: str
     round: int
@@ -127,7 +127,7 @@ class Report:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """The file of one worker, which waits for its changes."""
+    """The watched file of one worker."""
 
     path: Path
     rank: int
@@ -136,14 +136,14 @@ class _File:
     watch: int | None = None
     pace: Pace = field(default_factory=Pace)
     furthest: int | None = None
-    """The highest step that was seen; its pace forgets it when the steps go back."""
+    """The highest step seen; the pace forgets it when the steps go back."""
     warned: bool = False
 
     def wake(self) -> None:
         self.woken(self)
 
     def look(self, at_ms: int) -> bool:
-        """Read the file; say whether it has another step than before. The first bad one warns."""
+        """Read the file; return whether its step changed. The first bad content logs a warning."""
         try:
             with acting_as(self.identity):
                 step = read_step(_content(self.path))
@@ -162,22 +162,22 @@ class _File:
 
 
 def _content(path: Path) -> bytes:
-    """Return what a file holds; of one that is just being written over, nothing."""
+    """Return the content of a file; empty if it is just being rewritten."""
     fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
-        # A worker that writes now notifies when it is done.
+        # A worker that writes now triggers a notification when it is done.
         return first if first == again else b""
     finally:
         os.close(fd)
 
 
 class ProgressFiles:
-    """The files of one job's workers on this node: where they are, and what they say.
+    """The progress files of one job's workers on this node, and their content.
 
-    For each round: `open_round` before the workers start, `close_round` when they are gone. `say`
-    is called with the present progress when it has changed, at most once a second, and by
-    `say_again`. At the end, `close`.
+    For each round, call `open_round` before the workers start and `close_round` when they are gone.
+    `say` is called with the present progress when it has changed, at most once a second, and by
+    `say_again`. Call `close` at the end.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class ProgressFiles:
         below: Path | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """Say progress with `say`; the files are `below` a folder, or in the temporary one.
+        """Report progress with `say`; the files are `below` a folder, or in the temporary one.
 
-        They belong to the workers' account, and are handled with its rights.
+        They belong to the workers' account, and are accessed with its rights.
         """
         self._say = say
         self._identity = identity
@@ -202,7 +202,7 @@ class ProgressFiles:
         self._looked_at_ms = 0
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> None:
-        """Make room for the files of a round, and wait for them. Without room, workers get none."""
+        """Make the folder for a round's files, and watch them; if that fails, workers get none."""
         self.close_round()
         try:
             if self._folder is None:
@@ -220,7 +220,7 @@ class ProgressFiles:
         self._follow(assignment, paths)
 
     def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
-        """Go on with what an agent before this one made: its folder, and the files of a round."""
+        """Take over the previous agent's folder, and its files of a round."""
         self._folder = folder
         if folder is not None and assignment is not None:
             self._follow(assignment, self._paths(folder, assignment, size))
@@ -229,7 +229,7 @@ class ProgressFiles:
 
     @property
     def folder(self) -> Path | None:
-        """Where the files are; None before there are any."""
+        """The folder of the files; None before there are any."""
         return self._folder
 
     @staticmethod
@@ -251,22 +251,22 @@ class ProgressFiles:
             self._watches.arm(file)
 
     def file(self, local_rank: int) -> str:
-        """Return where a worker of the round may say how far it is; empty: nowhere."""
+        """Return the path of a worker's progress file in this round; empty if there is none."""
         return str(self._files[local_rank].path) if self._files else ""
 
     def beside(self, name: str) -> Path | None:
-        """Return a path beside the round's files, which goes with them; None: there is no place."""
+        """Return a path beside the round's files, removed with them; None without a folder."""
         return self._files[0].path.parents[1] / name if self._files else None
 
     def say_again(self) -> None:
-        """Say how far the workers are to a server that may not know it."""
+        """Report progress again to a server that may not know it."""
         if self._assignment is not None:
             self._report(self._assignment)
 
     def furthest(self) -> int | None:
-        """Return the highest step that any worker of the round was at; None if none was said.
+        """Return the highest step that any worker of the round reached; None if none was reported.
 
-        What was written last is looked at now.
+        The files are read once more for this.
         """
         now_ms = _now_ms()
         for file in self._files:
@@ -275,7 +275,7 @@ class ProgressFiles:
         return max(steps, default=None)
 
     def close_round(self) -> None:
-        """Take note that the workers are gone: forget them, and remove their files."""
+        """Forget the workers, which are gone, and remove their files."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -288,7 +288,7 @@ class ProgressFiles:
         self._files, self._assignment = (), None
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all state."""
         self.close_round()
         if self._watches is not None:
             self._watches.close()
@@ -303,7 +303,7 @@ class ProgressFiles:
             remove_tree(path, self._identity, MAX_REMOVED)
 
     def _wake(self, file: _File) -> None:
-        """Look at a file soon, and not before it is time to say something again."""
+        """Schedule a read of a file for when the next report is due."""
         assignment = self._assignment
         if assignment is None or file not in self._files:
             return
@@ -319,7 +319,7 @@ class ProgressFiles:
         files, self._changed = tuple(self._changed), {}
         assert self._watches is not None
         for file in files:
-            # Before the look: what is written after it wakes us again.
+            # Before the read: a later write wakes us again.
             self._watches.arm(file)
         if [file for file in files if file.look(self._looked_at_ms)]:
             self._report(assignment)

@@ -1,12 +1,12 @@
-"""Whether a round has changed the snapshot that --snapshot names, a file or a folder.
+"""Detects whether a round has changed the snapshot, the file or folder that --snapshot names.
 
-It is looked at before the first round, and when the workers of each round are gone: another newest
-time, size or number of files than at the end of the round before is a change. Nodes do not compare
-what they see: the path may be on a disk of each node's own, and no two clocks are compared. One
-node that has seen a change is enough.
+It is examined before the first round, and when the workers of each round are gone: a newest time,
+size or number of files that differs from the end of the previous round is a change. Nodes do not
+compare their results: the path may be on a local disk of each node, and no two clocks are compared.
+It is enough that one node has seen a change.
 
-The path may be on a file server that does not answer. A look is a thread that is awaited for
-`TIMEOUT_S` at most. A path that cannot be read counts as changed: no job is given up for that.
+The path may be on a file server that does not answer. A look runs in a thread, which is awaited for
+at most `TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger("rdzv.agent")
 TIMEOUT_S = 5.0
 """How long a round's end, or the first round's start, waits for the file system."""
 MAX_ENTRIES = 20_000
-"""How much of a folder is looked at: nearest first, which is where new files are."""
+"""The most entries of a folder that are examined: top levels first, which have the new files."""
 
 
 @struct(frozen=True)
 class Sight:
-    """A path's content in three numbers; all 0 if there is nothing."""
+    """A summary of a path's content in three numbers; all 0 if there is nothing."""
 
     newest_ns: int = 0
     entries: int = 0
@@ -42,10 +42,10 @@ class Sight:
 
 
 def look(path: Path) -> Sight:
-    """Look at a file, or at a folder with all that is in it.
+    """Examine a file, or a folder with everything in it.
 
     Raises:
-        OSError: it cannot be seen.
+        OSError: it cannot be read.
 
     """
     try:
@@ -57,7 +57,7 @@ def look(path: Path) -> Sight:
         return Sight(newest_ns, entries, first.st_size)
     folders = deque([str(path)])
     while folders and entries < MAX_ENTRIES:
-        # A file that goes away meanwhile has changed; the next look finds it so.
+        # A file that disappears meanwhile is a change, which the next look detects.
         with contextlib.suppress(FileNotFoundError), os.scandir(folders.popleft()) as found:
             for entry in islice(found, MAX_ENTRIES - entries):
                 with contextlib.suppress(FileNotFoundError):
@@ -71,7 +71,7 @@ def look(path: Path) -> Sight:
 
 
 class Snapshot:
-    """The snapshot of one job, as this node sees it. Without a path there is none."""
+    """The snapshot of one job, as seen by this node. Without a path there is none."""
 
     def __init__(
         self,
@@ -79,23 +79,23 @@ class Snapshot:
         look: Callable[[Path], Sight] = look,
         identity: Identity | None = None,
     ) -> None:
-        """Look at a path with the rights of its owner."""
+        """Examine a path with the rights of its owner."""
         self._path = path
         self._identity = identity
         self._look = look
         self._aside = Aside(TIMEOUT_S)
         self._last: Sight | None = None
-        """The content at the last look; None: not known."""
+        """The content at the last look; None if unknown."""
         self._looked = False
         self._warned = False
 
     async def begin_round(self) -> None:
-        """Find out what there is before the workers change it."""
+        """Examine the path before the workers change it."""
         if self._path is not None and not self._looked:
             await self._look_aside(self._path)
 
     async def has_changed(self) -> bool:
-        """Whether it has changed since the last look, or that is not known."""
+        """Return True if the path changed since the last look, or if that is unknown."""
         if self._path is None:
             return False
         before = self._last

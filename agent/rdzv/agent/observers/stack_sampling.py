@@ -1,9 +1,9 @@
-"""Takes the stacks of workers, by py-spy from outside: they need not cooperate, nor be able to.
+"""Samples the stacks of workers with py-spy, from outside and without their cooperation.
 
-py-spy reads the memory of another process, and stops it for some milliseconds, so that what it
-reads is of one moment; of one that does not run anyway it reads as it is. Where it may not, or
-finds no Python, /proc tells at least the state of the process and where it sleeps in the kernel,
-and a note says why there is no more, and what would help.
+py-spy reads the memory of another process, and stops it for some milliseconds to get a consistent
+state; a process that is not running anyway is read without a stop. Where py-spy is not permitted,
+or finds no Python, /proc shows at least the state of the process and where it sleeps in the kernel,
+and a note explains why there is no more, and what would help.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ log = logging.getLogger("rdzv.agent")
 PY_SPY_TIMEOUT_S = 5.0
 """How long py-spy may take for one worker; it takes some 20 ms."""
 ON_THE_WAY_S = 1.0
-"""The share of the server's deadline that is left for sending the stacks."""
+"""The part of the server's deadline that is reserved for sending the stacks."""
 MAX_ASKED = 8
-"""Requests that are answered at once for one job; the server has a lower limit of its own."""
+"""The most concurrent requests for one job; the server has a lower limit of its own."""
 AT_ONCE = 4
-"""Workers that are looked at together: py-spy reads the worker's libraries, which costs CPU."""
+"""The most workers sampled at once: py-spy reads a worker's libraries, which costs CPU."""
 
 MAX_THREADS = 32
 MAX_FRAMES = 64
 MAX_BYTES = 64 * 1024
-"""The most threads of one worker that are reported beside its main thread."""
+"""The largest size of one worker's reported threads, beside its main thread."""
 MAX_NAME_CHARS = 200
 MAX_FILE_CHARS = 300
 MAX_KERNEL_FRAMES = 16
 MAX_NOTE_CHARS = 500
 MAX_OUTPUT_BYTES = 8 << 20
-"""The longest answer of py-spy about one worker; a longer one is an error."""
+"""The largest output of py-spy for one worker; more is an error."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @struct(frozen=True)
 class StacksAsked:
-    """Whose stacks are wanted; see `TakeStacks` in `rdzv.proto`."""
+    """A request for workers' stacks; see `TakeStacks` in `rdzv.proto`."""
 
     request: int
     rdzv_id: str
@@ -62,7 +62,7 @@ class StacksAsked:
 
 @struct(frozen=True)
 class Target:
-    """A worker that is to be looked at."""
+    """A worker to sample."""
 
     rank: int
     local_rank: int
@@ -70,25 +70,25 @@ class Target:
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy: beside the agent's interpreter, or on PATH; None: nowhere."""
+    """Return the path of py-spy, beside the agent's interpreter or on PATH; None if not found."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
 Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
-"""Says stacks for a request: whether they are the last, and why there are none."""
+"""Sends stacks for a request, whether they are the last, and why there are none."""
 
 
 class StackAnswers:
     """Answers requests for the stacks of one job's workers on this node."""
 
     def __init__(self, say: Say) -> None:
-        """Answer with `say`, which waits until there is room."""
+        """Answer with `say`, which waits until there is room in the stream."""
         self._say = say
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, asked: StacksAsked, targets: Sequence[Target], why_none: str) -> None:
-        """Begin to answer; `why_none` says why there is no worker to look at."""
+        """Begin to answer; `why_none` says why there is no worker to sample."""
         if len(self._tasks) >= MAX_ASKED:
             targets, why_none = (), f"this node looks at its workers {MAX_ASKED} times already"
         task = asyncio.get_running_loop().create_task(self._answer(asked, targets, why_none))
@@ -112,16 +112,16 @@ class StackAnswers:
         await self._say(asked.request, (), True, error)
 
     def _timeout_s(self, asked: StacksAsked) -> float:
-        """Leave a moment for the way back."""
+        """Return the time left for sampling, with a reserve for sending the answer."""
         return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
 
 
 async def take_all(
     targets: Sequence[Target], timeout_s: float
 ) -> AsyncGenerator[WorkerStack, None]:
-    """Yield the stack of each worker, as it is found; one that has exited meanwhile is left out.
+    """Yield the stack of each worker as soon as it is read; leave out those that have exited.
 
-    Every one comes in time: what cannot be had within `timeout_s` is left to a note.
+    Each is in time: a stack that cannot be read within `timeout_s` is replaced by a note.
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -152,7 +152,7 @@ async def _take(
 
 
 async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerStack | None:
-    """Look at one worker; None if it has exited."""
+    """Sample one worker; None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None
@@ -161,7 +161,7 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         return _from_proc(target, note)
     if state == ZOMBIE:
         return _from_proc(target, "")
-    # One that is stopped cannot be stopped again, and one in D state not before it leaves it.
+    # A stopped process cannot be stopped again, and one in D state not until it leaves it.
     ways = (
         [("--nonblocking",)]
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
@@ -180,27 +180,27 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
         found = _from_proc(target, "")
         if found is None:
             return None
-        # Where it sleeps in the kernel is of interest only if that is what it cannot leave.
+        # Where it sleeps in the kernel matters only if it cannot leave that sleep.
         kernel = found.kernel if found.state == UNINTERRUPTIBLE else ()
         return replace(found, threads=threads, kernel=kernel)
     return _from_proc(target, note)
 
 
 def _let_go(pid: int) -> None:
-    """Let a worker go on that py-spy may have left stopped, for it was killed as it began.
+    """Continue a worker that py-spy may have left stopped, because py-spy was killed.
 
-    Whether it has may not be seen yet: a SIGSTOP that is on its way is taken back by this, too.
+    The stop may not be visible yet: this also cancels a pending SIGSTOP.
     """
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGCONT)
 
 
 async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> bytes:
-    """Have py-spy say what a process does.
+    """Return the output of py-spy for a process.
 
     Raises:
         OSError: it cannot be started.
-        ValueError: it refuses, and why.
+        ValueError: it fails; the message says why.
         TimeoutError: it took too long, and was killed.
 
     """
@@ -211,7 +211,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "RUST_BACKTRACE": "0"},
-        # Ctrl-C is the agent's to hear.
+        # Ctrl-C is for the agent to handle.
         start_new_session=True,
     )
     try:
@@ -229,7 +229,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
 
 
 def _complaint(text: bytes) -> str:
-    r"""Write what py-spy complains of in one line.
+    r"""Summarise py-spy's error message in one line.
 
     >>> _complaint(b"Error: No stacks\n\nCaused by:\n  0: Refused\n  1: EPERM\n\nStack backtrace:")
     'No stacks: Refused: EPERM'
@@ -241,7 +241,7 @@ def _complaint(text: bytes) -> str:
 
 
 def _why_not(pid: int, complaint: str) -> str:
-    """Say why py-spy cannot look at a process, and what would help."""
+    """Explain why py-spy cannot sample a process, and what would help."""
     note = f"py-spy: {complaint}"
     with contextlib.suppress(OSError):
         owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
@@ -266,14 +266,14 @@ def _ptrace_scope() -> int:
         return 0
 
 
-# ---------------------------------------------------------------------- what py-spy says
+# ---------------------------------------------------------------------- py-spy's output
 
 
 def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
-    """Read what `py-spy dump --json` says: the main thread first; long ones are cut.
+    """Parse the output of `py-spy dump --json`: the main thread first; long stacks are cut.
 
     Raises:
-        ValueError: it is something else, or tells of no thread.
+        ValueError: it is something else, or has no thread.
 
     """
     try:
@@ -287,7 +287,7 @@ def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
 
 
 def _main_thread(said: list[Any], pid: int) -> Any:
-    """Return the thread that Python began with; where none says so, the one that is named first."""
+    """Return Python's main thread; if none is marked as such, the first one."""
     if not said:
         raise ValueError("py-spy finds no Python thread in it")
     by_id = (one for one in said if one.get("os_thread_id") == pid)
@@ -296,7 +296,7 @@ def _main_thread(said: list[Any], pid: int) -> Any:
 
 
 def _bounded(threads: Sequence[Thread]) -> tuple[Thread, ...]:
-    """Leave out threads above `MAX_BYTES`; never the first."""
+    """Drop the threads beyond `MAX_BYTES`, but never the first."""
     room, kept = MAX_BYTES, list(threads[:1])
     for thread in threads[1:]:
         room -= sum(len(frame.name) + len(frame.file) + 16 for frame in thread.frames)
@@ -314,12 +314,12 @@ def _thread(said: Any, *, main: bool) -> Thread:
         )
         for frame in said["frames"][:MAX_FRAMES]
     )
-    # Python names no thread before somebody has imported `threading`.
+    # Python names no threads before `threading` is imported.
     name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
     return Thread(name, main, frames)
 
 
-# ---------------------------------------------------------------------- what /proc says
+# ---------------------------------------------------------------------- /proc
 
 
 def process_state(pid: int) -> str:
@@ -332,7 +332,7 @@ def process_state(pid: int) -> str:
 
 
 def _from_proc(target: Target, note: str) -> WorkerStack | None:
-    """Tell what everybody may know of a process; None if it has exited."""
+    """Return the publicly readable state of a process; None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None
@@ -341,7 +341,7 @@ def _from_proc(target: Target, note: str) -> WorkerStack | None:
 
 
 def _kernel(pid: int) -> tuple[str, ...]:
-    """Return where a process sleeps in the kernel: all of it for root, else the place alone."""
+    """Return where a process sleeps in the kernel: the full stack for root, else one function."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/stack").read_text().splitlines()
         # `[<0>] futex_wait_queue+0x61/0x90`
