@@ -1,8 +1,8 @@
-"""Serves torch's store from a process of its own, and looks once a second at what is in it.
+"""Serves torch's store from a separate process, and looks once a second at its contents.
 
-The process dies with rdzvd. If it dies alone, it is started anew, with an empty store: torch's
-clients do not connect again, so that the jobs of the old one end, but those that are launched after
-that find one. For slowness it is never killed, since that would end them too.
+The process dies with rdzvd. If it dies alone, it is restarted with an empty store: torch's
+clients do not reconnect, so their jobs end, but jobs launched later find a store. It is never
+killed for slowness, since that would end those jobs too.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ log = logging.getLogger("rdzv.c10d")
 
 SCRIPT = Path(__file__).with_name("store_server.py")
 NO_TORCH = 3
-"""Its exit code where there is no torch to import."""
+"""The process's exit code if torch cannot be imported."""
 
 READY_TIMEOUT_S = 120.0
-"""To import torch takes a second or two; on a cold disk or a loaded machine, much longer."""
+"""Importing torch takes a second or two; on a cold disk or a loaded machine, much longer."""
 LOOK_EVERY_S = 1.0
 """torch's store does not notify of changed keys, so it is polled: the only poll in rdzv."""
 SLOW_AFTER_S = 30.0
-"""An answer that takes longer is complained about, and still waited for."""
+"""A slower answer is logged as a complaint, and still awaited."""
 RESTART_AFTER_S = (1.0, 30.0)
-"""The wait before the process is started anew, which doubles from the first to the second..."""
+"""The wait before the process is restarted, which doubles from the first to the second..."""
 STEADY_AFTER_S = 60.0
-"""... and is the first again once it has lived so long."""
+"""... and is the first again once the process has lived this long."""
 END_TIMEOUT_S = 5.0
-"""From the end of the conversation to that of the process; after that it is killed."""
+"""The time from the end of the conversation to that of the process; then it is killed."""
 BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-"""Eight times what the process puts into one answer."""
+"""Eight times the most that the process puts into one answer."""
 LISTED_JOBS = 8
 """How many jobs one log line names."""
 WARNED_JOBS = 1_000
-"""Unreadable jobs that are remembered, so that each is logged once."""
+"""How many unreadable jobs are remembered, so that each is logged once."""
 LAST_WORDS = 4_096
-"""Bytes of the process's stderr that are kept for when it dies."""
+"""Bytes of the process's stderr that are kept to explain its death."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -69,15 +69,15 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _EndedError(Exception):
-    """The process has ended, or says what makes no sense."""
+    """The process has ended, or sent an invalid message."""
 
 
 class Facade:
-    """The store and what was seen in it."""
+    """The served store and the observations of its jobs."""
 
     def __init__(self, bound: Listen, python: str, clock: Clock) -> None:
         self.bound = bound
-        """Where torchrun's nodes connect."""
+        """The address to which torchrun's nodes connect."""
         self._python = python
         self._clock = clock
         self._watch = Watch()
@@ -85,17 +85,17 @@ class Facade:
         self._complaint = ""
 
     def view(self, rdzv_id: str) -> JobView | None:
-        """Show one job; None if there is none of this name."""
+        """Return the view of one job; None if there is no job of this name."""
         return self._watch.view(rdzv_id, self._clock.now_ms())
 
     def views(self) -> tuple[JobView, ...]:
-        """Show every job."""
+        """Return the views of all jobs."""
         return self._watch.views(self._clock.now_ms())
 
     # ---------------------------------------------------------------- the life of the process
 
     async def keep(self, server: _StoreServer) -> None:
-        """Look, and start the process anew whenever it ends; until cancelled."""
+        """Keep looking, and restart the process whenever it ends; until cancelled."""
         wait_s, most_s = RESTART_AFTER_S
         while True:
             began_ms = self._clock.now_ms()
@@ -153,8 +153,8 @@ class Facade:
                 log.exception("c10d: a bug of rdzvd, please report it: a look is lost")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
-        """Take in what a look has found; return the jobs that are closed now."""
-        # In a thread, for a large state takes a while, in which nodes could not be heard.
+        """Record the result of a look; return the jobs that are closed now."""
+        # In a thread: a large state takes a while, during which the server could receive nothing.
         states, unreadable = await asyncio.to_thread(_decoded, answer.states)
         for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
@@ -174,7 +174,7 @@ class Facade:
             asking.cancel()
 
     def _complain(self, complaint: str) -> None:
-        """Log what is wrong with looking, once for as long as it is."""
+        """Log a fault of looking, once for as long as it lasts."""
         if complaint != self._complaint and complaint:
             log.warning("c10d: %s", complaint)
         self._complaint = complaint
@@ -186,7 +186,7 @@ class Facade:
 
 
 def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], dict[str, str]]:
-    """Read states; return those that can be read, and why the others cannot."""
+    """Decode states; return the readable ones, and why the others cannot be read."""
     states: dict[str, State | None] = {}
     unreadable: dict[str, str] = {}
     for rdzv_id, value in values.items():
@@ -227,7 +227,7 @@ class _StoreServer:
 
         Raises:
             InvalidRequestError: the interpreter cannot be run, or has no torch.
-            RendezvousError: it does not come to serve.
+                RendezvousError: it does not start to serve.
 
         """
         with listening:
@@ -270,7 +270,7 @@ class _StoreServer:
             raise RendezvousError(f"{python} did not serve torch's store: {answer}")
 
     async def ask(self, closed: tuple[str, ...]) -> _Answer:
-        """Ask what is new; jobs that are `closed` need not be looked at again.
+        """Ask for changes; jobs that are `closed` need not be looked at again.
 
         Raises:
             _EndedError: the process has ended.
@@ -297,7 +297,7 @@ class _StoreServer:
             raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
 
     async def _end(self) -> None:
-        """Wait until the process has ended of itself, which it does at once, or end it."""
+        """Wait until the process has ended, which it normally does at once; otherwise end it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -312,19 +312,19 @@ class _StoreServer:
         return f"was ended by signal {-code}"
 
     async def _listen(self) -> None:
-        """Keep the end of what the process writes to stderr: torch's own warnings and errors."""
+        """Keep the last output of the process on stderr: torch's own warnings and errors."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(LAST_WORDS):
             self._said.extend(chunk)
 
     def last_words(self) -> str:
-        """Return the last line that the process has written; empty if there is none."""
+        """Return the last line that the process wrote; empty if there is none."""
         lines = bytes(self._said).decode(errors="replace").splitlines()
         line = next((line for line in reversed(lines) if line.strip()), "")
         return "".join(char if char.isprintable() else " " for char in line)
 
     async def kill(self) -> None:
-        """End the process, if it has not ended; nothing of it is left."""
+        """End the process, if it has not ended, and clean up after it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()
@@ -336,7 +336,7 @@ async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
     """Start the process with copies of two sockets."""
-    # From the main thread, or the kernel would kill it when another one ends.
+    # From the main thread: the kernel would kill the process when another thread ends.
     return await asyncio.create_subprocess_exec(
         python,
         str(SCRIPT),
@@ -353,7 +353,7 @@ def listening_socket(listen: Listen) -> socket.socket:
     """Listen for torch's clients.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
+        InvalidRequestError: it is not possible to listen on the address.
 
     """
     advice = "give another address with --c10d"
@@ -370,7 +370,7 @@ def listening_socket(listen: Listen) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # `[::]` means every address of this machine, those of IPv4 too.
+            # `[::]` means every address of this machine, including IPv4.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(address)
         sock.listen(BACKLOG)

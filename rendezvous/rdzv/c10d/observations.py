@@ -1,11 +1,11 @@
 """Jobs of torch's own rendezvous, from its store's keys to the view that `rdzvctl` shows.
 
-Their nodes form the groups; here it is only told what they have written. Clocks are not compared:
-a node is heard when its heartbeat is another than at the look before, by this server's clock.
+Their nodes form the groups; this module only reports what they have written. Clocks are not
+compared: a node is alive if its heartbeat differs from the look before, by this server's clock.
 
-Theory: `closed` is final, and says nothing of success. A round is complete or joins; the next one
+Theory: `closed` is final, and does not imply success. A round is complete or joining; the next one
 begins when all participants have left it. A participant whose keep-alive has run out is dropped
-from the state by its peers, and nothing else happens: its job goes on as if it were there.
+from the state by its peers, and nothing else happens: its job continues as if it were there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rdzv.core.words import counted, duration, listed
 BACKEND = "c10d"
 
 KEEP_ALIVE_MS = 15_000
-"""torch's default for keep_alive_interval times keep_alive_max_attempt; what a job has set instead
-is not in its state."""
+"""torch's default for keep_alive_interval times keep_alive_max_attempt; a job's own values are not
+in its state."""
 GIVEN_UP_MS = 600_000
 """A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
 STALE_MS = 5_000
 """Looks come once a second; a view that is older than this says so."""
 MOST_CLOSED = 1_000
-"""Closed jobs that are still shown; the store keeps them for ever."""
+"""The most closed jobs that are still shown; the store never deletes them."""
 
 _CLOSED = "closed by its nodes; c10d does not tell how it ended"
 
@@ -60,7 +60,7 @@ class _Job:
 
 
 class Watch:
-    """The jobs of one store. Takes what a look has found, and answers with views."""
+    """The jobs of one store. Takes the results of looks, and returns views."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -69,9 +69,9 @@ class Watch:
     def take(
         self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int
     ) -> tuple[str, ...]:
-        """Take in one look: the states that have changed, and the jobs that are no more.
+        """Record one look: the states that have changed, and the jobs that are gone.
 
-        Returns those that are closed now and will never change again.
+        Returns the jobs that are closed now and will never change again.
         """
         self._looked_ms = now_ms
         for rdzv_id in gone:
@@ -93,17 +93,17 @@ class Watch:
             del self._jobs[job.rdzv_id]
 
     def clear(self) -> tuple[str, ...]:
-        """Forget all, for the store is lost; return the jobs that were not closed."""
+        """Forget all jobs, because the store is lost; return those that were not closed."""
         lost = [job.rdzv_id for job in self._jobs.values() if not (job.state and job.state.closed)]
         self._jobs.clear()
         return tuple(lost)
 
     def views(self, now_ms: int) -> tuple[JobView, ...]:
-        """Show every job, by name."""
+        """Return the views of all jobs, sorted by name."""
         return tuple(self._view(self._jobs[rdzv_id], now_ms) for rdzv_id in sorted(self._jobs))
 
     def view(self, rdzv_id: str, now_ms: int) -> JobView | None:
-        """Show one job; None if there is none of this name."""
+        """Return the view of one job; None if there is no job of this name."""
         job = self._jobs.get(rdzv_id)
         return self._view(job, now_ms) if job else None
 
@@ -149,7 +149,7 @@ _LEFT_BY_ALL = "all its participants have left it"
 
 
 def _see(job: _Job, state: State | None, now_ms: int) -> None:
-    """Bring a job up to date with its state."""
+    """Update a job from its state."""
     before, job.state = job.state, state
     found = _job_state(state)
     new_round = _number_of(state) != _number_of(before)
@@ -199,7 +199,7 @@ def _last_complete(state: State | None) -> int | None:
 
 
 def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
-    """Return state and GROUP_RANK of every node that is in a state."""
+    """Return the state and GROUP_RANK of every node in a state."""
     found: dict[Node, tuple[NodeState, int | None]] = {}
     for node in state.spare:
         found[node] = (NodeState.SPARE, None)
@@ -235,7 +235,7 @@ def _seen(
 
 
 def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
-    """Return what has become of a node that is in the state no more."""
+    """Return the fate of a node that is no longer in the state."""
     if seen.state in (NodeState.LOST, NodeState.LEFT):
         return seen
     silent_ms = now_ms - seen.heard_ms
@@ -246,7 +246,7 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
 
 
 def _order(node: Node, seen: _Seen) -> tuple[bool, int, str, Node]:
-    """Order participants by GROUP_RANK, then the others."""
+    """Sort participants by GROUP_RANK, then the others."""
     return (seen.group_rank is None, seen.group_rank or 0, seen.state, node)
 
 

@@ -1,24 +1,24 @@
-"""The process that serves torch's store for the c10d facade, and tells what is in it.
+"""The process that serves torch's store for the c10d facade, and reports its contents.
 
     python store_server.py --fd N --control-fd M
 
 Run by path, so it needs torch and nothing of rdzv. It serves a TCPStore on the listening socket N
-and says `{"ready": true}` on the socket M. Then, each time that it is asked, it tells which jobs'
-states have changed; it does not look into them.
+and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which jobs'
+states have changed; it does not interpret them.
 
 Messages are JSON, after their length in four bytes (big-endian). A question names the jobs that
-need not be looked at any more: `{"closed": [...]}`. The answer has
+need no further looks: `{"closed": [...]}`. The answer has
 
-    states    {rdzv_id: base64 as stored}, or null where it is too long or no text
-    gone      jobs whose key was removed
-    left_out  jobs beyond the most that are looked at
+        states    {rdzv_id: base64 as stored}, or null if it is too long or not text
+        gone      jobs whose key was removed
+        left_out  jobs beyond the most that are looked at
 
-or `error`, if the store cannot be listed. An answer is of at most some megabytes; what does not
-fit comes with the next.
+or `error`, if the store cannot be listed. An answer has at most some megabytes; the rest comes with
+the next.
 
 It lives as long as its parent: it ends when the socket closes, is killed when the parent dies, and
 ignores the signals that a terminal or systemd sends to all processes of a service, since the parent
-decides. Exit code 3: there is no torch.
+decides. Exit code 3: torch is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TIMEOUT = timedelta(seconds=10)
 
 PREFIX = "torch.rendezvous."
 ROUNDS_OWN = re.compile(r"\.\d+/")
-"""In the keys that the agents of a round share, which are no job's state."""
+"""Matches the keys that the agents of a round share, which are no job's state."""
 
 MOST_JOBS = 10_000
 MOST_ID_CHARS = 1_024
@@ -55,7 +55,7 @@ LIST_ANYWAY_AFTER = 30
 
 
 def main() -> None:
-    """Serve until the parent is gone; exit with one line of explanation if that cannot be done."""
+    """Serve until the parent is gone; if that is impossible, exit with one line of explanation."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -94,7 +94,7 @@ def serve(fd: int) -> Any:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first: this one's modules are not for torch to import.
+    # Python puts a script's folder first, and torch must not import this one's modules.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
@@ -126,7 +126,7 @@ class Looks:
     def __init__(self, store: Any) -> None:
         self.store = store
         self.told: dict[str, bytes] = {}
-        """A digest of the state of each job that was told of."""
+        """A digest of the last reported state of each job."""
         self.closed: set[str] = set()
         self.jobs: list[str] = []
         self.left_out = 0
@@ -134,18 +134,18 @@ class Looks:
         self.since_listed = 0
 
     def answer(self, closed: list[str]) -> dict[str, Any]:
-        """Look, and tell what is new; jobs that are `closed` are not looked at again."""
+        """Look, and return the changes; jobs that are `closed` are not looked at again."""
         self.closed.update(closed)
         try:
             gone = self.list_jobs()
             states = self.look()
         except (RuntimeError, ValueError, AttributeError) as error:
-            # No UTF-8 among the keys; a key that went in between; a torch without list_keys.
+            # A key that is not UTF-8; a key deleted meanwhile; a torch without list_keys.
             return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         return {"states": states, "gone": gone, "left_out": self.left_out}
 
     def list_jobs(self) -> list[str]:
-        """Find out which jobs there are; return those that are no more."""
+        """Update the set of jobs; return those that are gone."""
         self.since_listed += 1
         keys = self.store.num_keys()
         if keys == self.keys and self.since_listed < LIST_ANYWAY_AFTER:
@@ -168,7 +168,7 @@ class Looks:
         return gone
 
     def look(self) -> dict[str, str | None]:
-        """Return the states that have changed, as many as fit into one answer."""
+        """Return the changed states, as many as fit into one answer."""
         changed: dict[str, str | None] = {}
         room = MOST_ANSWER_BYTES
         names = [name for name in self.jobs if name not in self.closed]
@@ -179,7 +179,7 @@ class Looks:
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue
                 if len(value) > room:
-                    # A request that waits is answered first.
+                    # A waiting request is answered first.
                     self.jobs.remove(name)
                     self.jobs.insert(0, name)
                     return changed
@@ -189,16 +189,16 @@ class Looks:
         return changed
 
     def values(self, names: list[str]) -> list[bytes | None]:
-        """Return what is stored for jobs; None for one that has gone meanwhile."""
+        """Return the stored values of jobs; None for a job deleted meanwhile."""
         keys = [PREFIX + name for name in names]
-        # To get a key that is not there would wait for it.
+        # Getting a missing key would block until it exists.
         if self.store.check(keys):
             return list(self.store.multi_get(keys))
         return [self.store.get(key) if self.store.check([key]) else None for key in keys]
 
 
 def text(value: bytes) -> str | None:
-    """Return a state as text, which base64 is; None if it cannot be one."""
+    """Return a state as text, which base64 is; None if it is not text."""
     if len(value) > MOST_STATE_BYTES:
         return None
     try:
@@ -214,7 +214,7 @@ def say(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def hear(control: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None if the parent is gone, or makes no sense."""
+    """Receive one message; None if the parent is gone, or its message is invalid."""
     header = receive(control, 4)
     if header is None or int.from_bytes(header, "big") > MOST_QUESTION_BYTES:
         return None
@@ -235,7 +235,7 @@ def receive(control: socket.socket, count: int) -> bytes | None:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent dies, however it was started."""
+    """Make the kernel kill this process when its parent dies, however it was started."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

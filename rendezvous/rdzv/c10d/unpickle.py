@@ -1,10 +1,10 @@
-"""Read the state of torch's rendezvous without running anything that is in it.
+"""Read the state of torch's rendezvous without executing anything in it.
 
 `torch.distributed.elastic.rendezvous.dynamic_rendezvous` keeps `base64(pickle(_RendezvousState))`
 under one key for each job. Every caller that reaches the store can write that key, and unpickling
-can call anything. So a machine of its own runs the pickle: it knows the opcodes that Python writes
+can call anything. So a separate machine runs the pickle: it knows the opcodes that Python writes
 for this one class, compares class names with five known ones, and builds values that are defined
-here. It imports and calls nothing by name, takes no hash before it knows the types, and bounds
+here. It imports and calls nothing by name, hashes nothing before it knows the types, and limits
 size, depth and counts. It refuses everything but exactly such a state.
 
 The machine reads the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
@@ -51,7 +51,7 @@ class Node:
 
 @struct(frozen=True)
 class State:
-    """The state that the nodes of one job share. Points in time are kept as they are written."""
+    """The state that the nodes of one job share. Points in time are kept as written."""
 
     round: int
     complete: bool
@@ -59,18 +59,18 @@ class State:
     last_call: bool
     """Enough nodes have joined; the round completes at a deadline of the nodes' own clocks."""
     participants: Mapping[Node, int]
-    """With their GROUP_RANK, once the round is complete."""
+    """Each with its GROUP_RANK, once the round is complete."""
     waiting: frozenset[Node]
     spare: frozenset[Node]
     heartbeats: Mapping[Node, bytes]
-    """The last one of each node, by its own clock; only good to tell two apart."""
+    """The last heartbeat of each node, by its own clock; only for telling two apart."""
 
 
 def decode(value: bytes) -> State | None:
     """Read the value of a job's key; None if no node has written a state yet.
 
     Raises:
-        RendezvousStateError: it is not such a state, or beyond a bound.
+        RendezvousStateError: it is not such a state, or exceeds a limit.
 
     """
     if value == _NO_STATE:
@@ -104,14 +104,14 @@ _WITH_ARGUMENTS = (_Class.DATETIME, _Class.TIMEZONE, _Class.TIMEDELTA)
 
 @dataclass(slots=True, eq=False)
 class _Dict:
-    """Items in their order; keys are not hashed before their types are checked."""
+    """Items in order; keys are not hashed before their types are checked."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _Set:
-    """Items in their order."""
+    """Items in order."""
 
     items: list[object] = field(default_factory=list)
 
@@ -166,7 +166,7 @@ class _Machine:
         }
 
     def run(self) -> object:
-        """Return what the pickle builds.
+        """Return the value that the pickle builds.
 
         Raises:
             RendezvousStateError: it does anything that a state does not need.
@@ -212,7 +212,7 @@ class _Machine:
         self._push(int.from_bytes(self._take(width), "little", signed=True))
 
     def _frame(self) -> None:
-        # The size of the next part, for readers of a file; all bytes are here.
+        # The size of the next part, for readers of a file; here all bytes are present.
         self._take(8)
 
     # ---------------------------------------------------------------- the stack
@@ -280,7 +280,7 @@ class _Machine:
             raise self._refusal("the name of a class is not a text")
         known = _CLASSES.get((module, name))
         if known is None:
-            # Escaped, since it is logged: it may have line ends or codes for a terminal.
+            # Escaped for the log: it may have line ends or terminal control codes.
             raise self._refusal(f"{f'{module}.{name}'!a} has no place in it")
         self._push(known)
 
@@ -340,7 +340,7 @@ def _node(value: object) -> Node:
 
 
 def _fields(value: object, kind: _Class, names: tuple[str, ...]) -> Mapping[str, object]:
-    """Return the attributes of an instance of a class, which has exactly these."""
+    """Return the attributes of an instance of a class, which must have exactly these."""
     if not isinstance(value, _Object) or value.kind is not kind or value.state is None:
         raise RendezvousStateError(f"{kind.value[1]} is expected")
     items = value.state.items
@@ -364,7 +364,7 @@ def _set(value: object) -> list[object]:
 
 
 def _integer(value: object) -> int:
-    # A bool is an int as well, but torch does not write one for the other.
+    # A bool is an int too, but torch never writes one where the other is expected.
     if type(value) is not int or not 0 <= value < 2**32:
         raise RendezvousStateError("a number from 0 to 4294967295 is expected")
     return value

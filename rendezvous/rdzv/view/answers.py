@@ -1,6 +1,6 @@
-"""The answers of rdzvd, as values: in them None means "not known".
+"""The answers of rdzvd as values, in which None means "unknown".
 
-The server makes them of its own values (`rdzv.server.operations.answer_values`). Its HTTP API
+The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
 writes them as JSON, its gRPC services as messages, which `from_messages` reads as the same values.
 """
 
@@ -24,7 +24,7 @@ OWN_BACKEND = "rdzv"
 
 @struct(frozen=True)
 class WorkerFailure:
-    """One worker that failed. Exactly one of `exit_code` and `signal` is known if it has exited."""
+    """A failed worker. Exactly one of `exit_code` and `signal` is known if it has exited."""
 
     node_id: str
     address: str | None
@@ -39,7 +39,7 @@ class WorkerFailure:
 
 @struct(frozen=True)
 class LastFailure:
-    """The last worker failure of a run: its root cause, and what failed right beside it."""
+    """The last worker failure of a run: its root cause, and others that failed with it."""
 
     age_ms: int | None
     root_cause: WorkerFailure
@@ -48,9 +48,9 @@ class LastFailure:
 
 @struct(frozen=True)
 class NodeStatus:
-    """One node of a job. `reason` says why it is not seated; None if it is, and stays.
+    """One node of a job. `reason` says why it is not seated; None if it is seated and stays.
 
-    `drain_left_ms` is how much longer its workers have, if it is about to leave.
+    `drain_left_ms` is the time its workers have left, if it is about to leave.
     """
 
     node_id: str
@@ -68,10 +68,10 @@ class NodeStatus:
 
 @struct(frozen=True)
 class RankProgress:
-    """The progress of one worker, as it reported `age_ms` ago. `rate` is in steps a second.
+    """The progress of one worker, as it reported `age_ms` ago. `rate` is in steps per second.
 
-    `behind` is how many steps it is behind the foremost worker, at least, at one and the same
-    moment: the steps themselves are of different moments.
+    `behind` is the minimum number of steps by which it trails the foremost worker at the same
+    moment; the reported steps themselves are from different moments.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class RankProgress:
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that takes far longer for a step than the worker in the middle of its role."""
+    """A worker that takes far longer for a step than the median worker of its role."""
 
     rank: int
     step_s: float
@@ -95,7 +95,7 @@ class Straggler:
 class Token:
     """A token without its text. `expires_in_ms` is None if it never expires, 0 if it has expired.
 
-    `used_age_ms` is accurate to an hour; None: it was never used.
+    `used_age_ms` is accurate to an hour; None if it was never used.
     """
 
     id: str
@@ -116,11 +116,11 @@ class DeclinedNode:
 
 @struct(frozen=True)
 class Submission:
-    """How a job was submitted, and how far it is placed. `placed` are the nodes that are chosen.
+    """How a job was submitted, and its placement so far. `placed` are the chosen nodes.
 
     `jobs_before` jobs are served before it; None if it does not wait. `env_names` are the names of
-    its environment; values are never sent. `gpus_per_node` is None if each worker gets one GPU, as
-    far as there are any.
+    its environment variables; values are never sent. `gpus_per_node` is None if each worker gets
+    one GPU, as far as there are any.
     """
 
     submitted_by: str | None
@@ -135,17 +135,17 @@ class Submission:
     jobs_before: int | None
     declined: tuple[DeclinedNode, ...]
     submitter: str | None = None
-    """The proven name of the submitter; None where no proof is asked for."""
+    """The authenticated name of the submitter; None if authentication is not required."""
     account: str | None = None
-    """The account that it asks to run as; None: the one that each node has for its submitter."""
+    """The account it asks to run as; None: each node's own account for the submitter."""
 
 
 @struct(frozen=True)
 class Budgets:
-    """How often rounds of a run ended by each cause, and how often they may; None: any number.
+    """How often rounds of a run ended by each cause, and the limits; None: no limit.
 
-    `restarts_in_vain` are those in a row that did not move the job on, beyond `furthest_step` or to
-    another snapshot; after `no_progress_restarts` of them it has failed, unless that is 0.
+    `restarts_in_vain` counts consecutive restarts without progress, beyond `furthest_step` or to
+    another snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
     """
 
     preemptions: int
@@ -160,7 +160,7 @@ class Budgets:
 
 @struct(frozen=True)
 class JobStatus:
-    """One job: its state, and why. `round` and `world_size` are those of the last complete one.
+    """One job: its state and the reason. `round` and `world_size` are of the last complete round.
 
     `backend` forms its group: `rdzv`, or `c10d`, which the server only watches. `progress` has the
     workers of the live round that report progress, by RANK. `submission` is None if the server
@@ -190,20 +190,20 @@ class JobStatus:
     submission: Submission | None = None
     budgets: Budgets | None = None
     no_progress: bool = False
-    """The job failed because it made no progress: the same launch would do no better."""
+    """The job failed because it made no progress: launching it again unchanged would not help."""
     stragglers: tuple[Straggler, ...] = ()
-    """Workers that have straggled for a while, by RANK."""
+    """Workers that have been slow for a while, by RANK."""
     owner: str | None = None
-    """The only caller, besides admins, that may stop it, and so on; None: only admins."""
+    """The only caller, besides admins, that may change the job; None: only admins."""
     has_secret: bool = False
-    """Whether those who join must know a secret."""
+    """Whether joining requires a secret."""
     reason_times: tuple[TimeInText, ...] = ()
-    """The durations in `reason` that go on with time."""
+    """The durations in `reason` that change with time."""
 
 
 @struct(frozen=True)
 class JobSummary:
-    """One job in a list. `nodes` counts those that are seated now."""
+    """One job in a list. `nodes` counts the nodes seated now."""
 
     rdzv_id: str
     run: str | None
@@ -219,7 +219,7 @@ class JobSummary:
     max_restarts: int | None
     backend: str
     hangs: str | None = None
-    """The workers that hang now, in words; None: none do."""
+    """A description of the workers that hang now; None if none do."""
     reason_times: tuple[TimeInText, ...] = ()
 
 
@@ -246,7 +246,7 @@ class Resources:
 
 @struct(frozen=True)
 class NodeJob:
-    """A job that a node is in, holds, or was chosen for."""
+    """A job that a node takes part in, holds, or was chosen for."""
 
     rdzv_id: str
     gpus: int
@@ -257,8 +257,8 @@ class NodeJob:
 class Node:
     """One node, across its jobs. `resources` is None if it takes no submitted jobs.
 
-    `gpus_free` is None where the number of its GPUs is not known. A cordoned node takes no more,
-    nor does one that is quarantined, or unhealthy; `quarantine` and `unhealthy` say why.
+    `gpus_free` is None where the number of its GPUs is unknown. A node that is cordoned,
+    quarantined or unhealthy takes no more jobs; `quarantine` and `unhealthy` give the reasons.
     """
 
     node_id: str
@@ -280,16 +280,16 @@ class Node:
     unhealthy: str | None = None
     unhealthy_age_ms: int | None = None
     drain: str | None = None
-    """`draining` while something of a job is left there, then `drained`; None: it stays."""
+    """`draining` while jobs are left there, then `drained`; None if it is not being drained."""
     drain_reason: str | None = None
     drain_left_ms: int | None = None
-    """How much longer its workers have; 0: their time is over."""
+    """The time its workers have left; 0 if it is over."""
     drained_by_operator: bool = False
 
 
 @struct(frozen=True)
 class Server:
-    """One rdzvd. `leadership` is the number of the one that leads."""
+    """One rdzvd. `leadership` is the leader's number."""
 
     address: str
     leads: bool
@@ -298,17 +298,17 @@ class Server:
     version: str
     state_age_ms: int
     insecure: str | None = None
-    """Why everyone who reaches it may do everything; of the one that answers."""
+    """Why everyone who can reach it is allowed everything; only for the server that answers."""
     store_away: str | None = None
-    """Why it can store nothing at present, since when, and what waits; of the one that answers."""
+    """Why it cannot store now, since when, and what waits; only for the server that answers."""
 
 
 @struct(frozen=True)
 class LogLines:
     """A piece of one worker's output, or a `note` why output of its node is missing.
 
-    A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; pieces of
-    one worker, round and stream are in order.
+    A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; the
+    pieces of one worker, round and stream are in order.
     """
 
     node_id: str
@@ -322,7 +322,7 @@ class LogLines:
 
 @struct(frozen=True)
 class StackFrame:
-    """One call; `line` is None if it is not known."""
+    """One call; `line` is None if unknown."""
 
     name: str
     file: str
@@ -340,7 +340,7 @@ class ThreadStack:
 
 @struct(frozen=True)
 class WorkerStack:
-    """The stack of one worker. `state` is that of its process, as in /proc."""
+    """The stack of one worker. `state` is the state of its process, as in /proc."""
 
     rank: int
     node_id: str
@@ -354,7 +354,7 @@ class WorkerStack:
 
 @struct(frozen=True)
 class StackGroup:
-    """Workers that were at the same place."""
+    """Workers at the same place in their code."""
 
     ranks: tuple[int, ...]
     where: str
@@ -372,7 +372,7 @@ class SilentNode:
 
 @struct(frozen=True)
 class StackReport:
-    """The stacks of the workers of one round at one moment."""
+    """The stacks of one round's workers at one moment."""
 
     rdzv_id: str
     run: str
@@ -390,8 +390,8 @@ class StackReport:
 class Event:
     """One event of a job's history; `unix_ms` is the server's clock, for people.
 
-    `text` says in a line what its `fields` say; they are None where only the line is known, as of
-    what older versions of rdzvd have kept.
+    `text` describes its `fields` in one line; they are None if only the line is known, as in rows
+    of older versions of rdzvd.
     """
 
     unix_ms: int
@@ -402,7 +402,7 @@ class Event:
 
 
 def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
-    """Compare what the workers of a round, by RANK, have said at different moments."""
+    """Compare the progress of a round's workers, by RANK, reported at different moments."""
     behind = lags([word for _, word in said])
     return tuple(
         RankProgress(rank, word.step, word.age_ms, word.rate, steps)

@@ -1,11 +1,11 @@
-"""The documents that programs read.
+"""The JSON documents that programs read.
 
-`version` grows when a key changes its meaning or goes; new keys may come at any time. The order
-of the keys is stable, numbers are numbers, a key's unit is the end of its name (`_ms`), and what
-is not known is null.
+`version` grows when a key is removed or changes its meaning; new keys may appear at any time. The
+order of the keys is stable, numbers are numbers, a key's unit is the end of its name (`_ms`), and
+unknown values are null.
 
-`rdzvd --http` answers with the same documents (`rdzv.server.http.api`); there, one that is an event
-of a stream is a single line: its `indent` is None.
+`rdzvd --http` returns the same documents (`rdzv.server.http.api`); as an event of a stream, a
+document is a single line, without `indent`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rdzv.structs import as_dict
 from rdzv.view.answers import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
 
 VERSION = 1
-"""Of all documents together."""
+"""The version of all documents together."""
 
 INDENT = 2
 
 
 def status(job: JobStatus, indent: int | None = INDENT) -> str:
-    """Return the document of one job: the fields of `JobStatus`, by their names."""
+    """Return the document of one job: the fields of `JobStatus`, by name."""
     return _document(as_dict(job), indent)
 
 
 def jobs(
     summaries: Sequence[JobSummary], indent: int | None = INDENT, *, store_away: str | None = None
 ) -> str:
-    """Return the document of a list of jobs; `store_away` says why nothing new is stored."""
+    """Return the document of a list of jobs; `store_away` says why changes are not stored."""
     found = [as_dict(job) for job in summaries]
     return _document({"jobs": found, "store_away": store_away}, indent)
 
@@ -43,12 +43,12 @@ def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) 
 
 
 def stacks(report: StackReport) -> str:
-    """Return the document of what workers were doing: the fields of `StackReport`, by name."""
+    """Return the document of a stack report: the fields of `StackReport`, by name."""
     return _document(as_dict(report))
 
 
 def audit(history: Sequence[Event]) -> str:
-    """Return the document of who has changed what, oldest first."""
+    """Return the document of the audit log, oldest first."""
     return _document({"events": [as_dict(event) for event in history]})
 
 
@@ -70,20 +70,20 @@ def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
 def nodes(
     found: Sequence[Node], indent: int | None = INDENT, *, store_away: str | None = None
 ) -> str:
-    """Return the document of the nodes of all jobs; `store_away` as of `jobs`."""
+    """Return the document of the nodes of all jobs; `store_away` is as in `jobs`."""
     nodes = [as_dict(node) for node in found]
     return _document({"nodes": nodes, "store_away": store_away}, indent)
 
 
 def node(found: Node, indent: int | None = INDENT) -> str:
-    """Return the document of one node: the fields of `Node`, by their names."""
+    """Return the document of one node: the fields of `Node`, by name."""
     return _document(as_dict(found), indent)
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
-    """Return the document of what would be submitted. Values of its environment are not in it.
+    """Return the document of a job to submit, without the values of its environment.
 
-    Nor is who submits it: that is for the server to say.
+    The submitter is not in it either: the server determines that.
     """
     hidden = ("env", "submitter")
     fields = {key: value for key, value in as_dict(spec).items() if key not in hidden}
@@ -93,7 +93,7 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
 
 
 def one_line(document: str) -> str:
-    """Return a document as one line, for those that follow each other."""
+    """Return a document as one line, for streams of documents."""
     return json.dumps(json.loads(document))
 
 

@@ -1,4 +1,4 @@
-"""Messages of the `Control` service to the values of `answers`."""
+"""Conversion of `Control` service messages to the values of `answers`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _Message = (
 
 
 def _optional(message: _Message, field: str) -> int | None:
-    """Return a number that is optional on the wire; None if it is not set."""
+    """Return a number that is optional on the wire; None if it is unset."""
     return int(getattr(message, field)) if message.HasField(field) else None  # type: ignore[arg-type]
 
 
 def token_of(token: pb.Token) -> Token:
-    """Read a token."""
+    """Decode a token."""
     return Token(
         id=token.id,
         name=token.name,
@@ -66,7 +66,7 @@ def token_of(token: pb.Token) -> Token:
 
 
 def server_of(server: pb.Server) -> Server:
-    """Read an rdzvd."""
+    """Decode an rdzvd."""
     return Server(
         address=server.address,
         leads=server.leads,
@@ -80,7 +80,7 @@ def server_of(server: pb.Server) -> Server:
 
 
 def job_status_of(status: pb.JobStatus) -> JobStatus:
-    """Read a job."""
+    """Decode the status of a job."""
     return JobStatus(
         rdzv_id=status.rdzv_id,
         run=status.run or None,
@@ -152,7 +152,7 @@ def _labels(labels: Iterable[pb.Label]) -> dict[str, str]:
 
 
 def node_of(node: pb.Node) -> Node:
-    """Read a node."""
+    """Decode a node."""
     return Node(
         node_id=node.node_id,
         state=node.state,
@@ -237,7 +237,7 @@ def _worker_failure(failed: pb.NodeFailure) -> WorkerFailure:
 
 
 def job_summary_of(job: pb.JobSummary) -> JobSummary:
-    """Read a job of a list."""
+    """Decode a job of a list."""
     return JobSummary(
         rdzv_id=job.rdzv_id,
         run=job.run or None,
@@ -258,7 +258,7 @@ def job_summary_of(job: pb.JobSummary) -> JobSummary:
 
 
 def log_lines_of(lines: pb.LogLines) -> LogLines:
-    """Read a piece of a log."""
+    """Decode a piece of a log."""
     return LogLines(
         node_id=lines.node_id,
         rank=lines.rank,
@@ -271,7 +271,7 @@ def log_lines_of(lines: pb.LogLines) -> LogLines:
 
 
 def stack_report_of(report: pb.StackReport) -> StackReport:
-    """Read the stacks of the workers of a round."""
+    """Decode the stacks of a round's workers."""
     return StackReport(
         rdzv_id=report.rdzv_id,
         run=report.run,
@@ -311,7 +311,7 @@ def _worker_stack(stack: pb.WorkerStack) -> WorkerStack:
 
 
 def event_of(event: pb.Event) -> Event:
-    """Read an event."""
+    """Decode an event."""
     fields = fields_in(event.fields)
     known = read(event.name, fields)
     text = sentence(known) if known is not None else event.text

@@ -1,12 +1,12 @@
 """History as data: the fields of each event, in the store, on the wire and in documents.
 
-An event's *fields* are a JSON object. Most are those of the core's event; here are those that
-history keeps of an event whose core holds a whole round, traceback or list of nodes: history rows
-are small, however large the job. Fields that a later version has added are kept and passed on, and
-so is an event of a name that is not known here.
+An event's *fields* are a JSON object. Most are those of the core's event; this module defines what
+history keeps of core events that hold a whole round, traceback or list of nodes: history rows are
+small, however large the job. Fields added by a later version are kept and passed on, and so are
+events with unknown names.
 
-Rows of older versions hold a sentence instead. It is shown as it is, and no fact is read from it:
-it may quote a worker, so it cannot be trusted.
+Rows of older versions hold a sentence instead. It is shown unchanged, and never parsed: it may
+quote a worker, so it cannot be trusted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Worker:
 
 @struct(frozen=True)
 class Place:
-    """The place of one node in a round; its ranks begin with `rank_first`."""
+    """The place of one node in a round; its ranks start at `rank_first`."""
 
     node_id: str
     rank_first: int
@@ -69,7 +69,7 @@ class RoundCompleted:
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round that the server did not know goes on, as its nodes report it."""
+    """A round unknown to the server continues, as reported by its nodes."""
 
     round: int
     nodes: int
@@ -77,7 +77,7 @@ class RoundAdopted:
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over. Its workers had been dead for `dead_ms` by then, killed by a fence."""
+    """A round is over. Its workers had then been dead for `dead_ms`, killed by a fence."""
 
     round: int
     cause: Cause
@@ -88,9 +88,9 @@ class RoundEnded:
 
 @struct(frozen=True)
 class RoundSettled:
-    """Everyone has stopped; the end of the round is charged to this cause.
+    """All nodes have stopped; the end of the round is charged to this cause.
 
-    `max_restarts` is None where each node's own agent counts.
+    `max_restarts` is None where each node's own agent counts restarts.
     """
 
     round: int
@@ -111,7 +111,7 @@ class NodesPlaced:
 
 @struct(frozen=True)
 class NodesWithdrawn:
-    """Nodes are not to take part in a submitted run any more; `node_ids` as of `NodesPlaced`."""
+    """Nodes were withdrawn from a submitted run; `node_ids` is as in `NodesPlaced`."""
 
     nodes: int
     node_ids: tuple[str, ...]
@@ -163,7 +163,7 @@ Kept = (
 )
 
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Kept)}
-"""By the name of the event."""
+"""The kept kinds of events, by name."""
 
 Fields = dict[str, Any]
 
@@ -171,7 +171,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def kept(event: events.Event) -> Kept:
-    """Return what history keeps of an event."""
+    """Return the part of an event that history keeps."""
     match event:
         case events.WorkerFailed(round=number, failure=failure):
             return _failed(number, failure)
@@ -224,12 +224,12 @@ def _completed(round_: Round) -> RoundCompleted:
 
 
 def written(event: events.Event) -> str:
-    """Return the fields of an event, as a store keeps them."""
+    """Return the fields of an event as stored."""
     return _encoder.encode(kept(event)).decode()
 
 
 def fields_in(data: str) -> Fields | None:
-    """Read the fields of an event; None if this is the sentence that was kept in their place."""
+    """Read the fields of an event; None if `data` is a sentence instead."""
     if not data.startswith("{"):
         return None
     try:
@@ -240,7 +240,7 @@ def fields_in(data: str) -> Fields | None:
 
 
 def _fits(value: object) -> bool:
-    """Whether all whole numbers are such that one can calculate with them, and print them."""
+    """Return whether all integers are small enough to calculate with and to print."""
     if isinstance(value, dict):
         return all(map(_fits, value.values()))
     if isinstance(value, list):
@@ -249,7 +249,7 @@ def _fits(value: object) -> bool:
 
 
 def read(name: str, fields: Fields | None) -> Kept | None:
-    """Return an event of this name; None if it is of a version with other fields, or unknown."""
+    """Return an event of this name; None if its name or its fields are unknown here."""
     if fields is None or (kind := KINDS.get(name)) is None:
         return None
     try:

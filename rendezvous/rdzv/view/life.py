@@ -1,10 +1,10 @@
-"""A job's life as its history tells it: runs, their rounds, and what each change cost.
+"""A job's life from its history: runs, their rounds, and the cost of each change.
 
-All of it follows from the fields of events. An event that has none, as those of older versions, or
-whose name or fields are not known here, is kept as its line, and nothing follows from it.
+All of it follows from the fields of events. An event without fields, as in older versions, or with
+an unknown name or unknown fields, is kept as its line, and nothing follows from it.
 
-History names the first eight participants of a round. Who else took part is known from what they
-said of that round later; as long as they have said nothing, there are only so many more.
+History names the first eight participants of a round. Others become known when later events name
+them; until then only their number is known.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from rdzv.view.sentences import failure, one_line
 
 @dataclass(slots=True)
 class Round:
-    """One round, from when the nodes began to meet for it."""
+    """One round, from the moment when the nodes began to meet for it."""
 
     number: int
     since_ms: int
-    """When the round before ended, or the run began."""
+    """When the previous round ended, or the run began."""
     at_ms: int
     """When it was complete."""
     nodes: tuple[str, ...] = ()
     more: int = 0
-    """Participants whose names are not known."""
+    """The number of participants whose names are unknown."""
     workers: int = 0
     adopted: bool = False
-    """It was complete before this history began."""
+    """Whether it was complete before this history began."""
     ended_ms: int | None = None
     cause: str = ""
     reason: str = ""
     settled_ms: int | None = None
-    """When everyone had stopped."""
+    """When all nodes had stopped."""
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
     """By node: when it had stopped its workers, or was gone."""
     dead_ms: int = 0
-    """For how long its workers were dead when it ended: killed by a node that was cut off."""
+    """How long its workers had been dead when it ended: killed by a node that was cut off."""
     restarts: str = ""
-    """How many restarts were spent then, such as `1 of 3`; empty if the nodes count."""
+    """The restarts spent by then, such as `1 of 3`; empty if the nodes count them."""
 
     @property
     def live_until_ms(self) -> int | None:
-        """Until when its workers ran; None: they do."""
+        """The time until which its workers ran; None while they run."""
         return None if self.ended_ms is None else max(self.ended_ms - self.dead_ms, self.at_ms)
 
 
@@ -60,26 +60,26 @@ class Run:
     run: str
     began_ms: int
     number: int | None = None
-    """None if its beginning is not in the history any more."""
+    """None if its beginning is no longer in the history."""
     began_why: str = ""
     rounds: list[Round] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
-    """Workers that failed: when, and which and how."""
+    """The time and description of each worker failure."""
     nodes: dict[str, None] = field(default_factory=dict)
-    """All that its history names, in their order."""
+    """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
-    """All else."""
+    """All other events."""
     ended_ms: int | None = None
     result: str = ""
     reason: str = ""
 
     @property
     def round(self) -> Round | None:
-        """The last round that was complete."""
+        """The last complete round."""
         return self.rounds[-1] if self.rounds else None
 
     def live_ms(self, now_ms: int) -> int:
-        """Return for how long rounds were live."""
+        """Return how long rounds were live, in all."""
         until_ms = now_ms if self.ended_ms is None else self.ended_ms
         return sum(
             max((until_ms if r.live_until_ms is None else r.live_until_ms) - r.at_ms, 0)
@@ -100,7 +100,7 @@ def runs_of(past: Iterable[Event]) -> list[Run]:
 
 
 def name_present(run: Run, status: JobStatus) -> None:
-    """Take the names of the live round's participants from what the job is now."""
+    """Add the names of the live round's participants, from the job's present status."""
     round_ = run.round
     if round_ is None or round_.number != status.round or status.run != run.run:
         return
@@ -110,7 +110,7 @@ def name_present(run: Run, status: JobStatus) -> None:
 
 
 def note(run: Run, event: Event) -> None:
-    """Take the next event of a run into it."""
+    """Add the next event of a run."""
     now_ms, known = event.unix_ms, history.read(event.name, event.fields)
     if node := node_of(event):
         run.nodes.setdefault(node)
@@ -135,7 +135,7 @@ def note(run: Run, event: Event) -> None:
 
 
 def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
-    """Take from an event what it says of a node's part in a round."""
+    """Update a node's part in a round from an event."""
     match known:
         case events.NodeSucceeded() | events.NodeStuck() | events.NodeAdopted():
             _take_part(run, _round(run, known.round), known.node_id)
@@ -148,7 +148,7 @@ def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
 
 
 def node_of(event: Event) -> str | None:
-    """Return the node that an event is about; None if it is about the job, or not known."""
+    """Return the node that an event is about; None if it is about the job, or unknown."""
     node = (event.fields or {}).get("node_id")
     return node if isinstance(node, str) else None
 
@@ -164,7 +164,7 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
 
 
 def _round(run: Run, number: int) -> Round:
-    """Find a round; one that is not in the history was complete before it began."""
+    """Find a round; one missing from the history was complete before it began."""
     for round_ in reversed(run.rounds):
         if round_.number == number:
             return round_
@@ -175,7 +175,7 @@ def _round(run: Run, number: int) -> Round:
 
 
 def _take_part(run: Run, round_: Round, node: str) -> None:
-    """Name a participant that the line of its round has not named."""
+    """Add a participant that the round's own event did not name."""
     run.nodes.setdefault(node)
     if node not in round_.nodes:
         round_.nodes = (*round_.nodes, node)
@@ -183,7 +183,7 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Take note that a node is gone, and so has no workers of the last round any more."""
+    """Note that a node is gone, and so has no workers of the last round any more."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)

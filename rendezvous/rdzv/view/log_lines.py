@@ -1,7 +1,7 @@
 """Lines of workers' logs: whole lines, with the RANK before each.
 
-Into a pipe or a file bytes go as they are. On a terminal they are made harmless: a log may hold
-control sequences that retitle the terminal, clear it or type into it.
+Output to a pipe or a file is unchanged. On a terminal it is made harmless: a log may hold control
+sequences that retitle the terminal, clear it or type into it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import BinaryIO
 from rdzv.view.answers import LogLines
 
 LINE_BYTES = 64 * 1024
-"""A longer line is shown in several, so that none is waited for without bound."""
+"""A longer line is split, so that the wait for its end is bounded."""
 
 _Source = tuple[str, int, int, bool]
 
 
 def harmless(text: str) -> str:
-    r"""Show what a terminal would obey, or what hides or turns text around, as its escape.
+    r"""Escape characters that control a terminal, or that hide or reverse text.
 
     >>> print(harmless("\x1b[2J gone\n"))
     \x1b[2J gone\n
@@ -28,25 +28,25 @@ def harmless(text: str) -> str:
 
 
 def note_of(piece: LogLines) -> str:
-    """Say why something is missing, and of which node, if it is of one."""
+    """Describe what is missing, and of which node, if a node is named."""
     return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
 
 
 class Printer:
-    """Puts the pieces of several workers' logs into lines."""
+    """Joins the pieces of several workers' logs into lines."""
 
     def __init__(self, out: BinaryIO, *, prefixed: bool, escaped: bool, as_it_comes: bool) -> None:
-        """Write to `out`; `as_it_comes` is for one source, whose lines need not be whole."""
+        """Write to `out`; `as_it_comes` is for a single source, whose lines may be partial."""
         self._out = out
         self._prefixed = prefixed
         self._escaped = escaped
         self._as_it_comes = as_it_comes
         self._begun: dict[_Source, bytes] = {}
-        """Lines that have no end yet."""
+        """Lines without an end so far."""
         self._rounds: dict[str, int] = {}
 
     def take(self, piece: LogLines) -> None:
-        """Print a piece, but for the line at its end that is not whole."""
+        """Print a piece, except an unfinished line at its end."""
         if self._as_it_comes:
             self._out.write(piece.data)
         else:
@@ -58,7 +58,7 @@ class Printer:
         self._out.flush()
 
     def end(self) -> None:
-        """Print what is left: last lines that have no end."""
+        """Print the remaining lines, which have no end."""
         for node_id in tuple(self._rounds):
             self._end_round(node_id)
         self._out.flush()
@@ -82,7 +82,7 @@ class Printer:
         ends, at = [], 0
         for line in lines:
             at += len(line)
-            # Whether an LF follows a CR is not known before the next piece.
+            # Whether an LF follows a CR is unknown until the next piece.
             if line.endswith(b"\n") or (line.endswith(b"\r") and at < len(text)):
                 ends.append(at)
         return ends

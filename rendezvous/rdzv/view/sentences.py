@@ -1,6 +1,6 @@
-"""Events as sentences: one for each, on one line.
+"""Events as sentences: one line for each event.
 
-The reader puts the job's name before it.
+The caller prepends the job's name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rdzv.view.history import Fields, Kept, read
 
 
 def sentence(event: Kept) -> str:
-    """Say in one line what happened.
+    """Describe an event in one line.
 
     >>> sentence(events.NodeLost("n7", "lease ran out: nothing heard for 5.0 s"))
     'n7 was lost: lease ran out: nothing heard for 5.0 s'
@@ -25,7 +25,7 @@ def sentence(event: Kept) -> str:
 
 
 def sentence_of(name: str, fields: Fields) -> str:
-    """Say what happened, by the event's name and fields; of an unknown one, what they are.
+    """Describe an event by name and fields; for an unknown name, list the fields.
 
     >>> sentence_of("NodeSang", {"node_id": "n1", "verses": 3})
     'NodeSang: node_id n1, verses 3'
@@ -36,7 +36,7 @@ def sentence_of(name: str, fields: Fields) -> str:
 
 
 def failure(event: history.WorkerFailed) -> str:
-    """Say which worker failed, and how."""
+    """Describe which worker failed, and how."""
     return one_line(
         describe_failure(
             Failure(
@@ -56,7 +56,7 @@ def failure(event: history.WorkerFailed) -> str:
 
 
 def _of_round(event: Kept) -> str:
-    """Say what happened to a run, its rounds or its workers; nothing of a node."""
+    """Describe an event of a run, its rounds or its workers; empty for an event of a node."""
     match event:
         case events.RunBegan():
             return f"run {event.run_number} ({event.run}) began: {event.reason}"
@@ -174,5 +174,5 @@ def _seconds(ms: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Keep what nodes say from forging lines of the log, or moving a terminal's cursor."""
+    """Escape text from nodes, so that it cannot forge log lines or move a terminal's cursor."""
     return "".join(char if char.isprintable() else " " for char in text)

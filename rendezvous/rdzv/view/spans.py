@@ -1,6 +1,6 @@
 """A run as a sequence of spans: forming, live, stopping. Every trace is made of these.
 
-`rdzvctl trace` draws it for Perfetto, and rdzvd sends it to OpenTelemetry.
+`rdzvctl trace` draws them for Perfetto, and rdzvd sends them to OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 
 class Phase(StrEnum):
-    """The phase that a job is in."""
+    """The phase of a job."""
 
     FORMING = "forming"
     LIVE = "live"
@@ -28,13 +28,13 @@ class Span:
 
     phase: Phase
     round: Round | None
-    """The round that was formed, live or stopped; None: no round has come of the forming."""
+    """The round that was forming, live or stopping; None if a forming phase led to no round."""
     since_ms: int
     until_ms: int
 
 
 def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
-    """Yield the phases of a run, from its beginning; a phase that goes on ends at `until_ms`."""
+    """Yield the phases of a run in order; a phase that has not ended is cut at `until_ms`."""
     yield from _between(run, None, until_ms)
     for round_ in run.rounds:
         live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
@@ -58,12 +58,12 @@ def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
 
 
 def went_wrong(round_: Round) -> bool:
-    """Say whether a round ended by a failure."""
+    """Return whether a round ended by a failure."""
     return (round_.charge or round_.cause) in _BAD_CAUSES
 
 
 def about(round_: Round) -> dict[str, str]:
-    """Say how a round ended; empty where that is not known."""
+    """Return how a round ended; empty if unknown."""
     return {
         "ended by": round_.cause,
         "because": round_.reason,
