@@ -1,6 +1,6 @@
-"""What passes between the driver and the door: what nodes say, and what they are told.
+"""Values that the driver exchanges with nodes and operators: reports in, announcements out.
 
-Values only. `wire` makes them from protobuf and back; `told` says who is owed which.
+Values only. `wire` converts them from and to protobuf; `announcements` decides who gets which.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.stacks import WorkerStack
 from rdzv.structs import struct
 
-# ------------------------------------------------------------------ what nodes say
+# ------------------------------------------------------------------ from nodes
 
 
 @struct(frozen=True)
 class Hello:
-    """The node that opens a stream. What it believes about its jobs follows as `Belief`s."""
+    """A node opens a stream. Its beliefs about its jobs follow as `Belief`s."""
 
     node_id: str
     instance: str
@@ -28,33 +28,33 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """It kills its workers after this time without an answer; 0: never."""
+    """The node kills its workers after this time without an answer; 0: never."""
     version: str = ""
     resources: Resources | None = None
-    """None: it takes no submitted jobs."""
+    """None: it accepts no submitted jobs."""
     holdings: tuple[Holding, ...] = ()
     failing: tuple[FailingCheck, ...] = ()
-    """What is wrong with it by its own checks."""
+    """The node's own checks that fail."""
     metrics: str = ""
-    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere that others reach."""
+    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere that others can reach."""
     draining: Draining | None = None
-    """Set if it is about to leave all its jobs."""
+    """Set if the node is about to leave all its jobs."""
 
 
 @struct(frozen=True)
 class Draining:
-    """The node is about to leave all its jobs; with `own`, by its own wish."""
+    """The node is about to leave all its jobs; with `own`, on its own initiative."""
 
     left_ms: int
     reason: str
     number: int
-    """The number of the drain that a server has ordered; 0: none has."""
+    """The number of the drain that a server has ordered; 0: none."""
     own: bool
 
 
 @struct(frozen=True)
 class Holding:
-    """A submitted job of which something may still be left on the node."""
+    """A submitted job that may have left something on the node."""
 
     rdzv_id: str
     run: str
@@ -63,19 +63,19 @@ class Holding:
 
 @struct(frozen=True)
 class Holdings:
-    """All submitted jobs of which something may still be left on the node."""
+    """All submitted jobs that may have left something on the node."""
 
     held: tuple[Holding, ...]
 
 
 @struct(frozen=True)
 class Belief:
-    """What a node believes about one job, and the commands that say so to its rendezvous."""
+    """A node's belief about one job, and the commands that pass it to the job's rendezvous."""
 
     rdzv_id: str
     run: str
     round: int | None
-    """The last round that it has heard of."""
+    """The last round that the node knows of."""
     has_workers: bool
     """Whether workers of that round may run on the node, or have succeeded there."""
     commands: tuple[Command, ...] = ()
@@ -83,19 +83,19 @@ class Belief:
 
 @struct(frozen=True)
 class RankProgress:
-    """How far one worker is."""
+    """The progress of one worker."""
 
     rank: int
     step: int
     age_ms: int
     """The age of this report."""
     rate: float
-    """Steps a second of late; 0 if it is not known."""
+    """Recent steps per second; 0 if unknown."""
 
 
 @struct(frozen=True)
 class Progress:
-    """How far the workers of one round on a node are; only those that have said anything."""
+    """The progress of a node's workers in one round; only of those that have reported any."""
 
     rdzv_id: str
     run: str
@@ -105,7 +105,7 @@ class Progress:
 
 @struct(frozen=True)
 class LogPiece:
-    """A piece of what a worker has written. Without data: what follows is of `round`."""
+    """A piece of a worker's output. Without data: what follows is of `round`."""
 
     request: int
     round: int = 0
@@ -117,12 +117,12 @@ class LogPiece:
     last: bool = False
     """Whether this is the last piece."""
     error: str = ""
-    """Why something is missing, or with `last` everything that follows."""
+    """Why something is missing or, with `last`, everything that follows."""
 
 
 @struct(frozen=True)
 class Hung:
-    """All workers of one round on a node that hang; empty: none hangs any more."""
+    """All workers of one round on a node that hang; empty: none hangs any longer."""
 
     rdzv_id: str
     run: str
@@ -132,7 +132,7 @@ class Hung:
 
 @struct(frozen=True)
 class Stacks:
-    """What some workers of a node are doing."""
+    """The stacks of some workers of a node."""
 
     request: int
     workers: tuple[WorkerStack, ...] = ()
@@ -142,7 +142,7 @@ class Stacks:
     """Why there are no stacks."""
 
 
-# ------------------------------------------------------------------ what nodes are told
+# ------------------------------------------------------------------ to nodes
 
 
 @struct(frozen=True)
@@ -156,7 +156,7 @@ class Welcome:
 
 @struct(frozen=True)
 class Lease:
-    """The lease has grown."""
+    """The lease was extended."""
 
     heartbeat_interval_ms: int
     lease_ms: int
@@ -164,7 +164,7 @@ class Lease:
 
 @struct(frozen=True)
 class Heard:
-    """The heartbeat of this number was heard."""
+    """The heartbeat with this number was received."""
 
     number: int
 
@@ -201,7 +201,7 @@ class Assignment:
 
 @struct(frozen=True)
 class RoundOver:
-    """The round is over: its workers are to be stopped."""
+    """The round is over: the node stops its workers."""
 
     rdzv_id: str
     run: str
@@ -220,7 +220,7 @@ class Closed:
 
 @struct(frozen=True)
 class Refused:
-    """What the node asked for is refused, and nothing was changed by it."""
+    """The node's request is refused, and has changed nothing."""
 
     rdzv_id: str
     code: str
@@ -237,7 +237,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How far the log of one worker has been read. A message to a node leaves out its name."""
+    """How much of one worker's log was read. A message to a node leaves out the node's name."""
 
     node_id: str
     round: int
@@ -248,7 +248,7 @@ class LogPosition:
 
 @struct(frozen=True)
 class ReadLog:
-    """A request for what the node's workers have written. None: see `rdzv.proto`."""
+    """A request for the output of the node's workers. None: see `rdzv.proto`."""
 
     request: int
     rdzv_id: str
@@ -265,7 +265,7 @@ class ReadLog:
 
 @struct(frozen=True)
 class LogCredit:
-    """The number of bytes that the node may still send for a request; none: it stops."""
+    """The number of bytes that the node may still send for a request; with `cancel`, it stops."""
 
     request: int
     bytes: int
@@ -274,7 +274,7 @@ class LogCredit:
 
 @struct(frozen=True)
 class Placed:
-    """The node is to take part in a submitted job."""
+    """The server has placed a submitted job on the node."""
 
     rdzv_id: str
     run: str
@@ -283,7 +283,7 @@ class Placed:
 
 @struct(frozen=True)
 class Withdrawn:
-    """The node is not to take part in a submitted job any more."""
+    """The server has withdrawn a submitted job from the node."""
 
     rdzv_id: str
     run: str
@@ -292,12 +292,12 @@ class Withdrawn:
 
 @struct(frozen=True)
 class LookAgain:
-    """An operator has looked at the node: it runs its checks now."""
+    """An operator has checked the node: it runs its checks now."""
 
 
 @struct(frozen=True)
 class TakeStacks:
-    """A request for the stacks of the node's workers of a round."""
+    """A request for the stacks of the node's workers in one round."""
 
     request: int
     rdzv_id: str
@@ -308,7 +308,7 @@ class TakeStacks:
 
 @struct(frozen=True)
 class DrainNode:
-    """The node is to leave all its jobs; repeated with what is left of its time."""
+    """The node must leave all its jobs; repeated with the time that remains."""
 
     left_ms: int
     reason: str
@@ -340,12 +340,12 @@ Announcement = (
     | UndrainNode
 )
 
-# ------------------------------------------------------------------ what operators ask
+# ------------------------------------------------------------------ requests of operators
 
 
 @struct(frozen=True)
 class LogsWanted:
-    """Which of a job's logs are wanted. None: all RANKs, the last round."""
+    """A selection of one job's logs. None: all RANKs, the last round."""
 
     rank: int | None = None
     round: int | None = None
@@ -358,12 +358,12 @@ class LogsWanted:
     positions: tuple[LogPosition, ...] = ()
 
 
-# ------------------------------------------------------------------ what operators see
+# ------------------------------------------------------------------ answers to operators
 
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of what one worker has written, or a note why something is missing."""
+    """A piece of one worker's output, or a note why something is missing."""
 
     node_id: str
     run: str
@@ -378,7 +378,7 @@ class LogLines:
 
 @struct(frozen=True)
 class NodeJob:
-    """A job that a node is in, holds, or was chosen for."""
+    """A job that a node is in, holds, or was selected for."""
 
     rdzv_id: str
     gpus: int
@@ -410,7 +410,7 @@ class NodeSummary:
     quarantine_age_ms: int = 0
     quarantine_left_ms: int = 0
     unhealthy: str = ""
-    """What is wrong with it by its own checks; empty: nothing."""
+    """The node's own checks that fail; empty: none."""
     unhealthy_age_ms: int = 0
     drain: str = ""
     """draining, drained, or empty."""
@@ -421,7 +421,7 @@ class NodeSummary:
 
 @struct(frozen=True)
 class ServerView:
-    """One rdzvd of those that share a store."""
+    """One of the rdzvd servers that share a store."""
 
     address: str
     leads: bool
@@ -430,6 +430,6 @@ class ServerView:
     version: str
     state_age_ms: int
     insecure: str = ""
-    """Why every caller may do everything; known of this server alone."""
+    """Why every caller may do everything; known for this server only."""
     store_away: str = ""
-    """Why it can store nothing at present; known of this server alone."""
+    """Why it can store nothing now; known for this server only."""

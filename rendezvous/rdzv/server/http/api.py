@@ -1,7 +1,7 @@
 """The JSON API at /api/v1: what rdzvctl shows, by HTTP. It reads, and changes nothing.
 
-`openapi` says what can be asked for. Each answer is a document of `rdzvctl -o json`; an error is
-one with its code and message, and the status that its kind stands for.
+`openapi` lists the operations. Each answer is a document of `rdzvctl -o json`; an error is a
+document with its code and message, and the HTTP status of its kind.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""HTTP's word for that of gRPC in the error table; all else is 500."""
+"""The HTTP status for each gRPC status in the error table; all others are 500."""
 
 BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}))
 
 
 class Api:
-    """The handlers, over one server's answers."""
+    """The handlers, which serve one server's answers."""
 
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
@@ -126,7 +126,7 @@ class Api:
 
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])
-        # Written in a thread, as it is read: it may be large.
+        # Encoded in a thread, because it may be large.
         return await asyncio.to_thread(as_json.stacks, report)
 
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
@@ -163,7 +163,7 @@ class Api:
             return web.Response(text=await self._whole(texts))
 
     async def _whole(self, texts: AsyncIterator[str]) -> str:
-        """Return what comes, within bounds of size and time."""
+        """Return the whole text, within bounds of size and time."""
         parts, size, most = list[str](), 0, self._limits.http_log_bytes
         try:
             async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
@@ -183,7 +183,7 @@ class Api:
     async def _log_stream(
         self, request: web.Request, texts: AsyncIterator[str]
     ) -> web.StreamResponse:
-        # A refusal comes at once, and is told as such; the first words may take hours.
+        # A refusal comes at once, and is answered as one; the first output may take hours.
         coming = asyncio.ensure_future(anext(texts, None))
         try:
             done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
@@ -200,13 +200,13 @@ class Api:
             return response
         finally:
             coming.cancel()
-            # Its generator can be closed only when it no longer runs; how it ends does not matter.
+            # Its generator can be closed only when it no longer runs; its outcome does not matter.
             await asyncio.wait([coming])
             if not coming.cancelled():
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write, or give up on a reader that takes nothing."""
+        """Write, or give up on a reader that takes no data."""
         try:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
@@ -223,7 +223,7 @@ class Api:
             response = web.StreamResponse(
                 headers={
                     "Content-Type": "text/event-stream; charset=utf-8",
-                    # nginx would keep events back otherwise.
+                    # Otherwise nginx would buffer events.
                     "X-Accel-Buffering": "no",
                 }
             )
@@ -246,12 +246,12 @@ class Api:
 
 
 def _pattern(path: str) -> str:
-    """Return a path as aiohttp wants it; a name may have braces, too."""
+    """Return a path in aiohttp's syntax; a name may contain braces."""
     return path.replace("}", ":[^/]+}")
 
 
 def _named(request: web.Request) -> str:
-    """Return the name in the path; it may have any characters, percent-encoded."""
+    """Return the name in the path; it may contain any characters, percent-encoded."""
     (name,) = request.match_info.values()
     return name
 
@@ -271,7 +271,7 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
 
 
 async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGenerator[str, None]:
-    """Put pieces of logs into whole lines, as rdzvctl does; a note is a line of its own."""
+    """Join pieces of logs into whole lines, as rdzvctl does; a note is a line of its own."""
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
 
@@ -297,7 +297,7 @@ async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGen
 
 
 def _json(text: str, status: int = 200) -> web.Response:
-    # Any size of it is compressed in a thread: the event loop does not wait.
+    # Compressed in a thread, whatever the size: the event loop does not wait.
     response = web.Response(
         text=text, status=status, content_type="application/json", zlib_executor_size=1024
     )
@@ -328,7 +328,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error below /api as a document, wherever it comes from."""
+    """Answer every error below /api as a document, whatever raised it."""
     try:
         return await handler(request)
     except RendezvousError as error:

@@ -1,8 +1,8 @@
-"""The door of an HTTP server: how many are let in, and how long they may take to say a first word.
+"""Connection limits of an HTTP server: how many may be open, and how soon a request must begin.
 
-aiohttp lets everybody in, and waits for the first request of a connection for ever. A connection
-beyond the limit is answered so and closed; so is one whose request does not come in time. Nobody
-else notices.
+aiohttp accepts every connection, and waits without limit for its first request. Here a connection
+beyond the limit is answered with an error and closed; so is one whose request does not come in
+time. Other connections are not affected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
 _MAX_HEADER_BYTES = 32 * 1024
-"""More than aiohttp takes, which then says so in its own words."""
+"""More than aiohttp accepts, which then answers with its own error."""
 
 
 class ConnectionLimits:
@@ -29,7 +29,7 @@ class ConnectionLimits:
     def __init__(
         self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
     ) -> None:
-        """Pass a connection whose request has begun to one of `handlers`."""
+        """Pass a connection to one of `handlers` once its request has begun."""
         self.handlers = handlers
         self.first_request_s = timings.first_request_ms / 1000
         self._limits = limits
@@ -42,7 +42,7 @@ class ConnectionLimits:
         return _Visitor(self)
 
     def enter(self, peer: str) -> str:
-        """Count one in, or return why not."""
+        """Count a new connection, or return why it is refused."""
         most, most_of_peer = self._limits.http_connections, self._limits.http_connections_per_peer
         if self._inside.total() >= most:
             return f"this server has {most} connections; try again later"
@@ -52,7 +52,7 @@ class ConnectionLimits:
         return ""
 
     def leave(self, peer: str) -> None:
-        """Count one out."""
+        """Stop counting a closed connection."""
         self._inside[peer] -= 1
         if not self._inside[peer]:
             del self._inside[peer]
@@ -64,12 +64,12 @@ class ConnectionLimits:
 
 
 class _Visitor(asyncio.Protocol):
-    """One connection: its first words are gathered here, and then all goes to a handler."""
+    """One connection: its first bytes are buffered here; then a handler takes over."""
 
     def __init__(self, door: ConnectionLimits) -> None:
         self._door = door
         self._peer: str | None = None
-        """Under which it was counted in; None: it was not."""
+        """The address under which it was counted; None: it was not."""
         self._transport: asyncio.Transport | None = None
         self._said = bytearray()
         self._handler: asyncio.Protocol | None = None
@@ -108,7 +108,7 @@ class _Visitor(asyncio.Protocol):
         self._said.clear()
 
     def show_out(self, status: int, why: str) -> None:
-        """Say why this connection ends, and end it."""
+        """Answer why this connection ends, and close it."""
         assert self._transport is not None
         self._wait_no_more()
         text = f"{why}\n".encode()
@@ -149,7 +149,7 @@ _PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
 
 
 class GuardedSite(web.BaseSite):
-    """A place where an application listens, with a door."""
+    """A listener of an application, with connection limits."""
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class GuardedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Return where that is."""
+        """Return the address of the listener."""
         scheme = "http" if self._ssl_context is None else "https"
         return f"{scheme}://{self._listen}"
 
     async def start(self) -> None:
-        """Begin to listen; `OSError` if that cannot be."""
+        """Start to listen; raises `OSError` if the address cannot be used."""
         await super().start()
         self._server = await asyncio.get_running_loop().create_server(
             self._door,
@@ -185,6 +185,6 @@ class GuardedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         await super().stop()
         self._door.close()

@@ -1,12 +1,12 @@
-"""What the HTTP API pushes: the fleet, or one job, to everyone who follows it.
+"""The updates that the HTTP API pushes: about all jobs and nodes, or one job, to every follower.
 
-All who follow the same share one *feed*, which looks at what has changed and writes it down once. A
-feed runs while somebody follows it. It begins with everything, between `begin` and `ready`, and
-goes on with what changes: a later reader gets a beginning of its own, for that *reader* alone.
+All followers of one subject share one *feed*, which looks up each change and encodes it once. A
+feed runs while it has followers. It starts with the whole state, between `begin` and `ready`, and
+continues with changes: a later reader gets a start of its own, sent to that *reader* alone.
 
 A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
 takes more than a tenth of the event loop, however much changes. A reader has a bounded queue. One
-that does not keep up is dropped, and hears why.
+that does not keep up is dropped, and receives the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger("rdzv.feeds")
 T = TypeVar("T")
 
 ROWS = 200
-"""Jobs or nodes in one event: writing them down takes a few milliseconds."""
+"""Jobs or nodes in one event: encoding them takes a few milliseconds."""
 
 REST = 9
 """A feed rests this many times as long as it has worked."""
@@ -53,11 +53,11 @@ EVENTS = 200
 """Rows of a job's history that its feed shows."""
 
 WATCHED_EVERY_MS = 2_000
-"""How often a feed looks at jobs that are only watched: they are looked at, not told."""
+"""How often a feed polls jobs that are only watched: their changes are not announced."""
 
 
 def frame(event: str, document: str) -> bytes:
-    """Write one event of the stream. The document is one line, as JSON without indent is."""
+    """Encode one event of the stream. The document is one line, as JSON without indent is."""
     return f"event: {event}\ndata: {document}\n\n".encode()
 
 
@@ -80,11 +80,11 @@ class Reader:
 
     @property
     def ended(self) -> RendezvousError | None:
-        """Why nothing more comes; None while something may."""
+        """Why nothing more comes; None while more may come."""
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
-        """Let it have these next; one that has too many waiting is dropped. Waits for nothing."""
+        """Queue the next frames; drop a reader that has too many waiting. Does not wait."""
         if self._end is not None:
             return
         for one in frames:
@@ -101,14 +101,14 @@ class Reader:
         self._news.set()
 
     def end(self, error: RendezvousError) -> None:
-        """Let it hear why it is told no more, and nothing else."""
+        """Send the reader the reason why its stream ends, and nothing else."""
         if self._end is None:
             self._end = error
             self._frames.clear()
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Return what comes next; None when nothing more does."""
+        """Return the next frame; None at the end."""
         while not self._frames:
             if self._end is not None:
                 return None
@@ -127,23 +127,23 @@ class Feed:
         self._timings = timings
         self._readers: set[Reader] = set()
         self._fresh: set[Reader] = set()
-        """Readers that have seen nothing yet."""
+        """Readers that have received nothing yet."""
         self._woken = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     def add(self, reader: Reader) -> None:
-        """Let somebody follow, from the beginning."""
+        """Add a reader, which starts with the whole state."""
         self._fresh.add(reader)
         self._woken.set()
 
     def discard(self, reader: Reader) -> bool:
-        """Remove a reader; return whether none is left."""
+        """Remove a reader; return whether it was the last one."""
         self._fresh.discard(reader)
         self._readers.discard(reader)
         return not self._fresh and not self._readers
 
     def fail(self, error: RendezvousError) -> None:
-        """Let everyone hear why nothing more comes."""
+        """Send all readers the reason why nothing more comes."""
         for reader in (*self._fresh, *self._readers):
             reader.end(error)
 
@@ -163,7 +163,7 @@ class Feed:
         except RendezvousError as error:
             self.fail(error)
         except Exception:
-            # The readers connect again; other feeds go on.
+            # The readers connect again; other feeds continue.
             log.exception("a bug of rdzvd, please report it: a stream of the HTTP API ends")
             self.fail(RendezvousConnectionError("a bug of rdzvd, see its log; connect again"))
 
@@ -175,12 +175,12 @@ class Feed:
         try:
             self._check(driver)
         except RendezvousConnectionError:
-            # That was its last word.
+            # Nothing more can follow.
             self._woken.set()
         self._note(rdzv_id)
 
     async def _rest(self, worked_ms: int) -> None:
-        """Rest in proportion, and then until there is something to tell."""
+        """Rest in proportion to the work, and then until something changes."""
         rest_ms = max(self._timings.stream_rest_ms, REST * worked_ms)
         await sleep_ms(self._answers.clock, rest_ms)
         waits = asyncio.ensure_future(self._woken.wait())
@@ -193,14 +193,14 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Whether something may change without a word."""
+        """Whether something may change without an announcement."""
         return self._answers.watches
 
     def _note(self, rdzv_id: str | None) -> None:
         raise NotImplementedError
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        """Tell `fresh` everything, and all others what has changed."""
+        """Send `fresh` the whole state, and all other readers the changes."""
         raise NotImplementedError
 
 
@@ -223,7 +223,7 @@ class FleetFeed(Feed):
     def _note(self, rdzv_id: str | None) -> None:
         if rdzv_id is not None:
             self._changed.add(rdzv_id)
-        # A job's nodes change their states within it.
+        # A step of a job may change the states of its nodes.
         self._nodes_changed = True
         self._woken.set()
 
@@ -268,7 +268,7 @@ class FleetFeed(Feed):
             except RendezvousStateError as error:
                 log.error("job %s is not shown: %s", rdzv_id, error)
             except RendezvousConnectionError:
-                # The store is away, or this server leads no more, which is found out soon.
+                # The store is away, or this server no longer leads, which is detected soon.
                 self._changed.add(rdzv_id)
             if number % SLICE == 0:
                 await asyncio.sleep(0)
@@ -329,7 +329,7 @@ class FleetFeed(Feed):
 
 
 def _content(summary: NodeSummary, now_ms: int) -> object:
-    """Return what is said of a node, with the times at which ages began in their place."""
+    """Return a node's data, with the start times of its ages instead of the ages."""
     return replace(
         summary,
         state_age_ms=now_ms - summary.state_age_ms,
@@ -353,7 +353,7 @@ class JobFeed(Feed):
         return self._answers.watched(self._rdzv_id) is not None
 
     def _note(self, rdzv_id: str | None) -> None:
-        # What a node's coming and going means for the job is noted with its name.
+        # Node changes that affect the job are noted with the job's own rdzv_id.
         if rdzv_id == self._rdzv_id:
             self._woken.set()
 
@@ -377,7 +377,7 @@ class JobFeed(Feed):
 
 
 def _turn_of(view: JobView) -> object:
-    """Return what changes whenever a step happens that history tells of."""
+    """Return a value that changes with every step that history records."""
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission
     placed = submission.placed if submission is not None else ()
@@ -415,7 +415,7 @@ class Feeds:
     async def running(
         cls, answers: Shown, limits: Limits, timings: Timings
     ) -> AsyncIterator[Feeds]:
-        """Let feeds be followed until the body ends."""
+        """Serve followers until the body ends."""
         with single_error():
             async with asyncio.TaskGroup() as tasks:
                 feeds = cls(answers, limits, timings, tasks)
@@ -433,7 +433,7 @@ class Feeds:
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            LimitExceededError: too many follow.
+            LimitExceededError: too many followers.
             RendezvousConnectionError: this server does not lead, or is stopping.
 
         """
@@ -477,7 +477,7 @@ class Feeds:
         return JobFeed(self._answers, self._timings, rdzv_id)
 
     def close(self) -> None:
-        """Let all readers hear that this server stops, and take no more."""
+        """End all readers because this server stops, and accept no more."""
         self._closed = True
         for feed in self._feeds.values():
             feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

@@ -1,7 +1,7 @@
-"""What is asked by HTTP: the probes (/healthz, /readyz), /metrics, and /sd, which says where it is.
+"""The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
-Beside them the JSON API (`api`), and the page that shows what it says (`page`). /sd answers as
-Prometheus' HTTP service discovery expects.
+It also serves the JSON API (`api`), and the page that shows its answers (`page`). /sd answers in
+the format of Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Serving:
     """The pages that are served."""
 
     bound: Listen
-    """Where, with the port that was given for port 0."""
+    """The address, with the port that was chosen for port 0."""
     feeds: Feeds
-    """The updates for readers that follow."""
+    """The updates for followers."""
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def serving_http(
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes())
-        # A client that has gone ends its handler, which would not notice while it waits for news.
+        # When a client is gone its handler is cancelled: while it waits, it would not notice.
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -126,7 +126,7 @@ def _metrics_of(metrics: Metrics) -> Handler:
             text = await metrics.text()
         except LimitExceededError as error:
             return web.Response(status=503, text=f"{error}\n")
-        # Any size of it is compressed in a thread: the event loop does not wait.
+        # Compressed in a thread, whatever the size: the event loop does not wait.
         response = web.Response(
             body=text, headers={"Content-Type": CONTENT_TYPE}, zlib_executor_size=1024
         )
@@ -141,14 +141,14 @@ def _target(address: str, **labels: str) -> dict[str, object]:
 
 
 def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
-    """Name this server, and, where it leads, the agents that answer /metrics themselves.
+    """List this server and, if it leads, the agents that answer /metrics themselves.
 
-    Each server names itself, so that one that dies stays on Prometheus' list, and is missed.
+    Each server lists itself, so one that dies stays on Prometheus' list and its absence is noticed.
     """
 
     async def _sd(request: web.Request) -> web.Response:
         assert request.transport is not None, "who has asked is connected"
-        # Not `listen`: its port may be 0, and its host no address to connect to.
+        # Not `listen`: its port may be 0, and clients may be unable to connect to its host.
         host, port = request.transport.get_extra_info("sockname")[:2]
         if listen.unspecified and config.advertise is not None:
             host = config.advertise.host

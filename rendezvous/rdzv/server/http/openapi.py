@@ -1,8 +1,8 @@
 """The operations of the HTTP API, their parameters, and its OpenAPI document.
 
-`api` reads requests by the same parameters, and msgspec makes the schemas from the values that
-rdzvctl prints, so the document cannot differ from the code. `docs/openapi.json` is this document
-at the default limits.
+`api` parses requests by the same parameters, and msgspec derives the schemas from the values that
+rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document at
+the default limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 @struct(frozen=True)
 class Number:
-    """A parameter that is a whole number; without a default it is optional."""
+    """An integer parameter; without a default it is optional."""
 
     name: str
     text: str
@@ -56,20 +56,20 @@ class Number:
 
     @property
     def schema(self) -> Schema:
-        """Its type in OpenAPI."""
+        """The parameter's type in OpenAPI."""
         default = {} if self.default is None else {"default": self.default}
         return {"type": "integer", "minimum": self.least, "maximum": self.most, **default}
 
 
 @struct(frozen=True)
 class Flag:
-    """A parameter that is true or false."""
+    """A Boolean parameter."""
 
     name: str
     text: str
 
     def read(self, given: str | None) -> bool:
-        """Return its value; another text is an InvalidRequestError."""
+        """Return its value; any other text raises `InvalidRequestError`."""
         if given not in (None, "true", "false"):
             shown = given if len(given) <= 40 else f"{given[:40]}..."
             raise InvalidRequestError(f"{self.name}={shown!r} is not valid; give true or false")
@@ -77,13 +77,13 @@ class Flag:
 
     @property
     def schema(self) -> Schema:
-        """Its type in OpenAPI."""
+        """The parameter's type in OpenAPI."""
         return {"type": "boolean", "default": False}
 
 
 @struct(frozen=True)
 class Name:
-    """A parameter that names a job; it may have any characters, percent-encoded."""
+    """A parameter that names a job; it may contain any characters, percent-encoded."""
 
     name: str
     text: str
@@ -94,7 +94,7 @@ class Name:
 
     @property
     def schema(self) -> Schema:
-        """Its type in OpenAPI."""
+        """The parameter's type in OpenAPI."""
         return {"type": "string"}
 
 
@@ -115,7 +115,7 @@ class Operation:
     of: str = ""
     """The kind of object that the path names: job, node."""
     refuses: tuple[int, ...] = ()
-    """Statuses beside those of every operation."""
+    """Statuses beyond those of every operation."""
 
 
 _ALWAYS = {
@@ -222,7 +222,7 @@ _STORE_AWAY: Schema = {
 def document(limits: Limits) -> Schema:
     """Return the OpenAPI document."""
     schemas = _values()
-    # A document stands alone; within another it has no version of its own.
+    # A top-level document has a version; as a part of another, it has none of its own.
     schemas["NodeRow"] = schemas["Node"]
     for name in ("JobStatus", "Node", "StackReport"):
         schemas[name] = _document(schemas[name]["properties"])
@@ -343,7 +343,7 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 def _values() -> dict[str, Schema]:
-    """Return the schemas of the values in the answers, each of which has all of its fields."""
+    """Return the schemas of the values in the answers; all fields of each are required."""
     _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
     for name, schema in schemas.items():
         properties = {key: _plain(one) for key, one in schema["properties"].items()}
@@ -359,7 +359,7 @@ def _values() -> dict[str, Schema]:
 
 
 def _plain(schema: Schema) -> Schema:
-    """Return a schema without a default, and a type or null as a list of two types."""
+    """Return a schema without defaults, with "a type or null" as a list of two types."""
     match {key: value for key, value in schema.items() if key != "default"}:
         case {"anyOf": [{"type": kind, **more}, {"type": "null"}]} if not more:
             return {"type": [kind, "null"]}

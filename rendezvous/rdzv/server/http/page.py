@@ -1,8 +1,8 @@
-"""The live page: the files of `rdzv/web`, and what keeps what nodes say from doing harm in it.
+"""The live page: the files of `rdzv/web`, and headers that keep data from nodes from doing harm.
 
-The page asks the API for everything; here are only its files, the same for everybody. Their policy
-lets a browser load nothing from elsewhere, run no script but the page's own, and, by trusted types,
-make no script of any text: a job's name or a log line stays a text.
+The page gets its data from the API; only its files are here, the same for every caller. Their
+policy lets a browser load nothing from elsewhere, run only the page's own scripts, and, by trusted
+types, never turn text into a script: a job's name or a log line remains text.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def page_routes() -> list[web.RouteDef]:
 
 
 def _file(data: bytes, content_type: str) -> Handler:
-    """Serve what was read at the start: a new version comes with a new process."""
+    """Serve a file as it was read at the start: a new version needs a new process."""
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:
-        # Asked again each time, and answered without it where it is the same.
+        # The browser revalidates each time, and gets no body if the file is the same.
         known = any(one.value == tag for one in request.if_none_match or ())
         response = web.Response(
             status=304 if known else 200,
@@ -81,9 +81,9 @@ def _file(data: bytes, content_type: str) -> Handler:
 
 
 async def harmless_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Let no browser take an answer for what it is not, keep it, or show it in a stranger's page.
+    """Keep browsers from guessing a type, storing an answer, or showing it in a foreign page.
 
-    What is read here may be secret, and is never the same twice.
+    The answers may be secret, and change all the time.
     """
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["X-Frame-Options"] = "DENY"
@@ -95,9 +95,9 @@ async def harmless_headers(request: web.Request, response: web.StreamResponse) -
 def refusing_strangers(listen: Listen) -> Middleware:
     """Refuse, on loopback, a request for another machine's name.
 
-    A browser on this machine would let a stranger's page read this server if the stranger's name
-    were made to mean 127.0.0.1. Such a request still carries that name. Probes and metrics are for
-    programs, and say little.
+    A browser on this machine would let another site's page read this server if that site's name
+    were made to resolve to 127.0.0.1. Such a request still carries that name. Probes and metrics
+    are for programs, and contain little.
     """
 
     @web.middleware

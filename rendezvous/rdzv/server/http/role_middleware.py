@@ -1,4 +1,4 @@
-"""The gate before HTTP's paths."""
+"""The gate in front of HTTP's paths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rdzv.server.security.callers import Caller
 
 
 def checking_roles(gate: Gate) -> Middleware:
-    """Have `gate` check every request, by the path of its route."""
+    """Check every request with `gate`, by the path of its route."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None:
-            # There is nothing at that path, which the handler says.
+            # No such path; the handler answers that.
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"

@@ -1,7 +1,6 @@
-"""What is asked by HTTP of jobs, nodes and servers.
+"""Answers about jobs, nodes and servers, for HTTP.
 
-The values are those that gRPC sends to rdzvctl, so what HTTP answers cannot differ from what
-rdzvctl shows.
+The values are those that gRPC sends to rdzvctl, so HTTP answers always agree with rdzvctl.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from rdzv.view import answers
 
 
 class Shown(Answers):
-    """Answers for one server, of all that HTTP is asked."""
+    """One server's answers to everything that HTTP serves."""
 
     @property
     def store_away(self) -> str | None:
-        """Why this server can store nothing at present; None: it can."""
+        """Why this server can store nothing now; None: it can."""
         return self.replica.driver.trouble or None
 
     async def status(self, asked: str) -> answers.JobStatus:
@@ -38,26 +37,26 @@ class Shown(Answers):
         return sorted(found, key=lambda job: job.rdzv_id)
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
-        """Show a job's newest events, oldest first; 0: as many as the server sees fit."""
+        """Show a job's newest events, oldest first; 0: the server's default number."""
         rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
         return [answers.event_in(row) for row in rows]
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
-        """Show what a job's workers did when a round of it hung, the last one or this one.
+        """Show the stacks kept of a round that hung: the last one, or the one given.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            InvalidRequestError: none are kept.
+            InvalidRequestError: no such stacks are kept.
 
         """
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
-        # It may be a megabyte, for which no node is to wait.
+        # It may be a megabyte; nodes must not wait while it is encoded.
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
     def summaries(self) -> list[NodeSummary]:
-        """Show every node, in the server's own words."""
+        """Show every node, as the server's own values."""
         return list(self.replica.driver.node_views.summaries())
 
     async def nodes(self) -> list[answers.Node]:
@@ -86,7 +85,7 @@ class Shown(Answers):
         )
 
     async def servers(self) -> list[answers.Server]:
-        """Show every rdzvd that shares this one's store; also one that stands by answers."""
+        """Show every rdzvd that shares this one's store; a server that stands by answers, too."""
         return [answer_values.server(view) for view in await self.replica.servers()]
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
